@@ -1,0 +1,82 @@
+"""The loss signature that every algorithm and the split train step share.
+
+A loss is a pure function of per-token columns and returns **sums**, never means: the trainer adds the sums of all
+microbatches and divides once, at `finish_train_step`, by the true number of tokens or sequences of the whole step over
+all ranks. So the gradient does not depend on how, in which order or where the step was split (SEMANTICS §1.2).
+
+Shape legend: S scored tokens of a microbatch (loss mask 1, packed: no padding), B its sequences, scalars are 0-d tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from asyncrl.types import Normaliser
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Columns of one microbatch. Floating dtype: float32 (float64 in tests); all on one device.
+
+    `old_logp_S is None` means on-policy: the surrogate uses `logp_S.detach()`. It is set where the batch is used for more
+    than one update, or where `old_logprobs: sampler` puts the clip around the sampler's log-probs.
+    """
+
+    logp_S: Tensor  # differentiable
+    entropy_S: Tensor | None  # differentiable where an entropy term asks for it, else detached
+    sampler_logp_S: Tensor
+    advantage_S: Tensor
+    sequence_S: Tensor  # int64 in [0, B), non-decreasing
+    sequences: int  # B, fully masked sequences included
+    old_logp_S: Tensor | None = None
+    reference_logp_S: Tensor | None = None
+
+    @property
+    def length_B(self) -> Tensor:
+        """Scored tokens of each sequence, in the dtype of `logp_S`; 0 for a fully masked one."""
+        return self.sequence_sum(torch.ones_like(self.advantage_S))
+
+    def sequence_sum(self, value_S: Tensor) -> Tensor:
+        """[S] -> [B]: sum over the tokens of each sequence. Differentiable."""
+        return value_S.new_zeros(self.sequences).index_add(0, self.sequence_S, value_S)
+
+    def sequence_mean(self, value_S: Tensor) -> Tensor:
+        """[S] -> [B]: mean over the tokens of each sequence, `sum / max(len, 1)`. Differentiable."""
+        return self.sequence_sum(value_S) / self.length_B.clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSum:
+    """A metric as a sum (0-d, detached) and what to divide it by. Keys with `_min`/`_max` are reduced so, not divided."""
+
+    value: Tensor
+    normaliser: Normaliser
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """`total` is the differentiable sum to call backward on; its normaliser is the loss's declared one."""
+
+    total: Tensor
+    metrics: Mapping[str, MetricSum] = field(default_factory=dict)
+
+
+LossFn = Callable[[LossInputs], LossSums]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as the trainer takes it: the bound pure function, its normaliser and what it needs."""
+
+    name: str
+    fn: LossFn
+    normaliser: Normaliser
+    needs_reference: bool = False
+    needs_entropy_grad: bool = False
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        return self.fn(inputs)

@@ -1,0 +1,201 @@
+"""The configuration: one frozen tree; a sentence under each field is what `--help` prints.
+
+Derived values are None here until `resolve()` (config/resolve.py) fills them in. No torch at import time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def field(default: Any, text: str, **bounds: Any) -> Any:
+    return Field(default, description=text, **bounds)
+
+
+class ModelConfig(Section):
+    path: str | None = field(None, "Directory or hub id of a Hugging Face causal language model. `dry` runs need none.")
+    gguf_file: str | None = field(None, "Name of a GGUF file in that directory, where the weights are in GGUF form.")
+    tokenizer: str | None = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
+    dtype: Literal["float32", "bfloat16", "float64"] = field(
+        "float32", "Dtype of the matrix products; master weights, gradients and optimizer state stay float32 or wider."
+    )
+    device: str = field("auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto takes the GPU of this rank where there is one.")
+    random_init: bool = field(False, "Build the model from its config.json with random weights (seeded) instead of loading.")
+
+
+class DataConfig(Section):
+    train: str | None = field(None, "JSONL or parquet file, or a `datasets` directory, with the training prompts.")
+    eval: str | None = field(None, "The same for held-out prompts.")
+    prompt_column: str = field("prompt", "Column with the prompt: a string, or a list of {role, content} messages.")
+    system_prompt: str | None = field(None, "System message put before every prompt (chat prompts only).")
+    template: Literal["auto", "chat", "raw"] = field(
+        "auto", "`chat` renders through the tokenizer's chat template, `raw` tokenizes strings as they are; "
+        "auto: messages are rendered, strings are rendered as one user message where the tokenizer has a template."
+    )
+    max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
+    overlong: Literal["refuse", "cut", "skip"] = field(
+        "refuse", "What to do with a longer prompt: stop with an error, cut its beginning, or skip the row; all counted."
+    )
+    shuffle: bool = field(True, "Shuffle the rows anew each epoch, keyed by the seed.")
+
+
+class RewardFunctionConfig(Section):
+    function: str = Field(description="`file.py:function` or `module:function`, in TRL's form.")
+    weight: float = field(1.0, "Weight in the sum of the components.")
+    name: str | None = field(None, "Name in metrics; the function's own by default.")
+
+
+class RewardConfig(Section):
+    functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
+    workers: int = field(1, "Worker processes.", ge=1)
+    timeout_s: float = field(30.0, "Deadline of one call in seconds; a worker that misses it is killed.", gt=0)
+    on_error: Literal["fail", "none", "zero"] = field(
+        "fail", "A function that raised, crashed or timed out: end the run, count as not applicable, or count as 0."
+    )
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _listify(cls, value: Any) -> Any:
+        items = [value] if isinstance(value, (str, dict)) else (value or [])
+        return [{"function": item} if isinstance(item, str) else item for item in items]
+
+
+class RolloutConfig(Section):
+    group_size: int = field(8, "Completions per prompt.", ge=1)
+    groups_per_step: int = field(8, "Groups (prompts) per optimizer step, over all ranks.", ge=1)
+    max_staleness: int | None = field(None, "Largest age, in steps, at which a group may be trained. Preset: 0, 1, 2.", ge=0)
+    streaming: bool | None = field(
+        None, "Train each group as it arrives (preset async), or wait for the whole step and train it in prompt order."
+    )
+    late: Literal["wait", "drop"] = field("wait", "A group at its deadline: the step waits for it, or drops and counts it.")
+    temperature: float = field(1.0, "Sampling temperature.", gt=0)
+    top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
+    top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
+    max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
+    stop: tuple[str, ...] = field((), "Strings that end a completion.")
+    environment: str = field("single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment.")
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded", "dry_run"] = field("embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model.")
+    max_sequences: int | None = field(None, "Sequences decoded together; derived: slots x group_size.", ge=1)
+    prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
+    kv_after_update: Literal["keep", "recompute"] = field(
+        "keep", "Cached keys and values of sequences in flight when the weights change: keep, or rebuild."
+    )
+
+
+class AlgorithmConfig(Section):
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo"] = field("grpo", "The loss, by name.")
+    advantage: Literal["grpo", "dr_grpo", "zero"] = field(
+        "grpo", "The advantage estimator: grpo (centred, divided by std), dr_grpo (centred), zero (a control experiment)."
+    )
+    epsilon: float = field(0.2, "Lower clip of the ratio: 1 - epsilon.", gt=0)
+    epsilon_high: float | None = field(None, "Upper clip: 1 + epsilon_high; epsilon by default.", gt=0)
+    importance_cap: float | None = field(2.0, "C of min(exp(old - sampler), C); null switches the correction off.", gt=0)
+    kl_coef: float = field(0.0, "Coefficient of the k3 KL to the reference model (the weights at start).", ge=0)
+    old_logprobs: Literal["recompute", "sampler"] = field(
+        "recompute", "Centre of the clip: the trainer's own log-probs before the update, or the sampler's."
+    )
+    updates_per_batch: int = field(1, "Optimizer steps per batch; old log-probs are taken once before the first.", ge=1)
+    mismatch_gate: float | None = field(
+        None, "End the run when the mean |trainer - sampler| log-prob of tokens of the current version exceeds this (nats)."
+    )
+
+
+class TrainConfig(Section):
+    kind: Literal["torch", "dry_run"] = field("torch", "`torch` trains; `dry_run` has no model.")
+    lr: float = field(1e-6, "Peak learning rate.", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = field("constant", "Schedule after the warm-up, down to min_lr_ratio x lr.")
+    warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0)
+    min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
+    weight_decay: float = field(0.0, "AdamW weight decay (matrices only).", ge=0)
+    beta1: float = field(0.9, "AdamW beta1.", ge=0, lt=1)
+    beta2: float = field(0.999, "AdamW beta2.", ge=0, lt=1)
+    eps: float = field(1e-8, "AdamW epsilon.", gt=0)
+    grad_clip: float | None = field(1.0, "Largest gradient norm, applied after the 1/N rescale; null is off.", gt=0)
+    tokens_per_microbatch: int = field(4096, "Packed tokens of one forward and backward.", ge=1)
+    gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
+    max_steps: int | None = field(None, "Optimizer steps (batches) to train.", ge=1)
+    max_epochs: float | None = field(None, "Passes over the training prompts.", gt=0)
+    time_limit_s: float | None = field(None, "Stop after the step in progress once this many seconds have passed.", gt=0)
+    partial_final_step: bool = field(True, "Train a last step with fewer groups where the prompts ran out; else drop them.")
+
+
+class EvaluateConfig(Section):
+    every: int | None = field(None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1)
+    samples: int = field(1, "Completions per held-out prompt: avg@k and pass@k.", ge=1)
+    temperature: float | None = field(None, "Temperature of evaluation; the rollout's by default, 0 is greedy.", ge=0)
+    limit: int | None = field(None, "Use only the first n held-out prompts.", ge=1)
+
+
+class CheckpointConfig(Section):
+    every: int | None = field(None, "Write a checkpoint every n versions; the last version is always written.", ge=1)
+    keep: int = field(2, "Checkpoints kept; older ones are removed after a newer one is complete. 0 keeps all.", ge=0)
+    save_final: bool = field(True, "Write the last version when the run ends or is stopped by a signal.")
+
+
+class WatchdogConfig(Section):
+    interval_s: float = field(5.0, "How often the watchdog thread looks.", gt=0)
+    stall_timeout_s: float = field(600.0, "End the run if nothing was generated, scored or trained for this long.", gt=0)
+    loop_timeout_s: float = field(60.0, "End the run if the event loop did not answer for this long.", gt=0)
+    lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
+    abort_grace_s: float = field(10.0, "How long an ordered shutdown may take before the process is ended hard.", gt=0)
+
+
+class DryRunConfig(Section):
+    """Costs of the dry-run engine and trainer, in seconds; lengths are drawn from a keyed log-normal distribution."""
+
+    decode_step_s: float = field(0.01, "Cost of one decode step of a full batch.", ge=0)
+    train_token_s: float = field(1e-5, "Cost of training one token.", ge=0)
+    finish_s: float = field(0.01, "Cost of the optimizer step.", ge=0)
+    length_sigma: float = field(0.5, "Spread of completion lengths (log-normal); 0: every completion has the median length.", ge=0)
+    shared_device: bool = field(True, "One lane for engine and trainer, or one each.")
+
+
+class TelemetryConfig(Section):
+    trace: bool = field(True, "Write trace.json (opens in Perfetto).")
+    trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
+    report: bool = field(True, "Write report.html at the end.")
+    live: Literal["auto", "plain", "off"] = field("auto", "Live view on a terminal, plain lines elsewhere, or nothing.")
+    sinks: tuple[Literal["wandb", "tensorboard"], ...] = field((), "More places for metrics.")
+    rollouts_per_step: int | None = field(None, "Trajectories written to rollouts/step_N.jsonl; all by default.", ge=0)
+
+
+class RunConfig(Section):
+    name: str = field("run", "Name of the run directory.")
+    dir: str = field("runs", "Where run directories live.")
+    resume: bool = field(False, "Go on from the latest checkpoint of this run directory.")
+    overwrite: bool = field(False, "Start anew in a run directory that holds a run (the old one is moved aside).")
+
+
+class Config(Section):
+    preset: Literal["sync", "one_off", "async"] = field(
+        "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
+    )
+    seed: int = field(0, "Keys all randomness together with (group, member).", ge=0)
+    threads: int | None = field(None, "torch threads of the lane; all cores by default.", ge=1)
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    dry_run: DryRunConfig = DryRunConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _short_reward(cls, value: Any) -> Any:
+        return {"functions": value} if isinstance(value, (str, list)) else value

@@ -1,0 +1,155 @@
+"""The small Protocols through which sibling rooms know each other. No torch here.
+
+    rollout pump --> Environment --> Engine          score pump --> Reward
+    train pump   --> Ledger, Trainer                 publish pump --> WeightSink
+
+Each has at least two implementations (a real one and a dry-run one) and one contract test suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from .types import (
+    ClaimState,
+    Float32Array,
+    Generation,
+    GenerationRequest,
+    LedgerStatistics,
+    Microbatch,
+    Prompt,
+    StepResult,
+    Ticket,
+    Trajectory,
+)
+
+Generate: TypeAlias = Callable[[GenerationRequest], Awaitable[Generation]]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples tokens. One owner task inside; `generate` may be called from any task of the loop.
+
+    `async with engine:` opens and closes it; closing fails every waiting request with `EngineClosed`.
+    """
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *exc: object) -> bool | None: ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one sequence. Cancelling the caller aborts it. Errors: `GenerationError`, `EngineClosed`."""
+        ...
+
+    def statistics(self) -> dict[str, float]:
+        """`running`, `waiting`, `tokens` (sampled so far), `decode_steps`, ..."""
+        ...
+
+
+@runtime_checkable
+class WeightSink(Protocol):
+    """Somebody who must know version v before the slots of its step are released."""
+
+    async def update_weights(self, version: int) -> None:
+        """Returns once every token sampled from now on comes from `version` or a later one."""
+        ...
+
+
+class Environment(Protocol):
+    """Plays one episode. The trajectory comes back without reward unless the environment gives one itself."""
+
+    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory: ...
+
+
+class Reward(Protocol):
+    """Scores trajectories off the loop."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *exc: object) -> bool | None: ...
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The same trajectories with `reward` and `components` set. Errors: `RewardError` as the policy says."""
+        ...
+
+
+class Trainer(Protocol):
+    """The split train step on one rank (SEMANTICS §1.1). One step open at most; calls are served in order.
+
+    | call     | closed                    | open                                              |
+    |----------|---------------------------|---------------------------------------------------|
+    | begin    | opens                     | TrainStepError "already open", state unchanged    |
+    | micro    | TrainStepError            | accumulates, returns None                         |
+    | finish   | TrainStepError            | reduces, steps, closes, returns the result        |
+    | abort    | no-op                     | zeroes gradients, closes; weights untouched       |
+
+    A cancelled caller does not cancel the work on the lane: `abort_train_step` queues behind it.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    async def begin_train_step(self, loss: Any) -> None:
+        """`loss` is an `algorithms.losses.Loss`."""
+        ...
+
+    async def train_microbatch(self, batch: Microbatch) -> None: ...
+
+    async def finish_train_step(self) -> StepResult: ...
+
+    async def abort_train_step(self) -> None: ...
+
+    async def compute_logprobs(
+        self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
+    ) -> Float32Array:
+        """Log-probs [S] of the scored tokens at the batch's temperatures, without gradient; leaves gradients alone."""
+        ...
+
+
+class Ledger(Protocol):
+    """Admits groups and hands them to optimizer steps, for one rank or a thousand.
+
+    A *turn* is one batch: the policy version where `updates_per_batch` is 1. The reservation rule: a ready group
+    gets a place in turn `v` only if afterwards, for every j >= 0, the live groups with deadline <= v + j still fit
+    into the places left up to then. See `distributed/ledger.py` for the proof.
+    """
+
+    @property
+    def turn(self) -> int: ...
+
+    async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
+        """Wait for a slot. `oldest` (a version) stamps a group that was sampled elsewhere; None for a fresh one.
+
+        None comes back where such a group is too old to be trained in time without dropping another one.
+        """
+        ...
+
+    async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
+        """Ask for a place for the first of `ready` that may have one now. Never waits for other groups."""
+        ...
+
+    async def wait_changed(self, seen: int) -> int:
+        """Return once anything changed since the change number `seen` (admission, end, commit, release); the new one."""
+        ...
+
+    @property
+    def changes(self) -> int: ...
+
+    async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
+        """Give an unclaimed group's slot back at once."""
+        ...
+
+    async def commit(self) -> int:
+        """The open step was applied: next turn. Returns its number. The slots stay held until `release`."""
+        ...
+
+    async def rollback(self) -> list[Ticket]:
+        """The open step was aborted: its claimed groups are live again. Returns their tickets (of this rank)."""
+        ...
+
+    async def release(self, turn: int) -> None:
+        """Every engine acknowledged the weights that follow `turn`: the slots of that step are free."""
+        ...
+
+    def statistics(self) -> LedgerStatistics: ...

@@ -1,0 +1,233 @@
+"""The nouns that cross room borders: prompts, generations, trajectories, groups, microbatches, step results.
+
+Torch-free on purpose: an environment or a reward is written on a laptop without torch, and other processes build these
+records with numpy alone. Arrays are one-dimensional numpy arrays on the host; the lane turns them into tensors.
+
+Shape legend: L tokens of one trajectory, C tokens of one completion, P tokens of a prompt, G trajectories of a group,
+T packed tokens of a microbatch, S scored tokens (loss mask 1) of a microbatch, B sequences of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the caller gave up
+
+
+class Normaliser(StrEnum):
+    """What the sum of a loss term or metric is divided by once the whole step is known (SEMANTICS §1.2, §1.3)."""
+
+    TOKENS = "tokens"  # tokens with loss mask 1
+    SEQUENCES = "sequences"  # sequences, fully masked ones included
+    SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # sequences times the configured max completion length
+    NONE = "none"  # a plain sum
+
+
+class Outcome(StrEnum):
+    """How a group ends. Every admitted group ends exactly once."""
+
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. `top_k = 0` and `top_p = 1` switch those filters off; `temperature = 0` is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to sample. Equal `prefix_key`s promise equal `prompt_ids`: the engine prefills such a prompt once.
+
+    `seed` alone decides the random numbers of this request: never its arrival or its neighbours in the batch.
+    """
+
+    prompt_ids: Int32Array  # [P]
+    sampling: SamplingParams
+    seed: int
+    prefix_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine answers. `token_ids` ends with the stop token where one was sampled."""
+
+    token_ids: Int32Array  # [C]
+    logprobs: Float32Array  # [C] nats, at the sampling temperature over the whole vocabulary
+    sampled_logprobs: Float32Array  # [C] nats, as really sampled (after top-k and top-p)
+    versions: Int32Array  # [C] policy version whose weights sampled the token
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the training data, tokenized, under its group id (the ordinal of the row in the endless stream)."""
+
+    group_id: int
+    ids: Int32Array  # [P]
+    prompt: str | Messages  # as the user wrote it
+    columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the rewards
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The tokens of one episode. Per-token columns are aligned to `tokens`; where `mask` is 0 log-probs are 0.
+
+    `reward` is None until scored; a component that does not apply is None in `components`.
+    """
+
+    group_id: int
+    member: int
+    group_size: int
+    prompt_length: int  # the first P tokens, shared by the whole group
+    tokens: Int32Array  # [L]
+    mask: BoolArray  # [L] True where the policy sampled the token and the loss may train it
+    logprobs: Float32Array  # [L] sampler, whole vocabulary, at `temperature`
+    sampled_logprobs: Float32Array  # [L] sampler, as really sampled
+    versions: Int32Array  # [L] sampling version; -1 where mask is 0
+    temperature: float
+    finish_reason: FinishReason
+    completion: str | Messages = ""
+    reward: float | None = None
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest version that sampled a token of this trajectory; -1 if it holds none."""
+        sampled = self.versions[self.mask]
+        return int(sampled.min()) if sampled.size else -1
+
+    @property
+    def newest_version(self) -> int:
+        sampled = self.versions[self.mask]
+        return int(sampled.max()) if sampled.size else -1
+
+    @property
+    def completion_length(self) -> int:
+        return int(self.tokens.size) - self.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Permission for one group to exist: a slot, with the deadline that the ledger stamped on it at admission."""
+
+    group_id: int
+    admitted: int  # ledger turn (the policy version, where a batch is one optimizer step) of the admission
+    deadline: int  # admitted + max_staleness: the last turn at which the group may be trained
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A whole, scored group, members in order."""
+
+    ticket: Ticket
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]  # [G]
+
+    @property
+    def group_id(self) -> int:
+        return self.ticket.group_id
+
+    @property
+    def oldest_version(self) -> int:
+        versions = [t.oldest_version for t in self.trajectories if t.oldest_version >= 0]
+        return min(versions, default=self.ticket.admitted)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Packed prefix trees: `[prefix 0][its suffixes...][prefix 1][its suffixes...]`, one forward and backward.
+
+    A suffix token attends to its prefix and to its own suffix up to itself; its position goes on from the prefix.
+    Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden state
+    predicts `target[s]` (the last prefix token for the first token of a suffix).
+    """
+
+    tokens: Int64Array  # [T]
+    positions: Int64Array  # [T]
+    prefix_start: Int64Array  # [trees] packed index of each prefix
+    prefix_length: Int64Array  # [trees]
+    suffix_start: Int64Array  # [B] packed index of each suffix
+    suffix_length: Int64Array  # [B]
+    suffix_tree: Int64Array  # [B] tree of each suffix
+    source: Int64Array  # [S]
+    target: Int64Array  # [S]
+    sequence: Int64Array  # [S] in [0, B), non-decreasing
+    sampler_logprobs: Float32Array  # [S] the column of the whole vocabulary, at `temperature`
+    temperature: Float32Array  # [S] > 0
+    advantages: Float32Array  # [S]
+    versions: Int32Array  # [S]
+    group_ids: Int64Array  # [B]
+    members: Int64Array  # [B]
+    old_logprobs: Float32Array | None = None  # [S] None: the training forward's own, detached
+    reference_logprobs: Float32Array | None = None  # [S]
+
+    @property
+    def sequences(self) -> int:
+        return int(self.suffix_start.size)
+
+    @property
+    def scored(self) -> int:
+        return int(self.source.size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What `finish_train_step` returns; metrics are already divided by their normalisers over all ranks."""
+
+    version: int  # the new policy version
+    loss: float
+    grad_norm: float  # before clipping, after the 1/N rescale
+    lr: float  # of this step
+    tokens: int  # N_tokens over all ranks
+    sequences: int
+    microbatches: int  # of this rank
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class ClaimState(StrEnum):
+    GRANTED = "granted"  # the group has a place in the open step
+    WAIT = "wait"  # not this one now: the place is reserved for a group that must go first
+    FULL = "full"  # the step has no place left
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStatistics:
+    """A snapshot; `admitted == live + claimed + held + trained + dropped + failed` at every moment."""
+
+    turn: int
+    live: int  # admitted, not yet claimed
+    claimed: int  # in the open step
+    held: int  # trained, slot not yet released by publish
+    admitted: int
+    trained: int  # slot released
+    dropped: int
+    failed: int
+    slots: int
