@@ -1,0 +1,97 @@
+"""Flat parameters: float32 masters and gradients in one buffer each; the modules hold views or a working copy.
+
+* master dtype: float32, or float64 where the matmul dtype is float64.
+* matmul dtype == master dtype: module parameters are views of the master buffer and their `.grad` are views of the
+  gradient buffer, so autograd accumulates in place.
+* matmul dtype narrower (bfloat16): module parameters are views of one working buffer, refreshed once per version; a hook
+  adds each gradient to the float32 buffer as soon as autograd has accumulated it, and frees it.
+
+Parameters lie in registration order, so q/k/v and gate/up are adjacent and can be read as one matrix each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT = 64  # elements: every parameter starts on a cache line in every dtype
+
+
+class FlatParameters:
+    """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
+
+    def __init__(self, module: nn.Module, matmul_dtype: torch.dtype) -> None:
+        named = list(module.named_parameters())  # tied parameters appear once
+        self.names = [name for name, _ in named]
+        self.shapes = [tuple(p.shape) for _, p in named]
+        device = named[0][1].device
+        self.master_dtype = torch.float64 if matmul_dtype == torch.float64 else torch.float32
+        self.offsets: list[int] = []
+        size = 0
+        for _, parameter in named:
+            self.offsets.append(size)
+            size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        self.numel = sum(p.numel() for _, p in named)
+        self.master = torch.zeros(size, dtype=self.master_dtype, device=device)
+        self.grad = torch.zeros(size, dtype=self.master_dtype, device=device)
+        self.has_working_copy = matmul_dtype != self.master_dtype
+        self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
+        self.parameters = [p for _, p in named]
+        for index, parameter in enumerate(self.parameters):
+            self.view(self.master, index).copy_(parameter.data)
+        self.refresh()
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = None
+            parameter.data = self.view(self.working, index)
+            if self.has_working_copy:
+                parameter.register_post_accumulate_grad_hook(self._accumulator(index))
+            else:
+                parameter.grad = self.view(self.grad, index)
+
+    def view(self, buffer: Tensor, index: int) -> Tensor:
+        start, shape = self.offsets[index], self.shapes[index]
+        return buffer[start : start + torch.Size(shape).numel()].view(shape)
+
+    def _accumulator(self, index: int):  # type: ignore[no-untyped-def]
+        target = self.view(self.grad, index)
+
+        def accumulate(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            target.add_(parameter.grad)
+            parameter.grad = None
+
+        return accumulate
+
+    def refresh(self) -> None:
+        """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
+        if self.has_working_copy:
+            self.working.copy_(self.master)
+
+    def zero_grad(self) -> None:
+        self.grad.zero_()
+        if not self.has_working_copy:  # somebody may have set .grad to None: bind the views again
+            for index, parameter in enumerate(self.parameters):
+                parameter.grad = self.view(self.grad, index)
+        else:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, view of the master) for every parameter."""
+        for index, name in enumerate(self.names):
+            yield name, self.view(self.master, index)
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        for index, name in enumerate(self.names):
+            yield name, self.view(self.grad, index)
+
+    def load_masters(self, state: dict[str, Tensor]) -> None:
+        """Copy named tensors into the masters and refresh. KeyError names what is missing."""
+        missing = [name for name in self.names if name not in state]
+        if missing:
+            raise KeyError(f"state holds no parameter named {missing[:3]} ({len(missing)} missing of {len(self.names)})")
+        for name, master in self.named_masters():
+            master.copy_(state[name])
+        self.refresh()

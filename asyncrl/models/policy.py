@@ -1,0 +1,86 @@
+"""The policy: a Hugging Face causal language model whose weights the trainer and the embedded engine share.
+
+Only the lane that owns the device may call anything here. Train/eval and gradient mode are set by each caller inside its
+closure; `no_grad`, never `inference_mode`, because the modules are shared with training.
+
+Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.errors import ConfigError
+
+from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
+from .flat import FlatParameters
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class PolicyModel:
+    """Weights, their version, and the two calls that everything is made of: `hidden` and `logits`.
+
+    `version` names the weights in the modules at every moment: the optimizer step, the refresh of the working copy and the
+    new number are one closure on the lane (invariant 5b), which is `advance()` at its end.
+    """
+
+    def __init__(self, module: PreTrainedModel, dtype: str = "float32", version: int = 0) -> None:
+        register()
+        refuse_unsupported(module)
+        module.set_attn_implementation(IMPLEMENTATION)
+        self.module = module
+        self.dtype = _DTYPES[dtype]
+        self.version = version
+        for buffer in module.buffers():  # rotary tables stay float32: they were computed so
+            assert not buffer.requires_grad
+        module.requires_grad_(True)
+        self.flat = FlatParameters(module, self.dtype)
+        self.decoder: nn.Module = module.get_decoder()
+        self.head: nn.Linear = module.get_output_embeddings()
+
+    @property
+    def config(self):  # type: ignore[no-untyped-def]
+        return self.module.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.master.device
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
+        output = self.decoder(
+            input_ids=tokens_T.unsqueeze(0),
+            position_ids=positions_T.unsqueeze(0),
+            use_cache=False,
+            **{PLAN_ARGUMENT: plan},
+        )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """[N, E] -> [N, V] in float32 (float64 for a float64 model): products in the matmul dtype, the rest wider."""
+        logits = self.head(hidden_NE)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def advance(self) -> int:
+        """After the optimizer changed the masters: refresh the working copy and tick the version. Returns it."""
+        self.flat.refresh()
+        self.version += 1
+        return self.version
+
+
+def refuse_unsupported(module: PreTrainedModel) -> None:
+    """ConfigError for what would silently compute something else: dropout, transformed logits, sliding windows."""
+    config = module.config
+    for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
+        if getattr(config, key, 0):
+            raise ConfigError(f"model.path: {key} is {getattr(config, key)}; dropout in an RL policy is refused, set it to 0")
+    for key in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise ConfigError(f"model.path: {type(module).__name__} transforms its logits ({key}); this is not supported yet")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        raise ConfigError(f"model.path: {type(module).__name__} has sliding-window layers; use a full-attention model")
+    if module.get_output_embeddings() is None or not hasattr(module, "get_decoder"):
+        raise ConfigError(f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head")
