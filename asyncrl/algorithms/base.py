@@ -4,7 +4,8 @@ A loss is a pure function of per-token columns and returns **sums**, never means
 microbatches and divides once, at `finish_train_step`, by the true number of tokens or sequences of the whole step over
 all ranks. So the gradient does not depend on how, in which order or where the step was split (SEMANTICS §1.2).
 
-Shape legend: S scored tokens of a microbatch (loss mask 1, packed: no padding), B its sequences, scalars are 0-d tensors.
+Shape legend: S scored tokens of a microbatch (loss mask 1, packed: no padding), B its sequences, scalars are 0-d
+tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from asyncrl.types import Normaliser
 class LossInputs:
     """Columns of one microbatch. Floating dtype: float32 (float64 in tests); all on one device.
 
-    `old_logp_S is None` means on-policy: the surrogate uses `logp_S.detach()`. It is set where the batch is used for more
-    than one update, or where `old_logprobs: sampler` puts the clip around the sampler's log-probs.
+    `old_logp_S is None` means on-policy: the surrogate uses `logp_S.detach()`. It is set where the batch is used for
+    more than one update, or where `old_logprobs: sampler` puts the clip around the sampler's log-probs.
     """
 
     logp_S: Tensor  # differentiable
@@ -51,7 +52,10 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class MetricSum:
-    """A metric as a sum (0-d, detached) and what to divide it by. Keys with `_min`/`_max` are reduced so, not divided."""
+    """A metric as a sum (0-d, detached) and what to divide it by.
+
+    Keys that hold `_min` or `_max` are reduced by minimum or maximum over microbatches and ranks, and never divided.
+    """
 
     value: Tensor
     normaliser: Normaliser
