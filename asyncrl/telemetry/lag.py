@@ -1,0 +1,137 @@
+"""The event loop's lateness, and the name of the callback that blocked it.
+
+`monitor` asks to be woken every `interval` seconds and measures how late it is: `loop/lag_ms_p99`. While it does not
+come back, an OS thread samples the stack of the loop's thread, so that the report can say
+"event loop blocked 5.01 s in rewards.py:12 my_reward". `top_user_frame` serves the watchdog as well.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import anyio
+
+from .recorder import Recorder
+
+# A late wake-up shorter than this is the timer's own grain, not work of somebody else on the loop.
+_GRAIN_S = 0.001
+_SAMPLE_EVERY_S = 0.05
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_LOOP_FILES = ("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "uvloop/__init__.py")
+
+
+def top_user_frame(thread_id: int) -> str | None:
+    """`file.py:line function` of what a thread executes now: the innermost frame of user code.
+
+    Where there is none, the innermost frame of this package, else of any library. The frames that run the event loop
+    and those outside of it (the user's own `asyncio.run(...)`) do not count. None: no such thread, or only the loop.
+    """
+    frame = sys._current_frames().get(thread_id)
+    own: FrameType | None = None
+    library: FrameType | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith(_LOOP_FILES):
+            break
+        if path.startswith(_PACKAGE):
+            own = own or frame
+        elif path.startswith("<frozen") or path.startswith(_LIBRARIES):
+            library = library or frame
+        else:
+            return _describe(frame)
+        frame = frame.f_back
+    found = own or library
+    return None if found is None else _describe(found)
+
+
+def _describe(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+class BlockSampler:
+    """An OS thread that samples the stack of the thread which made it, once that has not called `tick` for too long.
+
+    Real time on purpose, whatever clock the recorder has: it watches a real thread.
+    """
+
+    def __init__(self, clock: Callable[[], float], allowed_s: float) -> None:
+        self._clock = clock
+        self._allowed_s = allowed_s
+        self._watched = threading.get_ident()
+        self._lock = threading.Lock()
+        self._last_tick = clock()
+        self._seen: Counter[str] = Counter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="asyncrl-lag", daemon=True)
+
+    def __enter__(self) -> BlockSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def tick(self) -> str | None:
+        """The loop is alive. The frame seen most often since it was last known to be, if it was sampled at all."""
+        with self._lock:
+            self._last_tick = self._clock()
+            seen, self._seen = self._seen, Counter()
+        return seen.most_common(1)[0][0] if seen else None
+
+    def _run(self) -> None:
+        pause = self._allowed_s
+        while not self._stop.wait(pause):
+            with self._lock:
+                tick = self._last_tick
+            due = tick + self._allowed_s - self._clock()
+            if due > 0:
+                pause = due
+                continue
+            frame = top_user_frame(self._watched)
+            with self._lock:
+                # Not if the loop ticked meanwhile: the frame would be blamed for somebody else's block.
+                if frame is not None and self._last_tick == tick:
+                    self._seen[frame] += 1
+            pause = _SAMPLE_EVERY_S
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def monitor(
+    recorder: Recorder,
+    interval: float = 0.02,
+    blocked_s: float = 0.1,
+    report: Callable[[str], None] = _to_stderr,
+) -> None:
+    """Measure the loop's lateness until cancelled. A block of more than `blocked_s` seconds is named and reported.
+
+    Writes `loop/lag_ms_p99`, counts `loop/blocked`, and records the late stretches as cause `loop`, so that a lane that
+    starves behind a busy loop is accounted for.
+    """
+    clock = recorder.clock
+    with BlockSampler(clock, interval + blocked_s) as sampler:
+        while True:
+            expected = clock() + interval
+            await anyio.sleep(interval)
+            now = clock()
+            late = now - expected
+            frame = sampler.tick()
+            recorder.observe("loop/lag_ms_p99", 1e3 * max(0.0, late), reduce="p99")
+            if late > _GRAIN_S:
+                recorder.idle("loop", expected, now)
+            if late > blocked_s:
+                recorder.count("loop/blocked")
+                text = f"event loop blocked {late:.2f} s in {frame or 'code that held the GIL or has no Python frame'}"
+                recorder.instant(text, track="event loop")
+                report(text)

@@ -1,0 +1,66 @@
+"""The values that the recorder hands out: causes, trace events, intervals, waits, windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+Cause: TypeAlias = Literal[
+    "slots",  # the rollout side waits for permission to start a group
+    "group",  # the train pump waits for a whole group
+    "requests",  # an engine has nothing to sample
+    "reward",  # somebody waits for a reward worker
+    "environment",  # somebody waits for a tool or an environment
+    "publish",  # somebody waits for an engine's acknowledgement of new weights
+    "evaluate",  # training waits for an evaluation
+    "checkpoint",  # training waits for a checkpoint
+    "start",  # the run is starting or ending
+    "handoff",  # a closure was submitted and its idle lane had not started it yet
+    "loop",  # a closure had ended and the event loop had not yet got round to what comes next
+]
+CAUSES: frozenset[str] = frozenset(get_args(Cause))
+
+
+class TraceEvent(NamedTuple):
+    """One stored event. `phase` as in the Chrome trace format: X a span, i an instant, C a counter."""
+
+    phase: Literal["X", "i", "C"]
+    name: str
+    track: str
+    start: float  # seconds on the recorder's clock
+    duration: float  # seconds; the value for a counter
+    args: dict[str, Any] | None
+
+
+class Interval(NamedTuple):
+    """A recorded stretch of time. `lane` is None for a wait, which concerns every lane."""
+
+    label: str  # closure name, or cause
+    lane: str | None
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Somebody waits, right now."""
+
+    who: str
+    what: str
+    on: str
+    cause: str
+    since: float  # on the recorder's clock
+
+    def describe(self, now: float) -> str:
+        return f"{self.who} waits for {self.what} from {self.on} since {now - self.since:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The intervals of one step, those that are still open included (ended at `end` here, whole in the next window)."""
+
+    start: float
+    end: float
+    lanes: tuple[str, ...]
+    busy: list[Interval]
+    idle: list[Interval]

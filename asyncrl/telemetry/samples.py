@@ -1,0 +1,38 @@
+"""The samples of one metric in one step, and how they become one number."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Literal, TypeAlias
+
+Reduce: TypeAlias = Literal["mean", "min", "max", "p99"]
+
+_KEPT = 65_536  # for a percentile: the latest of a step; bounds the memory of a run that never drains
+
+
+class Samples:
+    __slots__ = ("_count", "_extreme", "_last", "_reduce", "_sum")
+
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
+        self._count = 0
+        self._sum = 0.0
+        self._extreme = math.nan
+        self._last: deque[float] | None = deque(maxlen=_KEPT) if reduce == "p99" else None
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        self._sum += value
+        if self._last is not None:
+            self._last.append(value)
+        elif self._reduce == "max":
+            self._extreme = value if self._count == 1 else max(self._extreme, value)
+        elif self._reduce == "min":
+            self._extreme = value if self._count == 1 else min(self._extreme, value)
+
+    def value(self) -> float:
+        if self._last is not None:
+            ordered = sorted(self._last)
+            return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
+        return self._sum / self._count if self._reduce == "mean" else self._extreme
