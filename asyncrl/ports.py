@@ -118,6 +118,11 @@ class Ledger(Protocol):
     @property
     def turn(self) -> int: ...
 
+    @property
+    def first_turn(self) -> int:
+        """The turn at which this ledger was made: 0, or the one a resumed run goes on from."""
+        ...
+
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
         """Wait for a slot. `oldest` (a version) stamps a group that was sampled elsewhere; None for a fresh one.
 
@@ -138,6 +143,22 @@ class Ledger(Protocol):
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
         """Give an unclaimed group's slot back at once."""
+        ...
+
+    async def close_admission(self) -> None:
+        """This rank admits no more groups. Idempotent."""
+        ...
+
+    async def exhausted(self) -> bool:
+        """True once every rank closed its admission and no live group is left: the open step can get no more groups."""
+        ...
+
+    async def step_open(self) -> bool:
+        """True if any rank has a group in the open step."""
+        ...
+
+    async def expired(self) -> list[Ticket]:
+        """Live groups of this rank past their deadline (`late: drop` only); the caller ends them."""
         ...
 
     async def commit(self) -> int:

@@ -79,6 +79,9 @@ class RolloutConfig(Section):
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
     stop: tuple[str, ...] = field((), "Strings that end a completion.")
+    max_failed_groups: int = field(
+        0, "Groups whose environment or generation may fail before the run ends; each is counted.", ge=0
+    )
     environment: str = field("single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment.")
 
 
@@ -132,6 +135,7 @@ class EvaluateConfig(Section):
     every: int | None = field(None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1)
     samples: int = field(1, "Completions per held-out prompt: avg@k and pass@k.", ge=1)
     temperature: float | None = field(None, "Temperature of evaluation; the rollout's by default, 0 is greedy.", ge=0)
+    pass_reward: float = field(1.0, "A completion with at least this reward counts as passed in pass@k.")
     limit: int | None = field(None, "Use only the first n held-out prompts.", ge=1)
 
 

@@ -1,0 +1,109 @@
+"""What the pumps share: the rooms behind their ports, the edges between the pumps, and the book of live groups.
+
+Used from the loop thread only. The book is the one place that gives a group's slot back before training, so that every
+admitted group ends exactly once whichever pump notices first that it cannot be trained (invariant 2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.algorithms.advantages import AdvantageFn
+from asyncrl.algorithms.base import Loss
+from asyncrl.config.schema import Config
+from asyncrl.data.stash import Stash
+from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What travels from the rollout pump to the score pump (edge 3)."""
+
+    ticket: Ticket
+    prompt: Prompt
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What travels from the train pump to the publish pump (edge 6)."""
+
+    turn: int  # of the step whose slots are released
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One committed step, as `Runtime.steps()` yields it."""
+
+    version: int
+    result: StepResult
+    metrics: Mapping[str, float]
+    groups: tuple[Group, ...]
+    advantages: Mapping[int, npt.NDArray[np.float64]]  # by group id, [G]
+
+
+class GroupBook:
+    """Tickets of the groups that are live on this rank: admitted, not yet claimed by a step."""
+
+    def __init__(self, ledger: Ledger, stash: Stash) -> None:
+        self._ledger = ledger
+        self._stash = stash
+        self._tickets: dict[int, Ticket] = {}
+        self.reasons: Counter[str] = Counter()
+        self.failed = 0
+
+    def open(self, ticket: Ticket) -> None:
+        self._tickets[ticket.group_id] = ticket
+
+    def claimed(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.group_id]
+
+    async def end(self, group_id: int, outcome: Literal["dropped", "failed"], reason: str) -> bool:
+        """Give the slot back and forget the rows. False if the group had ended, or was claimed, before."""
+        ticket = self._tickets.pop(group_id, None)  # before the await: two callers cannot both end it
+        if ticket is None:
+            return False
+        self._stash.discard(group_id)
+        self.reasons[f"{outcome}: {reason}"] += 1
+        self.failed += outcome == "failed"
+        await self._ledger.end(ticket, outcome, reason)
+        return True
+
+    async def end_all(self, reason: str) -> int:
+        ended = [await self.end(group_id, "dropped", reason) for group_id in list(self._tickets)]
+        return sum(ended)
+
+    def live(self) -> list[int]:
+        return sorted(self._tickets)
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._tickets
+
+
+@dataclass(slots=True)
+class Rooms:
+    """Every port, as the pumps see them."""
+
+    config: Config
+    recorder: Recorder
+    ledger: Ledger
+    stash: Stash
+    engine: Engine
+    environment: Environment
+    reward: Reward
+    trainer: Trainer
+    sinks: Sequence[WeightSink]
+    loss: Loss
+    advantage: AdvantageFn
+    book: GroupBook
+    extra_metrics: Callable[[], Mapping[str, float]] = dict
+    counters: Counter[str] = field(default_factory=Counter)
+    notes: list[Any] = field(default_factory=list)

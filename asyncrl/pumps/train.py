@@ -1,0 +1,247 @@
+"""The train pump: whole groups in, optimizer steps out (edges 5 and 6).
+
+One step: claim groups from the ledger, advantages for each, pack what is ready (never wait to fill), lazily begin,
+`train_microbatch` while later groups are still being generated; when the step is full, or nothing more can come, finish
+once, commit, clear the step's rows once, hand the new version to the publish pump.
+
+A step that does not reach its commit is aborted, after the work that is already on the lane: its groups are live again
+and their rows are still in the stash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.data.packing import pack_groups
+from asyncrl.errors import DivergenceError
+from asyncrl.transport.queue import TensorQueueReceiver, TensorQueueSender
+from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
+
+from .metrics import step_metrics
+from .pipeline import Publication, Rooms, StepReport
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step being assembled. `groups` are claimed; `begun` says whether the trainer has an open step."""
+
+    groups: list[Group] = field(default_factory=list)
+    advantages: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
+    batches: list[Microbatch] = field(default_factory=list)  # kept only where a batch is used again
+    begun: bool = False
+    committed: bool = False
+    version: int = 0  # at which the first microbatch is trained
+    started: float = 0.0
+
+
+class TrainPump:
+    def __init__(
+        self,
+        rooms: Rooms,
+        groups: TensorQueueReceiver[Group],
+        publications: TensorQueueSender[Publication],
+        published: Callable[[int], Awaitable[None]],
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        """`published(turn)` waits until the publish pump is done with that turn: evaluation and checkpoint read the
+        weights of their version, so the next optimizer step must not come before."""
+        self._rooms = rooms
+        self._groups = groups
+        self._publications = publications
+        self._published = published
+        self._on_step = on_step
+        self._ready: dict[int, Group] = {}  # whole groups without a place, in arrival order
+        self._upstream_open = True
+        self._changed = anyio.Event()
+        self._stop_requested = False
+        config = rooms.config
+        self._per_turn = config.algorithm.updates_per_batch
+        self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
+
+    def stop_after_step(self) -> None:
+        """End after the step in progress (time limit): whatever is not in it is dropped by the runtime."""
+        self._stop_requested = True
+        self._notify()
+
+    async def run(self) -> None:
+        async with self._groups, self._publications, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._receive)
+            tasks.start_soon(self._watch_ledger)
+            while not self._finished() and await self._step():
+                pass
+            tasks.cancel_scope.cancel()
+
+    def _finished(self) -> bool:
+        limit = self._rooms.config.train.max_steps
+        return self._stop_requested or (limit is not None and self._rooms.ledger.turn >= limit)
+
+    # -- what wakes the pump ---------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        async for group in self._groups:
+            self._ready[group.group_id] = group
+            self._notify()
+        self._upstream_open = False
+        self._notify()
+
+    async def _watch_ledger(self) -> None:
+        seen = self._rooms.ledger.changes
+        while True:
+            seen = await self._rooms.ledger.wait_changed(seen)
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _wait_for_change(self, changed: anyio.Event) -> None:
+        with self._rooms.recorder.wait("train pump", "a claimable group", on="score pump", cause="group"):
+            await changed.wait()
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    async def _step(self) -> bool:
+        """True if a step was committed; False if nothing can come any more."""
+        step = _Step(version=self._rooms.trainer.version, started=anyio.current_time())
+        try:
+            if not await self._fill(step):
+                return False
+            await self._finish(step)
+            return True
+        finally:
+            if not step.committed and step.groups:
+                with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
+                    await self._abort(step)
+
+    async def _fill(self, step: _Step) -> bool:
+        """Claim and train until the step is full, or nothing more can come. False: there is no step to finish."""
+        while True:
+            changed = self._changed  # taken before the claim: a change during it is not slept over
+            state = await self._claim_ready(step)
+            if self._streaming:
+                await self._train_new(step)
+            if state is ClaimState.FULL:
+                break
+            if await self._nothing_can_come():
+                if not step.groups and not await self._rooms.ledger.step_open():
+                    return False
+                if not self._rooms.config.train.partial_final_step:
+                    return False
+                break
+            if self._rooms.config.rollout.late == "drop":
+                await self._drop_expired()
+            await self._wait_for_change(changed)
+        if not self._streaming:
+            step.groups.sort(key=lambda group: group.group_id)  # the sums do not depend on who was faster
+            await self._train_new(step)
+        return True
+
+    async def _claim_ready(self, step: _Step) -> ClaimState:
+        rooms = self._rooms
+        while True:
+            state, ticket = await rooms.ledger.claim([group.ticket for group in self._ready.values()])
+            if ticket is None:
+                return state
+            group = self._ready.pop(ticket.group_id)
+            rooms.book.claimed(ticket)
+            step.groups.append(group)
+
+    async def _nothing_can_come(self) -> bool:
+        return not self._upstream_open and not self._ready and await self._rooms.ledger.exhausted()
+
+    async def _drop_expired(self) -> None:
+        for ticket in await self._rooms.ledger.expired():
+            if await self._rooms.book.end(ticket.group_id, "dropped", "past its deadline"):
+                self._ready.pop(ticket.group_id, None)
+                self._rooms.counters["staleness/dropped"] += 1
+
+    async def _train_new(self, step: _Step) -> None:
+        """Pack and train the claimed groups that were not trained yet."""
+        rooms = self._rooms
+        fresh = [group for group in step.groups if group.group_id not in step.advantages]
+        if not fresh:
+            return
+        for group in fresh:
+            rewards = [t.reward for t in group.trajectories]
+            step.advantages[group.group_id] = rooms.advantage(rewards)
+        batches = pack_groups(
+            [(group, step.advantages[group.group_id]) for group in fresh], rooms.config.train.tokens_per_microbatch
+        )
+        batches = [await self._with_columns(batch) for batch in batches]
+        if self._per_turn > 1:
+            step.batches.extend(batches)
+            return
+        for batch in batches:
+            await self._train(step, batch)
+
+    async def _with_columns(self, batch: Microbatch) -> Microbatch:
+        rooms = self._rooms
+        if rooms.loss.needs_reference:
+            batch = replace(batch, reference_logprobs=await rooms.trainer.compute_logprobs(batch, "reference"))
+        if rooms.config.algorithm.old_logprobs == "sampler":
+            return replace(batch, old_logprobs=batch.sampler_logprobs)
+        if self._per_turn > 1:  # taken once, before the first update of the batch
+            batch = replace(batch, old_logprobs=await rooms.trainer.compute_logprobs(batch, "policy"))
+        return batch
+
+    async def _train(self, step: _Step, batch: Microbatch) -> None:
+        trainer = self._rooms.trainer
+        if not step.begun:
+            step.begun = True  # before the await: a cancelled begin may still have opened the step on the lane
+            await trainer.begin_train_step(self._rooms.loss)
+        await trainer.train_microbatch(batch)
+
+    async def _finish(self, step: _Step) -> None:
+        rooms = self._rooms
+        turn = rooms.ledger.turn
+        with rooms.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
+            await self._published(turn)
+        for update in range(self._per_turn):
+            if self._per_turn > 1:
+                for batch in step.batches:
+                    await self._train(step, batch)
+            if not step.begun:  # another rank did all the work of this step: the reduction needs everybody
+                step.begun = True
+                await rooms.trainer.begin_train_step(rooms.loss)
+            with rooms.recorder.span("train/finish", track="train pump", update=update):
+                result = await rooms.trainer.finish_train_step()
+            step.begun = False
+        with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
+            await rooms.ledger.commit()
+            step.committed = True
+            rooms.stash.clear(group.group_id for group in step.groups)
+            self._report(step, result)
+        self._check_divergence(result)
+        await self._publications.put(Publication(turn=turn, version=result.version))
+
+    def _report(self, step: _Step, result: StepResult) -> None:
+        rooms = self._rooms
+        metrics = step_metrics(
+            step.groups, step.advantages, step.version, result, anyio.current_time() - step.started, rooms.config
+        )
+        metrics["staleness/dropped"] = float(rooms.counters["staleness/dropped"])
+        self._on_step(StepReport(result.version, result, metrics, tuple(step.groups), step.advantages))
+
+    def _check_divergence(self, result: StepResult) -> None:
+        gate = self._rooms.config.algorithm.mismatch_gate
+        mismatch = result.metrics.get("mismatch/current_mean")
+        if gate is not None and mismatch is not None and mismatch > gate:
+            raise DivergenceError(
+                f"step {result.version}: trainer and sampler log-probs of the same version differ by {mismatch:.4f} nats on "
+                f"average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the weights that trained"
+            )
+
+    async def _abort(self, step: _Step) -> None:
+        if step.begun:
+            await self._rooms.trainer.abort_train_step()
+        returned: list[Ticket] = await self._rooms.ledger.rollback()
+        groups = {group.group_id: group for group in step.groups}
+        for ticket in returned:
+            if ticket.group_id in groups:
+                self._rooms.book.open(ticket)
+                self._ready[ticket.group_id] = groups[ticket.group_id]
