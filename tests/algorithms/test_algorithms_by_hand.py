@@ -1,0 +1,311 @@
+"""The formulas worked in plain Python floats, token by token, with no tensor in sight."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from algorithms_batches import MAX_LENGTH, PaddedBatch, random_batch, value_and_grad
+
+from asyncrl.algorithms import advantages, kl
+from asyncrl.algorithms.base import LossInputs
+from asyncrl.algorithms.importance import token_mismatch, token_truncate
+from asyncrl.algorithms.registry import LOSSES, build_advantage, build_loss
+from asyncrl.errors import ConfigError
+from asyncrl.types import Normaliser
+
+LOW, HIGH, CAP, BETA = 0.2, 0.3, 1.4, 0.05
+
+
+def rows_of(batch: PaddedBatch) -> list[list[tuple[float, float, float, float, float]]]:
+    """Per sequence its scored tokens: (logp, old, sampler, reference, advantage)."""
+    rows = []
+    for b in range(len(batch.advantage_B)):
+        row = []
+        for t in range(batch.logp_BT.shape[1]):
+            if batch.completion_mask_BT[b, t] and batch.tool_mask_BT[b, t]:
+                logp = float(batch.logp_BT[b, t])
+                old = logp if batch.old_BT is None else float(batch.old_BT[b, t])
+                row.append(
+                    (
+                        logp,
+                        old,
+                        float(batch.sampler_BT[b, t]),
+                        float(batch.reference_BT[b, t]),
+                        float(batch.advantage_B[b]),
+                    )
+                )
+        rows.append(row)
+    return rows
+
+
+def loss_by_hand(batch: PaddedBatch, name: str, cap: float | None, beta: float) -> float:
+    rows = rows_of(batch)
+    per_row = []
+    for row in rows:
+        terms = []
+        mean_log_ratio = sum(logp - old for logp, old, *_ in row) / max(len(row), 1)
+        for logp, old, sampler, reference, advantage in row:
+            ratio = math.exp(mean_log_ratio if name == "gspo" else logp - old)
+            clipped = min(max(ratio, 1 - LOW), 1 + HIGH)
+            term = -min(ratio * advantage, clipped * advantage)
+            if cap is not None:
+                term *= 1.0 if math.isnan(sampler) else min(math.exp(old - sampler), cap)
+            term += beta * (math.exp(reference - logp) - (reference - logp) - 1)
+            terms.append(term)
+        per_row.append(terms)
+    if name in ("grpo", "gspo"):
+        return sum(sum(terms) / max(len(terms), 1) for terms in per_row) / len(rows)
+    if name == "dapo":
+        return sum(map(sum, per_row)) / sum(map(len, per_row))
+    assert name == "dr_grpo"
+    return sum(map(sum, per_row)) / (len(rows) * MAX_LENGTH)
+
+
+@pytest.mark.parametrize("beta", [0.0, BETA])
+@pytest.mark.parametrize("cap", [None, CAP])
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_loss_equals_the_formula(name: str, old: bool, cap: float | None, beta: float) -> None:
+    batch = random_batch(11, old=old, nan_share=0.15)
+    loss = build_loss(name, epsilon=LOW, epsilon_high=HIGH, importance_cap=cap, kl_coef=beta)
+    value, _, metrics = value_and_grad(batch, loss, [range(7)])
+    assert float(value) == pytest.approx(loss_by_hand(batch, name, cap, beta), rel=1e-12)
+    assert metrics["loss"] == pytest.approx(float(value), rel=1e-15)
+
+
+def one_token(logp: float, old: float | None, advantage: float, sampler: float | None = None) -> LossInputs:
+    def column(x: float) -> torch.Tensor:
+        return torch.tensor([x], dtype=torch.float64)
+
+    return LossInputs(
+        logp_S=column(logp).requires_grad_(),
+        entropy_S=None,
+        sampler_logp_S=column(logp if sampler is None else sampler),
+        advantage_S=column(advantage),
+        sequence_S=torch.tensor([0]),
+        sequences=1,
+        old_logp_S=None if old is None else column(old),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient", "low", "high"),
+    [
+        (1.0, 2.0, -2.0, -2.0, 0, 0),
+        (1.5, 2.0, -2.6, 0.0, 0, 1),  # clipped above: 1.3 x 2
+        (1.5, -2.0, 3.0, 3.0, 0, 0),  # a bad token made likelier is never clipped
+        (0.5, -2.0, 1.6, 0.0, 1, 0),  # clipped below: 0.8 x 2
+        (0.5, 2.0, -1.0, -1.0, 0, 0),
+        (1.5, 0.0, 0.0, 0.0, 0, 0),
+    ],
+)
+def test_the_four_corners_of_the_clip(
+    name: str, ratio: float, advantage: float, value: float, gradient: float, low: int, high: int
+) -> None:
+    inputs = one_token(-1.0, -1.0 - math.log(ratio), advantage)
+    sums = build_loss(name, epsilon=LOW, epsilon_high=HIGH, importance_cap=None)(inputs)
+    sums.total.backward()
+    assert inputs.logp_S.grad is not None
+    assert float(sums.total.detach()) == pytest.approx(value, abs=1e-12)
+    assert float(inputs.logp_S.grad) == pytest.approx(gradient, abs=1e-12)
+    assert float(sums.metrics["clip_ratio/low_mean"].value) == low
+    assert float(sums.metrics["clip_ratio/high_mean"].value) == high
+    assert float(sums.metrics["clip_ratio/region_mean"].value) == low + high
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_on_policy_gradient_is_the_policy_gradient(name: str) -> None:
+    """Ratio 1: the gradient is `-A w` per token, with the weight that the aggregation gives the token."""
+    batch = random_batch(5, old=False)
+    _, grad_BT, metrics = value_and_grad(batch, build_loss(name, importance_cap=None), [range(7)])
+    length_B = batch.mask_BT.sum(1).clamp(min=1).double()
+    one_B = torch.ones(7, dtype=torch.float64)
+    share_B = {
+        "grpo": 1 / (7 * length_B),
+        "gspo": 1 / (7 * length_B),
+        "dapo": one_B / batch.mask_BT.sum(),
+        "dr_grpo": one_B / (7 * MAX_LENGTH),
+    }[name]
+    torch.testing.assert_close(grad_BT, -(batch.advantage_B * share_B)[:, None] * batch.mask_BT, rtol=1e-14, atol=0)
+    assert metrics["clip_ratio/region_mean"] == 0
+
+
+def test_importance_weight_truncates_above_only_and_forgives_nan_of_the_sampler_alone() -> None:
+    old = torch.tensor([-1.0, -1.0, -1.0, -1.0, float("nan")], dtype=torch.float64)
+    sampler = torch.tensor([-3.0, -1.5, -4.0 + 3.7, float("nan"), -1.0], dtype=torch.float64)
+    weight = token_truncate(old, sampler, cap=2.0)
+    expected = [2.0, math.exp(0.5), math.exp(-0.7), 1.0]
+    assert weight[:4].tolist() == pytest.approx(expected, rel=1e-14)
+    assert weight[4].isnan()  # the trainer's NaN must reach the loss
+    k3, absolute, known = token_mismatch(old[:4], sampler[:4])
+    assert absolute.tolist() == pytest.approx([2.0, 0.5, 0.7, 0.0], rel=1e-14)
+    assert k3.tolist() == pytest.approx([math.exp(d) - d - 1 for d in (2.0, 0.5, -0.7, 0.0)], rel=1e-12)
+    assert known.tolist() == [True, True, True, False]
+    unlikely = torch.tensor([-float("inf")], dtype=torch.float64)
+    assert token_truncate(old[:1], unlikely, cap=2.0).tolist() == [2.0]
+
+
+def test_importance_weight_is_detached() -> None:
+    inputs = one_token(-1.0, None, 1.0, sampler=-1.3)
+    sums = build_loss("grpo", importance_cap=5.0)(inputs)
+    sums.total.backward()
+    assert inputs.logp_S.grad is not None
+    assert float(inputs.logp_S.grad) == pytest.approx(-math.exp(0.3), rel=1e-12)  # 2x that if the weight had a gradient
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("column", [None, "sampler", "other"])
+def test_sampler_as_centre_of_the_clip_excludes_the_correction(name: str, column: str | None) -> None:
+    """`old_logprobs: sampler` equals a clip around the sampler's column without importance weight."""
+    batch = random_batch(21, old=column == "other")
+    rows = list(range(7))
+    given = batch.replace_old(batch.sampler_BT) if column == "sampler" else batch
+    centred = build_loss(name, importance_cap=1.1, old_logprobs="sampler")
+    plain = build_loss(name, importance_cap=None)
+    value, grad_BT, metrics = value_and_grad(given, centred, [rows])
+    expected, expected_grad_BT, _ = value_and_grad(batch.replace_old(batch.sampler_BT), plain, [rows])
+    torch.testing.assert_close(value, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(grad_BT, expected_grad_BT, rtol=1e-14, atol=0)
+    assert not any(key.startswith("importance/") for key in metrics)
+    difference = (batch.logp_BT - batch.sampler_BT)[batch.mask_BT]
+    assert metrics["mismatch/abs_mean"] == pytest.approx(float(difference.abs().mean()), rel=1e-12)
+
+
+def test_sampler_centre_with_nan_stays_on_policy() -> None:
+    inputs = one_token(-1.0, None, 2.0, sampler=float("nan"))
+    sums = build_loss("grpo", old_logprobs="sampler")(inputs)
+    sums.total.backward()
+    assert inputs.logp_S.grad is not None
+    assert float(sums.total.detach()) == -2.0 and float(inputs.logp_S.grad) == -2.0
+
+
+def test_metrics_have_the_declared_normalisers() -> None:
+    batch = random_batch(4, nan_share=0.2)
+    for name, entry in LOSSES.items():
+        loss = build_loss(name, kl_coef=0.1)
+        metrics = loss(batch.pack()).metrics
+        assert metrics["loss"].normaliser is entry.normaliser is loss.normaliser
+        assert loss.needs_reference and not loss.needs_entropy_grad
+        clip = Normaliser.SEQUENCES if name == "gspo" else Normaliser.TOKENS
+        assert {metrics[f"clip_ratio/{side}_mean"].normaliser for side in ("low", "high", "region")} == {clip}
+        for key in ("kl", "entropy", "mismatch_kl/mean", "mismatch/abs_mean", "importance/ratio_mean"):
+            assert metrics[key].normaliser is Normaliser.TOKENS
+        for metric in metrics.values():
+            assert metric.value.ndim == 0 and not metric.value.requires_grad
+    assert not build_loss("grpo").needs_reference
+
+
+@pytest.mark.parametrize("estimator", [kl.k1, kl.k2, kl.k3])
+def test_kl_values_and_gradients(estimator: kl.KLFn) -> None:
+    by_hand = {
+        kl.k1: lambda d: (-d, 1.0),
+        kl.k2: lambda d: (d * d / 2, -d),
+        kl.k3: lambda d: (math.exp(d) - d - 1, 1 - math.exp(d)),
+    }[estimator]
+    differences = [-1.5, -0.1, 0.3, 2.0]
+    logp = torch.full((4,), -2.0, dtype=torch.float64, requires_grad=True)
+    values = estimator(logp, torch.tensor(differences, dtype=torch.float64) - 2.0)
+    values.sum().backward()
+    assert logp.grad is not None
+    for d, value, gradient in zip(differences, values.tolist(), logp.grad.tolist(), strict=True):
+        assert (value, gradient) == pytest.approx(by_hand(d), rel=1e-12)
+
+
+def test_expected_gradients_of_kl_estimators() -> None:
+    """The module's claims, exactly, over five tokens: k1 has none, k2 the reverse KL's, k3 the forward KL's."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
+    reference = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    logp = logits.log_softmax(0)
+    p = logp.exp().detach()
+    reverse = gradient((logp.exp() * (logp - reference)).sum())
+    forward = gradient((reference.exp() * (reference - logp)).sum())
+    torch.testing.assert_close(gradient((p * kl.k1(logp, reference)).sum()), torch.zeros(5, dtype=torch.float64))
+    torch.testing.assert_close(gradient((p * kl.k2(logp, reference)).sum()), reverse)
+    torch.testing.assert_close(gradient((p * kl.k3(logp, reference)).sum()), forward)
+
+
+def test_k3_keeps_its_digits_in_float32() -> None:
+    d = torch.tensor([1e-4, -1e-4, 3e-4])
+    value = kl.k3(torch.zeros(3), d)
+    assert (value > 0).all()
+    torch.testing.assert_close(value, (d * d / 2 + d**3 / 6), rtol=5e-3, atol=0)
+
+
+def test_grpo_advantages_by_hand() -> None:
+    """1, 2, 4, 5: mean 3, squared deviations 4 + 1 + 1 + 4 = 10, unbiased variance 10 / 3."""
+    std = math.sqrt(10 / 3)
+    expected = [-2 / (std + 1e-4), -1 / (std + 1e-4), 1 / (std + 1e-4), 2 / (std + 1e-4)]
+    assert advantages.grpo([1.0, 2.0, 4.0, 5.0]).tolist() == pytest.approx(expected, rel=1e-14)
+    assert advantages.dr_grpo([1.0, 2.0, 4.0, 5.0]).tolist() == [-2.0, -1.0, 1.0, 2.0]
+    assert advantages.zero([1.0, None, 4.0]).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_unscorable_members_are_left_out(name: str) -> None:
+    estimator = build_advantage(name)
+    full = estimator([1.0, 2.0, 4.0, 5.0])
+    holed = estimator([1.0, None, 2.0, float("nan"), 4.0, 5.0])
+    assert holed[[0, 2, 4, 5]].tolist() == full.tolist()
+    assert holed[[1, 3]].tolist() == [0.0, 0.0]
+    assert estimator(np.array([1.0, np.nan, 2.0], dtype=np.float32)).dtype == np.float64
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "zero"])
+@pytest.mark.parametrize("rewards", [[0.7], [None], [None, None], [0.3, None], [0.1] * 7, []])
+def test_groups_without_signal_are_exactly_zero(name: str, rewards: list[float | None]) -> None:
+    assert build_advantage(name)(rewards).tolist() == [0.0] * len(rewards)
+
+
+def test_infinite_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        advantages.grpo([1.0, float("inf")])
+    with pytest.raises(ValueError, match=r"'length' is inf"):
+        advantages.combine_components({"length": float("inf")}, {"length": 1.0})
+
+
+def test_combine_components() -> None:
+    weights = {"a": 1.0, "b": 0.5, "c": -2.0}
+    assert advantages.combine_components({"a": 1.0, "b": 4.0, "c": 0.25}, weights) == 2.5
+    assert advantages.combine_components({"a": 1.0, "b": None, "c": float("nan")}, weights) == 1.0
+    assert advantages.combine_components({"a": None, "b": float("nan")}, weights) is None
+    assert advantages.combine_components({}, weights) is None
+    assert advantages.combine_components({"b": 0.0}, weights) == 0.0
+    with pytest.raises(ValueError, match=r"'d' has no weight; weights exist for: a, b, c"):
+        advantages.combine_components({"d": 1.0}, weights)
+
+
+def test_unknown_names_and_bad_numbers_accuse_precisely() -> None:
+    with pytest.raises(ConfigError, match=r"unknown loss 'drgrpo'; did you mean 'dr_grpo'\? Known: dapo, dr_grpo"):
+        build_loss("drgrpo")
+    with pytest.raises(ConfigError, match=r"unknown advantage estimator 'gppo'; did you mean 'grpo'\?"):
+        build_advantage("gppo")
+    with pytest.raises(ConfigError, match=r"epsilon is 0; it must be above 0"):
+        build_loss("grpo", epsilon=0)
+    with pytest.raises(ConfigError, match="importance_cap is nan"):
+        build_loss("grpo", importance_cap=float("nan"))
+    with pytest.raises(ConfigError, match="kl_coef is -1"):
+        build_loss("grpo", kl_coef=-1)
+    with pytest.raises(ConfigError, match="'recompute' or 'sampler'"):
+        build_loss("grpo", old_logprobs="both")  # type: ignore[arg-type]
+
+
+def test_kl_without_a_reference_column_says_so() -> None:
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.1, but .*`reference_logp_S`"):
+        build_loss("grpo", kl_coef=0.1)(one_token(-1.0, None, 1.0))
+
+
+def test_advantages_import_no_torch() -> None:
+    """A reward worker combines components: importing torch there would cost it seconds."""
+    code = "import sys, asyncrl.algorithms.advantages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
