@@ -25,7 +25,13 @@ _SAMPLE_EVERY_S = 0.05
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-_LOOP_FILES = ("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "uvloop/__init__.py")
+_LOOP_FILES = (
+    "asyncio/base_events.py",
+    "asyncio/events.py",
+    "asyncio/runners.py",
+    "/selectors.py",
+    "uvloop/__init__.py",
+)
 
 
 def top_user_frame(thread_id: int) -> str | None:

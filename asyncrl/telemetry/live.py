@@ -1,0 +1,106 @@
+"""What a person at the terminal sees: a progress bar with the main numbers, or one plain line a step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Literal, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Metrics = Mapping[str, float]
+
+
+def describe(metrics: Metrics) -> list[str]:
+    """The main numbers of a step, those that are there, as short texts."""
+    parts: list[str] = []
+    if "reward/mean" in metrics:
+        spread = f"±{metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
+        parts.append(f"reward {metrics['reward/mean']:.3f}{spread}")
+    parts.extend(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
+    if "staleness/mean" in metrics:
+        most = f"/{metrics['staleness/max']:.0f}" if "staleness/max" in metrics else ""
+        parts.append(f"staleness {metrics['staleness/mean']:.1f}{most}")
+    if "completions/mean_length" in metrics:
+        parts.append(f"length {metrics['completions/mean_length']:.0f}")
+    if "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:.4f}")
+    if "perf/tokens_per_s" in metrics:
+        parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tok/s")
+    idle = {name[5:]: value for name, value in metrics.items() if name.startswith("idle/") and name.count("/") == 1}
+    if idle:
+        worst = max(idle, key=lambda cause: idle[cause])
+        because = f" ({worst} {100 * idle[worst]:.0f} %)" if idle[worst] >= 0.005 else ""
+        parts.append(f"idle {100 * sum(idle.values()):.0f} %{because}")
+    return parts
+
+
+class LiveView:
+    """`auto`: the bar on a terminal, plain lines elsewhere; `plain`: lines; `off`: nothing. A context manager.
+
+    `total_steps` is the version at which the run ends, None if only the data or the time ends it. `start` is the
+    version that a resumed run goes on from. `step` costs well under a millisecond; `note` prints a line above the bar.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["auto", "plain", "off"],
+        total_steps: int | None = None,
+        *,
+        start: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._total = total_steps
+        self._last = time.perf_counter()
+        self._off = mode == "off"
+        self._progress: Progress | None = None
+        if mode == "auto" and self._stream.isatty():
+            self._progress = Progress(
+                TextColumn("[bold]step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[numbers]}", markup=False),
+                console=Console(file=self._stream),
+                refresh_per_second=2,  # each refresh is a millisecond or two under the GIL
+            )
+            self._task = self._progress.add_task("step", total=total_steps, completed=start, numbers="")
+
+    def __enter__(self) -> LiveView:
+        self._last = time.perf_counter()
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, version: int, metrics: Metrics) -> None:
+        """Version `version` is there; its metrics by the names that `metrics.jsonl` has."""
+        now = time.perf_counter()
+        took, self._last = now - self._last, now
+        if self._off:
+            return
+        parts = describe(metrics)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=version, numbers=" · ".join(parts))
+        else:
+            total = "" if self._total is None else f"/{self._total}"
+            self._line("  ".join([f"step {version}{total}", *parts, f"{metrics.get('time/step', took):.1f} s"]))
+
+    def note(self, text: str) -> None:
+        """A line for people, such as "checkpoint written to ..."."""
+        if self._off:
+            return
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            self._line(text)
+
+    def _line(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)

@@ -1,0 +1,191 @@
+"""Where the metrics of a step go. One small Protocol; JSONL always, wandb and TensorBoard where chosen.
+
+`write` is called on the event loop once a step: the JSONL sink writes one line (tens of microseconds), the other two
+hand over to a thread or process of their own. The one step axis is the policy version.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from ..errors import ConfigError
+from .trace import dump
+
+
+class Sink(Protocol):
+    """Takes the metrics of each step. `close` may be called twice."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """`metrics.jsonl`: `{"step": v, "time": unix seconds, ...}`, one line a step, appended and flushed.
+
+    NaN and infinities become null, which JSON lacks. `resume_step` (the version of the checkpoint that the run goes on
+    from): lines of later steps, and lines that are not whole, move to `metrics.discarded.jsonl` first.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        self.path = path
+        if resume_step is not None:
+            discard_after(path, resume_step)
+        self._file = path.open("ab")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(dump({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def discard_after(path: Path, step: int) -> int:
+    """Move the lines of steps after `step` to `<stem>.discarded.jsonl`; how many. No line is ever in neither file."""
+    if not path.exists():
+        return 0
+    kept: list[bytes] = []
+    discarded: list[bytes] = []
+    for line in path.read_bytes().splitlines():
+        (kept if _step_of(line) <= step else discarded).append(line + b"\n")
+    if not discarded:
+        return 0
+    with path.with_name(f"{path.stem}.discarded{path.suffix}").open("ab") as file:
+        file.writelines(discarded)
+        file.flush()
+        os.fsync(file.fileno())
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(b"".join(kept))
+    os.replace(partial, path)
+    return len(discarded)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinity for one that a crash cut short."""
+    try:
+        step = orjson.loads(line)["step"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
+    return step if isinstance(step, int) else float("inf")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file, in order, without a last line that a crash cut short. [] without a file."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+class WandbSink:
+    """Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT` and so on are wandb's own and respected."""
+
+    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(_missing("wandb")) from error
+        project = os.environ.get("WANDB_PROJECT", "asyncrl")
+        try:
+            self._run = wandb.init(project=project, name=name, dir=str(run_dir), config=dict(config))
+        except wandb.errors.UsageError as error:  # no API key and nobody to ask for one
+            raise ConfigError(
+                f"telemetry.sinks has 'wandb', and wandb refused to start: {error}. "
+                "Run `wandb login`, or set WANDB_MODE=offline."
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardSink:
+    """TensorBoard event files under `<run_dir>/tensorboard`; needs neither torch nor TensorFlow."""
+
+    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            from tensorboard.summary import Writer
+        except ImportError as error:
+            raise ConfigError(_missing("tensorboard")) from error
+        self._writer = Writer(str(run_dir / "tensorboard"))
+        self._closed = False
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tag, value in metrics.items():
+            self._writer.add_scalar(tag, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._writer.close()
+
+
+def _missing(name: str) -> str:
+    return f"telemetry.sinks has {name!r}, and that package is not installed: `pip install 'asyncrl[{name}]'`"
+
+
+class Sinks:
+    """All sinks of a run as one; closing closes each of them, also if another one fails."""
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_sinks(
+    names: Sequence[str], run_dir: Path, *, name: str, config: Mapping[str, Any], resume_step: int | None = None
+) -> Sinks:
+    """`metrics.jsonl` and the sinks in `names` (`wandb`, `tensorboard`). ConfigError: unknown, or not installed.
+
+    May take seconds (wandb starts a process): not on the event loop.
+    """
+    makers: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+        "wandb": WandbSink,
+        "tensorboard": TensorBoardSink,
+    }
+    unknown = [each for each in names if each not in makers]
+    if unknown:
+        raise ConfigError(f"telemetry.sinks has {unknown[0]!r}; known are {', '.join(makers)}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as opened:  # if one cannot be opened, those before it are closed again
+        sinks: list[Sink] = []
+        for make in (makers[each] for each in names):
+            sink = make(run_dir, name, config)
+            opened.callback(sink.close)
+            sinks.append(sink)
+        # Opened last, so that a sink that refuses leaves an earlier run's lines alone; written first.
+        sinks.insert(0, JsonlSink(run_dir / "metrics.jsonl", resume_step))
+        opened.pop_all()
+    return Sinks(sinks)

@@ -1,0 +1,122 @@
+"""The lag monitor on a real loop, blocked on purpose, under asyncio and uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+import uvloop
+
+from asyncrl.telemetry.lag import BlockSampler, monitor, top_user_frame
+from asyncrl.telemetry.recorder import Recorder
+
+
+def my_reward_that_sleeps() -> None:
+    time.sleep(0.5)
+
+
+async def _run_blocked(recorder: Recorder, reports: list[str]) -> None:
+    reported = anyio.Event()
+
+    def report(text: str) -> None:
+        reports.append(text)
+        reported.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(monitor, recorder, 0.01, 0.1, report)
+        await anyio.sleep(0.03)  # the monitor is running by now
+        my_reward_that_sleeps()
+        with anyio.fail_after(10):
+            await reported.wait()
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_blocking_callback_is_named_with_its_duration(run: Callable[[Any], None]) -> None:
+    recorder, reports = Recorder(), list[str]()
+    threads = threading.active_count()
+    run(_run_blocked(recorder, reports))
+    assert threading.active_count() == threads
+    found = re.fullmatch(
+        r"event loop blocked (\d\.\d\d) s in test_telemetry_lag\.py:(\d+) my_reward_that_sleeps", reports[0]
+    )
+    assert found, reports
+    assert 0.4 <= float(found.group(1)) < 5
+    assert int(found.group(2)) == my_reward_that_sleeps.__code__.co_firstlineno + 1
+    metrics = recorder.drain()
+    assert metrics["loop/blocked"] >= 1
+    assert metrics["loop/lag_ms_p99"] >= 400
+    assert any(i.label == "loop" and i.end - i.start >= 0.4 for i in recorder.take_window().idle)
+    assert any(event.phase == "i" and event.name == reports[0] for event in recorder.events())
+
+
+async def test_a_quiet_loop_is_not_reported() -> None:
+    recorder, reports = Recorder(), list[str]()
+    with anyio.move_on_after(0.1):
+        await monitor(recorder, 0.005, 30.0, reports.append)
+    metrics = recorder.drain()
+    assert reports == []
+    assert "loop/blocked" not in metrics
+    assert metrics["loop/lag_ms_p99"] >= 0
+
+
+def test_sampler_forgets_the_stack_of_an_earlier_block() -> None:
+    with BlockSampler(time.perf_counter, 0.02) as sampler:
+        time.sleep(0.2)
+        first = sampler.tick()
+        second = sampler.tick()
+    assert first is not None and "test_sampler_forgets_the_stack_of_an_earlier_block" in first
+    assert second is None
+
+
+def _in_thread(body: Callable[[threading.Event, threading.Event], None]) -> str | None:
+    """What `top_user_frame` says of a thread that has set its first event and waits for its second."""
+    inside, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(target=body, args=(inside, leave))
+    thread.start()
+    try:
+        assert inside.wait(10) and thread.ident is not None
+        return top_user_frame(thread.ident)
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_top_frame_is_the_users_and_not_the_librarys() -> None:
+    def users_code(inside: threading.Event, leave: threading.Event) -> None:
+        inside.set()
+        leave.wait()  # the innermost Python frames are threading.py's
+
+    frame = _in_thread(users_code)
+    assert frame is not None and re.fullmatch(r"test_telemetry_lag\.py:\d+ users_code", frame)
+
+
+def test_an_idle_event_loop_has_no_culprit() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def main_of_the_user() -> None:
+        async def body() -> None:
+            asyncio.get_running_loop().call_soon(inside.set)
+            await asyncio.to_thread(leave.wait)
+
+        asyncio.run(body())
+
+    thread = threading.Thread(target=main_of_the_user)
+    thread.start()
+    assert inside.wait(10) and thread.ident is not None
+    deadline = time.monotonic() + 10  # the loop needs a moment to get from its callback to its selector
+    while (frame := top_user_frame(thread.ident)) is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    leave.set()
+    thread.join()
+    assert frame is None
+
+
+def test_no_such_thread() -> None:
+    assert top_user_frame(-1) is None

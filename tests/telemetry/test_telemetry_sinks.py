@@ -1,0 +1,246 @@
+"""Sinks: metrics.jsonl and its resume, wandb and TensorBoard where chosen, rollouts, the live view."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.live import LiveView
+from asyncrl.telemetry.rollouts import RolloutWriter
+from asyncrl.telemetry.sinks import JsonlSink, Sinks, open_sinks, read_jsonl
+from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_lines_are_there_at_once_and_nan_is_null(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    before = time.time()
+    sink.write(1, {"reward/mean": 0.5, "loss": math.nan, "x": math.inf, "np": np.float32(0.25)})  # type: ignore[dict-item]
+    (row,) = lines(tmp_path / "metrics.jsonl")
+    assert before - 1 <= row.pop("time") <= time.time() + 1
+    assert row == {"step": 1, "reward/mean": 0.5, "loss": None, "x": None, "np": 0.25}
+    sink.close()
+    sink.close()
+
+
+def test_resume_moves_later_and_broken_lines_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Sinks([JsonlSink(path)]) as sinks:
+        for step in range(1, 6):
+            sinks.write(step, {"loss": float(step)})
+    with path.open("ab") as file:
+        file.write(b'{"step":6,"lo')
+    sink = JsonlSink(path, resume_step=3)
+    sink.write(4, {"loss": 40.0})
+    sink.close()
+    assert [(row["step"], row["loss"]) for row in lines(path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    discarded = (tmp_path / "metrics.discarded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in discarded[:2]] == [4, 5]
+    assert discarded[2] == '{"step":6,"lo'
+    JsonlSink(path, resume_step=2).close()
+    assert len((tmp_path / "metrics.discarded.jsonl").read_text().splitlines()) == 5
+    assert [row["step"] for row in read_jsonl(path)] == [1, 2]
+
+
+def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
+    JsonlSink(tmp_path / "metrics.jsonl", resume_step=3).close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    assert read_jsonl(tmp_path / "absent.jsonl") == []
+
+
+def test_every_sink_is_closed_even_if_one_fails(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Failing(JsonlSink):
+        def close(self) -> None:
+            super().close()
+            closed.append(self.path.name)
+            raise OSError("disk")
+
+    sinks = Sinks([Failing(tmp_path / "a"), Failing(tmp_path / "b")])
+    with pytest.raises(OSError, match="disk"):
+        sinks.close()
+    assert sorted(closed) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{name}\]'"):
+        open_sinks([name], tmp_path, name="run", config={})
+
+
+def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'mlflow'; known are wandb, tensorboard"):
+        open_sinks(["mlflow"], tmp_path, name="run", config={})
+
+
+def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    with open_sinks(["tensorboard"], tmp_path, name="run", config={}) as sinks:
+        for step in (1, 2):
+            sinks.write(step, {"reward/mean": step / 2})
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    found = [(event.step, float(make_ndarray(event.tensor_proto))) for event in accumulator.Tensors("reward/mean")]
+    assert found == [(1, 0.5), (2, 1.0)]
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def make_group(group_id: int, size: int, completion: str = "four") -> Group:
+    prompt = Prompt(group_id, np.array([1, 2], np.int32), "2+2=", {"answer": "4"})
+    trajectories = tuple(
+        Trajectory(
+            group_id=group_id,
+            member=member,
+            group_size=size,
+            prompt_length=2,
+            tokens=np.arange(5, dtype=np.int32),
+            mask=np.array([0, 0, 1, 1, 1], bool),
+            logprobs=np.zeros(5, np.float32),
+            sampled_logprobs=np.zeros(5, np.float32),
+            versions=np.array([-1, -1, 3, 4, 4], np.int32),
+            temperature=1.0,
+            finish_reason=FinishReason.STOP,
+            completion=completion,
+            reward=float(member),
+            components={"exact": float(member), "style": None},
+            metadata={"turns": np.int64(1), "object": object},
+        )
+        for member in range(size)
+    )
+    return Group(Ticket(group_id, 3, 5), prompt, trajectories)
+
+
+async def test_rollout_lines_say_what_was_written_sampled_and_trained(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    await writer.write_async(6, [make_group(7, 2)], advantages={(7, 1): 0.5})
+    first, second = lines(tmp_path / "rollouts" / "step_6.jsonl")
+    assert second.pop("metadata")["turns"] == 1
+    assert second == {
+        "step": 6,
+        "group_id": 7,
+        "member": 1,
+        "epoch": 0,
+        "prompt": "2+2=",
+        "completion": "four",
+        "reward": 1.0,
+        "components": {"exact": 1.0, "style": None},
+        "versions": {"min": 3, "max": 4},
+        "trained_version": 5,
+        "staleness": 2,
+        "prompt_length": 2,
+        "completion_length": 3,
+        "trained_tokens": 3,
+        "finish_reason": "stop",
+        "advantage": 0.5,
+    }
+    assert (first["member"], first["advantage"]) == (0, None)
+
+
+def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path, limit=3)
+    for step in (1, 2, 10):
+        writer.write(step, [make_group(step, 2), make_group(step + 1, 2)])
+    assert [(r["group_id"], r["member"]) for r in lines(tmp_path / "rollouts" / "step_1.jsonl")] == [
+        (1, 0),
+        (1, 1),
+        (2, 0),
+    ]
+    RolloutWriter(tmp_path, resume_step=1)
+    assert sorted(path.name for path in (tmp_path / "rollouts").glob("*.jsonl")) == ["step_1.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "rollouts" / "discarded").iterdir()) == [
+        "step_10.jsonl",
+        "step_2.jsonl",
+    ]
+    RolloutWriter(tmp_path, limit=0).write(5, [make_group(5, 2)])
+    assert not (tmp_path / "rollouts" / "step_5.jsonl").exists()
+
+
+async def test_writing_rollouts_leaves_the_loop_free(tmp_path: Path) -> None:
+    """64 groups of 16 with 20 kB each: the loop goes on ticking while they are written."""
+    writer = RolloutWriter(tmp_path)
+    groups = [make_group(n, 16, "x" * 20_000) for n in range(64)]
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks, handle
+        ticks += 1
+        handle = asyncio.get_running_loop().call_later(0.001, tick)
+
+    handle = asyncio.get_running_loop().call_soon(tick)
+    await writer.write_async(1, groups)
+    handle.cancel()
+    assert ticks > 1
+    assert len(lines(tmp_path / "rollouts" / "step_1.jsonl")) == 1024
+
+
+METRICS = {
+    "reward/mean": 0.51,
+    "reward/std": 0.25,
+    "staleness/mean": 0.8,
+    "staleness/max": 2.0,
+    "completions/mean_length": 87.4,
+    "loss": 0.0123,
+    "perf/tokens_per_s": 1234.5,
+    "idle/reward": 0.08,
+    "idle/slots": 0.04,
+    "idle/unexplained": 0.0,
+    "idle/gen/reward": 0.5,
+    "time/step": 3.21,
+}
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    with LiveView("auto", 200, stream=stream) as live:
+        live.step(12, METRICS)
+        live.note("checkpoint written [12]")
+        live.step(13, {"time/step": 1.0})
+    assert stream.getvalue().splitlines() == [
+        "step 12/200  reward 0.510±0.250  staleness 0.8/2  length 87  loss 0.0123  1,234 tok/s  "
+        "idle 12 % (reward 8 %)  3.2 s",
+        "checkpoint written [12]",
+        "step 13/200  1.0 s",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = Terminal()
+    with LiveView("auto", 20, start=3, stream=stream) as live:
+        live.note("[not markup]")
+        live.step(4, METRICS)
+    shown = stream.getvalue()
+    assert "4/20" in shown and "reward 0.510±0.250" in shown and "[not markup]" in shown
+
+
+def test_off_prints_nothing() -> None:
+    stream = Terminal()
+    with LiveView("off", 20, stream=stream) as live:
+        live.step(1, METRICS)
+        live.note("x")
+    assert stream.getvalue() == ""

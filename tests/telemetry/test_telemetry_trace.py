@@ -1,0 +1,104 @@
+"""trace.json: valid, complete, properly nested per thread, and readable from its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.records import TraceEvent
+from asyncrl.telemetry.trace import layout, read_tail, write_trace
+
+
+def record_some(steps: int = 3) -> Recorder:
+    now = [50.0]
+    recorder = Recorder(lambda: now[0])
+    for step in range(steps):
+        with recorder.wait("train pump", "a whole group", on="score pump", cause="group"):
+            with recorder.span("decode", track="lane:cpu", batch=step, odd={1, 2}, nan=float("nan")):
+                now[0] += 0.25
+            recorder.counter("queue/stash/depth", step)
+        recorder.instant("step <done>", track="train pump", version=step)
+    return recorder
+
+
+def test_file_is_valid_json_with_microseconds_and_track_names(tmp_path: Path) -> None:
+    recorder = record_some()
+    write_trace(recorder, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["lane:cpu", "train pump"]
+    spans = [e for e in events if e["ph"] == "X"]
+    decodes = [e for e in spans if e["name"] == "decode"]
+    assert [(e["ts"], e["dur"], names[e["tid"]]) for e in decodes] == [
+        (n * 250_000.0, 250_000.0, "lane:cpu") for n in range(3)
+    ]
+    assert [e["args"]["batch"] for e in decodes] == [0, 1, 2]
+    assert decodes[0]["args"]["nan"] is None
+    waits = [e for e in spans if e["cat"] == "wait"]
+    assert waits[0]["args"] == {"what": "a whole group", "on": "score pump", "cause": "group"}
+    assert [e["args"]["value"] for e in events if e["ph"] == "C"] == [0.0, 1.0, 2.0]
+    assert all(e["s"] == "t" for e in events if e["ph"] == "i")
+    assert trace["otherData"]["dropped_events"] == 0
+
+
+def test_an_empty_trace_is_valid_too(tmp_path: Path) -> None:
+    write_trace(Recorder(), tmp_path / "trace.json")
+    assert [e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]] == ["process_name"]
+    assert read_tail(tmp_path / "trace.json")[2] == []
+
+
+def test_a_failed_write_leaves_the_earlier_trace_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(record_some(1), path)
+    before = path.read_bytes()
+
+    def full(value: object) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("asyncrl.telemetry.trace.dump", full)
+    with pytest.raises(OSError, match="No space"):
+        write_trace(record_some(2), path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 20, 2000])
+def test_tail_reads_whole_events_from_the_end(tmp_path: Path, max_bytes: int) -> None:
+    recorder = record_some(100)
+    write_trace(recorder, tmp_path / "trace.json")
+    everything = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    other, names, events = read_tail(tmp_path / "trace.json", max_bytes)
+    assert other["started_unix"] == recorder.started_unix
+    assert sorted(names.values()) == ["lane:cpu", "train pump"]
+    plain = [event for event in everything if event["ph"] != "M"]
+    assert 0 < len(events) <= len(plain)
+    assert events == plain[-len(events) :]
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SPANS)
+def test_spans_of_one_row_are_apart_or_nested(spans: list[tuple[int, int]]) -> None:
+    events = [TraceEvent("X", str(n), "t", float(a), float(d), None) for n, (a, d) in enumerate(spans)]
+    rows = layout(events)
+    assert len(rows) == len(events)
+    for one in events:
+        for other in events:
+            if one is other or rows[id(one)] != rows[id(other)]:
+                continue
+            (a, b), (c, d) = ((e.start, e.start + e.duration) for e in (one, other))
+            assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
+
+
+def test_spans_that_do_not_overlap_share_one_row() -> None:
+    events = [TraceEvent("X", str(n), "t", float(n), 1.0, None) for n in range(10)]
+    assert set(layout(events).values()) == {0}
