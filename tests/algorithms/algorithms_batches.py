@@ -93,7 +93,7 @@ def random_batch(
     nan_share: float = 0.0,
     empty_rows: bool = True,
 ) -> PaddedBatch:
-    """Ragged, with holes; row 1 fully masked through its holes if `empty_rows`. `shift` moves ratios across the clips."""
+    """Ragged, with holes; row 1 is fully masked if `empty_rows`. `shift` (nats) moves ratios across the clips."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

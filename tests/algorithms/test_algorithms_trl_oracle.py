@@ -1,8 +1,8 @@
 """TRL 1.16 as the oracle: its own code, driven with stubs in float64, from rewards to gradients.
 
-`GRPOTrainer._generate_and_score_completions` makes advantages and importance ratios out of given completions, log-probs
-and rewards; `GRPOTrainer._compute_loss` makes loss and metrics. Both run unbound on a stand-in that holds only what they
-read; the model's log-probs come from a leaf tensor, so gradients compare too.
+`GRPOTrainer._generate_and_score_completions` makes advantages and importance ratios out of given completions,
+log-probs and rewards; `GRPOTrainer._compute_loss` makes loss and metrics. Both run unbound on a stand-in that holds
+only what they read; the model's log-probs come from a leaf tensor, so gradients compare too.
 """
 
 from __future__ import annotations
