@@ -1,0 +1,217 @@
+"""The ledger of one rank: admission and places of steps, in this process. The rule and its proof: `reservation.py`.
+
+    rollout pump --admit--> [slots, FIFO] --> live --claim--> claimed --commit--> held --release--> trained
+                                               `------------ end --------------------------------> dropped, failed
+
+Every transition is synchronous between two awaits; only `admit` and `wait_changed` ever wait. Waiting admissions are
+served strictly in order, so prompts enter in their order. A caller cancelled while it waits leaves no trace: a slot
+that had been handed to it at that moment goes to the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import LedgerError, LifecycleError
+from ..types import ClaimState, LedgerStatistics, Ticket
+from .reservation import Late, Reservation
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+
+
+@dataclass(slots=True, eq=False)
+class _Applicant:
+    group_id: int
+    oldest: int | None
+    answer: asyncio.Future[Ticket | None]
+
+
+class LocalLedger:
+    """See `ports.Ledger`. Usable at once; `async with` only adds the closing: waiters hear LifecycleError.
+
+    groups_per_step, max_staleness: `(max_staleness + 1) * groups_per_step` slots in all.
+    late: "wait" reserves places so that no group is ever too old; "drop" does not, and the caller drops `expired()`.
+    turn: the first one; larger than 0 after a resume.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        late: Late = "wait",
+        turn: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._books = Reservation(groups_per_step, max_staleness, late, turn)
+        self._recorder = recorder
+        self._first_turn = turn
+        self._changes = 0
+        self._applicants: deque[_Applicant] = deque()
+        self._watchers: set[asyncio.Future[None]] = set()
+        self._entered = False
+        self._closed = False
+
+    async def __aenter__(self) -> LocalLedger:
+        if self._entered or self._closed:
+            raise LifecycleError("the ledger was opened twice")
+        self._entered = True
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Fail every waiter with LifecycleError. Closing twice is fine; `end` and `release` still count."""
+        if self._closed:
+            return
+        self._closed = True
+        waiters: list[asyncio.Future[Any]] = [*(a.answer for a in self._applicants), *self._watchers]
+        for future in waiters:
+            if not future.done():
+                future.set_exception(LifecycleError("the ledger was closed while somebody waited for it"))
+        self._applicants.clear()
+        self._watchers.clear()
+
+    @property
+    def turn(self) -> int:
+        return self._books.turn
+
+    @property
+    def first_turn(self) -> int:
+        return self._first_turn
+
+    @property
+    def changes(self) -> int:
+        return self._changes
+
+    @property
+    def finished(self) -> bool:
+        """`exhaust` was called and no group is left to train."""
+        return self._books.finished()
+
+    async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
+        """See `ports.Ledger.admit`. Errors: LedgerError for a group that is in the pipeline already, LifecycleError."""
+        self._check_open("admit")
+        if not self._applicants:
+            decided, ticket = self._books.admit(group_id, oldest)
+            if decided:
+                self._changed()
+                return ticket
+        applicant = _Applicant(group_id, oldest, asyncio.get_running_loop().create_future())
+        self._applicants.append(applicant)
+        with self._waiting():
+            try:
+                return await applicant.answer
+            except asyncio.CancelledError:
+                if applicant.answer.cancelled():
+                    if applicant in self._applicants:
+                        self._applicants.remove(applicant)
+                        self._changed()  # the next one may be admissible where this one was not
+                elif applicant.answer.exception() is None and (ticket := applicant.answer.result()) is not None:
+                    self._books.withdraw(ticket)
+                    self._changed()
+                raise
+
+    async def exhaust(self) -> None:
+        """No more groups will be admitted: a step whose last live group was claimed counts as full."""
+        self._books.exhausted[0] = True
+        self._changed()
+
+    async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
+        """See `ports.Ledger.claim`. FULL also once the prompts are exhausted and every group left has its place."""
+        self._check_open("claim")
+        ticket = self._books.claim(ready)
+        if ticket is not None:
+            self._changed()
+            return ClaimState.GRANTED, ticket
+        return (ClaimState.FULL if self._books.step_complete() else ClaimState.WAIT), None
+
+    async def wait_changed(self, seen: int) -> int:
+        self._check_open("wait_changed")
+        while self._changes <= seen:
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.add(watcher)
+            try:
+                await watcher
+            finally:
+                self._watchers.discard(watcher)
+        return self._changes
+
+    async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
+        self._books.end(ticket, outcome)
+        if self._recorder is not None:
+            self._recorder.count(f"groups/{outcome}/{reason}")
+        self._changed()
+
+    async def commit(self) -> int:
+        self._check_open("commit")
+        turn = self._books.commit()
+        self._changed()
+        return turn
+
+    async def rollback(self) -> list[Ticket]:
+        tickets = self._books.rollback()
+        if tickets:
+            self._changed()
+        return tickets
+
+    async def release(self, turn: int) -> None:
+        """See `ports.Ledger.release`. Acknowledging a turn acknowledges every earlier one that was not released yet."""
+        self._books.release(turn)
+        self._changed()
+
+    def expired(self) -> list[Ticket]:
+        """Live groups past their deadline, for the caller to drop; always empty with `late="wait"`."""
+        return self._books.expired()
+
+    def live_groups(self) -> list[Ticket]:
+        """Admitted and not trained, by group id: what a checkpoint has to keep so that resuming skips no prompt."""
+        return sorted((e.ticket for e in self._books.entries.values()), key=lambda t: t.group_id)
+
+    def statistics(self) -> LedgerStatistics:
+        return self._books.statistics()
+
+    def describe(self) -> str:
+        """One sentence for error messages: the open step and what it waits for."""
+        return f"{self._books.describe()}; {len(self._applicants)} groups wait for a slot"
+
+    def _changed(self) -> None:
+        self._changes += 1
+        if not self._closed:
+            self._serve_applicants()
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+        if self._recorder is not None:
+            self._recorder.gauge("queue/slots/depth", self._books.slots.held)
+
+    def _serve_applicants(self) -> None:
+        while self._applicants:
+            applicant = self._applicants[0]
+            if not applicant.answer.done():
+                try:
+                    decided, ticket = self._books.admit(applicant.group_id, applicant.oldest)
+                except LedgerError as exc:
+                    applicant.answer.set_exception(exc)
+                else:
+                    if not decided:
+                        return
+                    applicant.answer.set_result(ticket)
+                    self._changes += 1
+            self._applicants.popleft()
+
+    def _waiting(self) -> AbstractContextManager[object]:
+        if self._recorder is None:
+            return nullcontext()
+        task = asyncio.current_task()
+        return self._recorder.wait(task.get_name() if task else "?", "a slot", on="publish pump", cause="slots")
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise LifecycleError(f"the ledger is closed: it cannot {what}")

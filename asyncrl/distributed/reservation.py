@@ -1,0 +1,308 @@
+"""The reservation rule, as a plain state machine: no waiting, no I/O. The ledgers put waiting and sharing around it.
+
+Words. `k` groups per step, `m` max_staleness, `v` the turn (steps committed so far), `a` the acknowledged turn: the
+oldest policy that any engine may still sample from (`a <= v`; `release(t)` sets it to `t + 1`, or to the least over
+the ranks). `c` places of the open step are claimed; `live(d)` is the number of live groups (admitted, not yet claimed,
+in flight or ready) with deadline `<= d`. A slot is held from admission until release (or until the group is dropped or
+failed); there are `s = (m + 1) k` of them, over all ranks.
+
+Rule. A group admitted afresh gets the deadline `a + m`: its tokens are sampled by `a` or later, so a group that is
+trained at its deadline or before is at most `m` old *in tokens*, not merely in admissions. A ready group with deadline
+`d` gets a place at turn `v` iff `c < k` and the invariant still holds afterwards:
+
+    I(v, c):   for all j >= 0:   live(v + j) <= k (j + 1) - c        (the places left up to and including turn v + j)
+
+Proof that I always holds, by induction over the events.
+  * admit: slots say `live + c + held + 1 <= s`, and `held = k (v - a)` while steps are full. The new deadline is
+    `a + m`: the conditions with `v + j < a + m` do not change, and for all others it suffices that
+    `live + 1 <= k (a + m - v + 1) - c = s - k (v - a) - c`, which is the slot condition. If `v > a + m` then
+    `held >= k (m + 1) = s` and there is no slot. After a step that was not full, and for groups sampled elsewhere
+    (with a deadline of their own), the conditions are checked as they stand.
+  * claim of a group with deadline `d`: for `v + j >= d` both sides fall by one; for `v + j < d` the rule checks.
+  * commit of a full step (`c = k`): I(v, k) at `j + 1` is literally I(v + 1, 0) at `j`, and at `j = 0` it says that no
+    live group has a deadline `<= v`: nobody is too old. A partial step is only committed if that is still so.
+  * rollback gives claimed groups back to `live`: for `v + j >= d` both sides grow by one, for others only the right.
+  * drop, fail and release only remove.
+No dead end: if `c < k` and a group is live, the one with the earliest deadline may always claim (below its deadline
+nobody is live, and `c + 1 <= k`). So a step waits at most for its earliest deadlines, and those are in flight: they
+hold a slot. No group is dropped, none is trained older than `m`.
+
+`late="drop"` claims without the rule, first come first served; groups past their deadline are listed by `expired()`,
+and the caller drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..concurrency.slots import Slots
+from ..errors import LedgerError
+from ..types import LedgerStatistics, Ticket
+
+Late = Literal["wait", "drop"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """A group that holds a slot and is not trained yet. `rank` is the one that admitted it."""
+
+    ticket: Ticket
+    rank: int = 0
+    claimed: bool = False
+
+
+@dataclass(slots=True)
+class Reservation:
+    """The ledger's books. Methods are transitions: each one checks everything before it changes anything."""
+
+    groups_per_step: int
+    max_staleness: int
+    late: Late = "wait"
+    turn: int = 0
+    ranks: int = 1
+    entries: dict[int, Entry] = field(default_factory=dict)  # by group id, in admission order
+    held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
+    acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
+    exhausted: list[bool] = field(default_factory=list)  # per rank: it will admit no more
+    claimed: int = 0
+    admitted: int = 0
+    trained: int = 0
+    dropped: int = 0
+    failed: int = 0
+    slots: Slots = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.groups_per_step < 1 or self.max_staleness < 0 or self.ranks < 1 or self.late not in ("wait", "drop"):
+            raise ValueError(
+                f"ledger: groups_per_step {self.groups_per_step} and ranks {self.ranks} must be at least 1, "
+                f"max_staleness {self.max_staleness} at least 0, late {self.late!r} `wait` or `drop`"
+            )
+        self.acknowledged = self.acknowledged or [self.turn] * self.ranks
+        self.exhausted = self.exhausted or [False] * self.ranks
+        total = (self.max_staleness + 1) * self.groups_per_step
+        self.slots = Slots(total, len(self.entries) + sum(self.held.values()))
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def open_turn(self) -> int:
+        """`a`: the oldest policy that an engine may still sample from."""
+        return min(self.acknowledged)
+
+    def fits(self, deadline: int, *, claim: bool) -> bool:
+        """Does I still hold after a claim of, or (claim=False) after the admission of, a group with this deadline?"""
+        k, v, c = self.groups_per_step, self.turn, self.claimed
+        counts: dict[int, int] = {}
+        for entry in self.entries.values():
+            if not entry.claimed:
+                counts[entry.ticket.deadline] = counts.get(entry.ticket.deadline, 0) + 1
+        if not claim:
+            counts[deadline] = counts.get(deadline, 0) + 1
+        live = 0
+        for d in sorted(counts):  # the left side only changes at deadlines, and between them the right side grows
+            live += counts[d]
+            if claim and d >= deadline:
+                return True
+            if (not claim and d < deadline) or live <= k * (d - v + 1) - c - claim:
+                continue
+            return False
+        return True
+
+    def live_count(self) -> int:
+        return len(self.entries) - self.claimed
+
+    def expired(self, rank: int | None = None) -> list[Ticket]:
+        """Live tickets past their deadline (of one rank, or of all); always empty with `late="wait"`."""
+        return [
+            e.ticket
+            for e in self.entries.values()
+            if not e.claimed and e.ticket.deadline < self.turn and rank in (None, e.rank)
+        ]
+
+    def finished(self) -> bool:
+        """Every rank is exhausted and no group is left to train."""
+        return all(self.exhausted) and not self.entries
+
+    def step_complete(self) -> bool:
+        """The open step can take no more: its places are gone, or nobody is left who could ask for one."""
+        if self.claimed == self.groups_per_step:
+            return True
+        return self.claimed > 0 and self.live_count() == 0 and all(self.exhausted)
+
+    def statistics(self) -> LedgerStatistics:
+        held = sum(self.held.values())
+        return LedgerStatistics(
+            turn=self.turn,
+            live=self.live_count(),
+            claimed=self.claimed,
+            held=held,
+            admitted=self.admitted,
+            trained=self.trained,
+            dropped=self.dropped,
+            failed=self.failed,
+            slots=self.slots.total,
+        )
+
+    def describe(self) -> str:
+        """One sentence for error messages and the watchdog: what the open step waits for."""
+        first = min((e for e in self.entries.values() if not e.claimed), key=lambda e: e.ticket.deadline, default=None)
+        waits = "no group is live"
+        if first is not None:
+            t = first.ticket
+            waits = f"the earliest deadline is {t.deadline} (group {t.group_id} of rank {first.rank})"
+        return (
+            f"turn {self.turn}: {self.claimed} of {self.groups_per_step} places claimed, {self.live_count()} live, "
+            f"{sum(self.held.values())} held for publish, {self.slots.free} of {self.slots.total} slots free; {waits}"
+        )
+
+    # -- transitions -----------------------------------------------------------------------------------------------
+
+    def admit(self, group_id: int, oldest: int | None, rank: int = 0) -> tuple[bool, Ticket | None]:
+        """(decided, ticket): (False, None) means "not now, ask again after a change"; (True, None) means "too old"."""
+        if group_id in self.entries:
+            raise LedgerError(f"group {group_id} was admitted twice")
+        admitted = self.open_turn()
+        if oldest is not None:
+            if oldest > self.turn:
+                raise LedgerError(
+                    f"group {group_id} claims to be sampled by {oldest}, but the ledger is at {self.turn}"
+                )
+            admitted = oldest
+            deadline = oldest + self.max_staleness
+            if deadline < self.turn or (self.late == "wait" and not self.fits(deadline, claim=False)):
+                return True, None
+        deadline = admitted + self.max_staleness
+        if not self.slots.free or deadline < self.turn:
+            return False, None
+        if self.late == "wait" and not self.fits(deadline, claim=False):
+            return False, None
+        self.slots.take()
+        ticket = Ticket(group_id, admitted, deadline)
+        self.entries[group_id] = Entry(ticket, rank)
+        self.admitted += 1
+        return True, ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Undo an admission that nobody has seen (its caller was cancelled)."""
+        self._live_entry(ticket)
+        del self.entries[ticket.group_id]
+        self.slots.give()
+        self.admitted -= 1
+
+    def claim(self, ready: Iterable[Ticket]) -> Ticket | None:
+        """Give a place to the first that may have one; None if none may. Unknown tickets raise."""
+        if self.claimed >= self.groups_per_step:
+            return None
+        for ticket in ready:
+            entry = self._live_entry(ticket)
+            if ticket.deadline < self.turn:
+                continue
+            if self.late == "drop" or self.fits(ticket.deadline, claim=True):
+                entry.claimed = True
+                self.claimed += 1
+                return ticket
+        return None
+
+    def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
+        if outcome not in ("dropped", "failed"):
+            raise LedgerError(f"group {ticket.group_id} cannot end as {outcome!r}: `dropped` or `failed`")
+        self._live_entry(ticket)
+        del self.entries[ticket.group_id]
+        self.slots.give()
+        self.dropped += outcome == "dropped"
+        self.failed += outcome == "failed"
+
+    def commit(self) -> int:
+        if not self.claimed:
+            raise LedgerError(f"an empty step was committed at turn {self.turn}: no group has a place in it")
+        if self.late == "wait":
+            lost = [e.ticket for e in self.entries.values() if not e.claimed and not self._survives_commit(e.ticket)]
+            if lost:
+                raise LedgerError(
+                    f"a partial step ({self.claimed} of {self.groups_per_step} places) was committed at turn "
+                    f"{self.turn}, but then group {lost[0].group_id} (deadline {lost[0].deadline}) cannot be trained in time: "
+                    "commit a partial step only when no group is live"
+                )
+        self.entries = {group_id: e for group_id, e in self.entries.items() if not e.claimed}
+        self.held[self.turn] = self.claimed
+        self.claimed = 0
+        self.turn += 1
+        return self.turn
+
+    def _survives_commit(self, ticket: Ticket) -> bool:
+        later = sum(not e.claimed and e.ticket.deadline <= ticket.deadline for e in self.entries.values())
+        return later <= self.groups_per_step * (ticket.deadline - self.turn)
+
+    def rollback(self, rank: int | None = None) -> list[Ticket]:
+        tickets = []
+        for entry in self.entries.values():
+            if entry.claimed and rank in (None, entry.rank):
+                entry.claimed = False
+                self.claimed -= 1
+                tickets.append(entry.ticket)
+        return tickets
+
+    def release(self, turn: int, rank: int = 0) -> bool:
+        """True if slots came free: every rank has acknowledged the weights that follow `turn`."""
+        if not self.acknowledged[rank] <= turn < self.turn:
+            raise LedgerError(
+                f"turn {turn} was released by rank {rank}, which has acknowledged {self.acknowledged[rank]}; the ledger "
+                f"is at {self.turn}: a step is released once, after its commit"
+            )
+        self.acknowledged[rank] = turn + 1
+        over = [t for t in self.held if t < self.open_turn()]
+        for t in over:
+            count = self.held.pop(t)
+            self.slots.give(count)
+            self.trained += count
+        return bool(over)
+
+    def _live_entry(self, ticket: Ticket) -> Entry:
+        entry = self.entries.get(ticket.group_id)
+        if entry is None or entry.ticket != ticket:
+            raise LedgerError(f"group {ticket.group_id} holds no slot: it was never admitted, or has ended already")
+        if entry.claimed:
+            raise LedgerError(f"group {ticket.group_id} already has a place in the open step of turn {self.turn}")
+        return entry
+
+    # -- as data ---------------------------------------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, Any]:
+        """Everything, as JSON types."""
+        return {
+            "k": self.groups_per_step,
+            "m": self.max_staleness,
+            "late": self.late,
+            "turn": self.turn,
+            "ranks": self.ranks,
+            "entries": [
+                [e.ticket.group_id, e.ticket.admitted, e.ticket.deadline, e.rank, int(e.claimed)]
+                for e in self.entries.values()
+            ],
+            "held": list(self.held.items()),
+            "acknowledged": self.acknowledged,
+            "exhausted": self.exhausted,
+            "counts": [self.admitted, self.trained, self.dropped, self.failed],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Reservation:
+        entries = {g: Entry(Ticket(g, a, d), rank, bool(c)) for g, a, d, rank, c in state["entries"]}
+        admitted, trained, dropped, failed = state["counts"]
+        return cls(
+            groups_per_step=state["k"],
+            max_staleness=state["m"],
+            late=state["late"],
+            turn=state["turn"],
+            ranks=state["ranks"],
+            entries=entries,
+            held={turn: count for turn, count in state["held"]},
+            acknowledged=list(state["acknowledged"]),
+            exhausted=list(state["exhausted"]),
+            claimed=sum(e.claimed for e in entries.values()),
+            admitted=admitted,
+            trained=trained,
+            dropped=dropped,
+            failed=failed,
+        )

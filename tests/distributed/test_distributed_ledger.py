@@ -1,0 +1,365 @@
+"""The contract of `ports.Ledger`, on the local ledger; then waiting, cancellation and closing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import anyio
+import pytest
+
+from asyncrl.concurrency.clock import run_virtual
+from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.errors import LedgerError, LifecycleError, StallError
+from asyncrl.ports import Ledger
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import ClaimState, Ticket
+
+FULL, WAIT, GRANTED = ClaimState.FULL, ClaimState.WAIT, ClaimState.GRANTED
+
+
+def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run a test in virtual time: what waits for ever is an error that names it, not a hang."""
+
+    def run() -> None:
+        run_virtual(test)  # type: ignore[arg-type]
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def fresh(ledger: Ledger, group_id: int) -> Ticket:
+    ticket = await ledger.admit(group_id)
+    assert ticket is not None
+    return ticket
+
+
+def conserved(ledger: LocalLedger) -> None:
+    s = ledger.statistics()
+    assert s.admitted == s.live + s.claimed + s.held + s.trained + s.dropped + s.failed
+    assert s.live + s.claimed + s.held <= s.slots
+
+
+@virtual
+async def test_the_life_of_a_group() -> None:
+    ledger = LocalLedger(2, 1)
+    a, b = await fresh(ledger, 0), await fresh(ledger, 1)
+    assert (a.admitted, a.deadline) == (0, 1)
+    assert ledger.statistics().slots == 4
+    assert await ledger.claim([]) == (WAIT, None)
+    assert await ledger.claim([b, a]) == (GRANTED, b)
+    assert await ledger.claim([a]) == (GRANTED, a)
+    assert await ledger.claim([]) == (FULL, None)
+    assert await ledger.commit() == 1 == ledger.turn
+    s = ledger.statistics()
+    assert (s.live, s.claimed, s.held, s.trained) == (0, 0, 2, 0)
+    await ledger.release(0)
+    s = ledger.statistics()
+    assert (s.held, s.trained, s.admitted) == (0, 2, 2)
+    conserved(ledger)
+
+
+@virtual
+async def test_the_reservation_keeps_a_place_for_the_slow_group() -> None:
+    ledger = LocalLedger(1, 1)
+    slow, fast = await fresh(ledger, 0), await fresh(ledger, 1)
+    # Both are due at turn 1: only one place is left after this turn, so one of them may go now.
+    assert await ledger.claim([fast]) == (GRANTED, fast)
+    await ledger.commit()
+    await ledger.release(0)
+    late = await fresh(ledger, 2)
+    assert late.deadline == 2
+    # Turn 1 is the slow group's last: the newer one must wait although it is ready and the place is free.
+    assert await ledger.claim([late]) == (WAIT, None)
+    assert await ledger.claim([late, slow]) == (GRANTED, slow)
+    await ledger.commit()
+    assert await ledger.claim([late]) == (GRANTED, late)
+
+
+@virtual
+async def test_with_late_drop_the_newer_one_goes_and_the_slow_one_expires() -> None:
+    ledger = LocalLedger(1, 1, late="drop")
+    slow, fast = await fresh(ledger, 0), await fresh(ledger, 1)
+    await ledger.claim([fast])
+    await ledger.commit()
+    await ledger.release(0)
+    late = await fresh(ledger, 2)
+    assert await ledger.claim([late]) == (GRANTED, late)
+    assert ledger.expired() == []
+    await ledger.commit()
+    assert ledger.expired() == [slow]
+    assert await ledger.claim([slow]) == (WAIT, None)  # never trained too old
+    await ledger.end(slow, "dropped", "late")
+    assert ledger.expired() == [] and ledger.statistics().dropped == 1
+    conserved(ledger)
+
+
+@virtual
+async def test_a_group_admitted_between_commit_and_publish_counts_from_the_weights_that_sample_it() -> None:
+    ledger = LocalLedger(2, 1)
+    tickets = [await fresh(ledger, i) for i in range(3)]
+    await ledger.claim(tickets)
+    await ledger.claim(tickets[1:])
+    await ledger.commit()
+    between = await fresh(ledger, 3)  # the fourth slot was free all the time; the engines still have version 0
+    assert (between.admitted, between.deadline) == (0, 1)
+    await ledger.release(0)
+    after = await fresh(ledger, 4)
+    assert (after.admitted, after.deadline) == (1, 2)
+
+
+@virtual
+async def test_max_staleness_zero_admits_only_after_the_publish() -> None:
+    ledger = LocalLedger(1, 0)
+    a = await fresh(ledger, 0)
+    await ledger.claim([a])
+    await ledger.commit()
+    with anyio.move_on_after(5) as scope:
+        await ledger.admit(1)
+    assert scope.cancelled_caught
+    await ledger.release(0)
+    assert (await fresh(ledger, 1)).deadline == 1
+
+
+@virtual
+async def test_a_slot_comes_back_at_once_from_a_drop_or_failure() -> None:
+    ledger = LocalLedger(1, 0)
+    for i, outcome in enumerate(("dropped", "failed")):
+        ticket = await fresh(ledger, i)
+        await ledger.end(ticket, outcome, "test")  # type: ignore[arg-type]
+    s = ledger.statistics()
+    assert (s.dropped, s.failed, s.live, s.admitted) == (1, 1, 0, 2)
+
+
+@virtual
+async def test_giving_back_twice_or_what_was_never_given_raises_and_changes_nothing() -> None:
+    ledger = LocalLedger(2, 1)
+    a, b = await fresh(ledger, 0), await fresh(ledger, 1)
+    await ledger.end(a, "dropped", "test")
+    await ledger.claim([b])
+    before = ledger.statistics()
+    for wrong in (
+        lambda: ledger.end(a, "dropped", "again"),
+        lambda: ledger.end(b, "failed", "it is claimed"),
+        lambda: ledger.end(Ticket(77, 0, 1), "failed", "unknown"),
+        lambda: ledger.end(Ticket(1, 5, 6), "failed", "another ticket under the same id"),
+        lambda: ledger.claim([a]),
+        lambda: ledger.claim([b]),
+        lambda: ledger.claim([Ticket(77, 0, 1)]),
+        lambda: ledger.release(0),
+        lambda: ledger.admit(1),
+        lambda: ledger.admit(5, oldest=1),
+    ):
+        with pytest.raises(LedgerError):
+            await wrong()
+        assert ledger.statistics() == before
+    await ledger.commit()
+    await ledger.release(0)
+    with pytest.raises(LedgerError, match="released once"):
+        await ledger.release(0)
+    with pytest.raises(LedgerError, match="empty step"):
+        await ledger.commit()
+
+
+@virtual
+async def test_rollback_makes_the_claimed_live_again_with_their_deadlines() -> None:
+    ledger = LocalLedger(2, 0)
+    a, b = await fresh(ledger, 0), await fresh(ledger, 1)
+    await ledger.claim([a])
+    await ledger.claim([b])
+    assert await ledger.rollback() == [a, b]
+    assert await ledger.rollback() == []
+    assert ledger.statistics().live == 2 and ledger.turn == 0
+    assert await ledger.claim([a]) == (GRANTED, a)
+    await ledger.end(b, "failed", "broke the step")
+    conserved(ledger)
+
+
+@virtual
+async def test_partial_steps_only_where_nobody_becomes_too_old() -> None:
+    ledger = LocalLedger(2, 0)
+    a, b = await fresh(ledger, 0), await fresh(ledger, 1)
+    await ledger.claim([a])
+    with pytest.raises(LedgerError, match="group 1"):
+        await ledger.commit()
+    await ledger.end(b, "failed", "test")
+    assert await ledger.claim([]) == (WAIT, None)
+    await ledger.exhaust()
+    assert await ledger.claim([]) == (FULL, None)
+    assert not ledger.finished
+    assert await ledger.commit() == 1
+    await ledger.release(0)
+    assert ledger.finished
+    assert ledger.statistics().trained == 1
+
+
+@virtual
+async def test_a_group_sampled_elsewhere_gets_the_deadline_of_its_oldest_token_or_is_refused() -> None:
+    ledger = LocalLedger(1, 2, turn=5)
+    assert await ledger.admit(0, oldest=2) is None  # due at 4
+    due_now = await ledger.admit(1, oldest=3)
+    assert due_now is not None and (due_now.admitted, due_now.deadline) == (3, 5)
+    assert await ledger.admit(2, oldest=3) is None  # the only place of turn 5 is reserved
+    other = await ledger.admit(3, oldest=4)
+    assert other is not None and other.deadline == 6
+    assert await ledger.claim([other]) == (WAIT, None)
+    assert await ledger.claim([other, due_now]) == (GRANTED, due_now)
+    conserved(ledger)
+
+
+@virtual
+async def test_waiting_admissions_are_served_in_order() -> None:
+    ledger = LocalLedger(2, 0)
+    first = [await fresh(ledger, i) for i in (0, 1)]
+    order: list[int] = []
+
+    async def admit(group_id: int) -> None:
+        await fresh(ledger, group_id)
+        order.append(group_id)
+
+    async with anyio.create_task_group() as group:
+        for i in (10, 11, 12):
+            group.start_soon(admit, i)
+        await anyio.wait_all_tasks_blocked()
+        await ledger.end(first[0], "dropped", "test")
+        # A newcomer may not overtake those that wait, although a slot is free at this moment for none of them.
+        group.start_soon(admit, 13)
+        await anyio.wait_all_tasks_blocked()
+        assert order == [10]
+        await ledger.end(first[1], "dropped", "test")
+        await anyio.wait_all_tasks_blocked()
+        assert order == [10, 11]
+        for i in (10, 11):
+            await ledger.end(Ticket(i, 0, 0), "failed", "test")
+    assert order == [10, 11, 12, 13]
+
+
+@virtual
+async def test_a_slot_handed_to_a_cancelled_caller_goes_to_the_next() -> None:
+    ledger = LocalLedger(1, 0)
+    holder = await fresh(ledger, 0)
+    got: list[Ticket] = []
+
+    async def patient() -> None:
+        got.append(await fresh(ledger, 2))
+
+    async with asyncio.TaskGroup() as group:
+        impatient = group.create_task(ledger.admit(1))
+        await anyio.wait_all_tasks_blocked()
+        group.create_task(patient())
+        await anyio.wait_all_tasks_blocked()
+        await ledger.end(holder, "dropped", "test")  # hands the slot to the first one ...
+        impatient.cancel()  # ... which is cancelled before it runs again
+    assert impatient.cancelled()
+    assert [t.group_id for t in got] == [2]
+    assert ledger.statistics().admitted == 2
+    conserved(ledger)
+
+
+@virtual
+async def test_wait_changed_never_misses_a_change() -> None:
+    ledger = LocalLedger(1, 1)
+    seen = ledger.changes
+    ticket = await fresh(ledger, 0)
+    assert await ledger.wait_changed(seen) == ledger.changes > seen  # it happened before the wait
+    woken: list[str] = []
+
+    async def watch(label: str) -> None:
+        await ledger.wait_changed(ledger.changes)
+        woken.append(label)
+
+    for change in (
+        lambda: ledger.claim([ticket]),
+        lambda: ledger.rollback(),
+        lambda: ledger.claim([ticket]),
+        lambda: ledger.commit(),
+        lambda: ledger.release(0),
+        lambda: ledger.admit(1),
+        lambda: ledger.end(Ticket(1, 1, 2), "dropped", "test"),
+        lambda: ledger.exhaust(),
+    ):
+        woken.clear()
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch, "a")
+            group.start_soon(watch, "b")
+            await anyio.wait_all_tasks_blocked()
+            assert woken == []
+            await change()
+        assert sorted(woken) == ["a", "b"]
+
+
+@virtual
+async def test_closing_wakes_every_waiter_with_an_error() -> None:
+    heard: list[str] = []
+
+    async def hears(what: Callable[[], Awaitable[object]], label: str) -> None:
+        with pytest.raises(LifecycleError):
+            await what()
+        heard.append(label)
+
+    async with anyio.create_task_group() as group:
+        async with LocalLedger(1, 0) as ledger:
+            ticket = await fresh(ledger, 0)
+            group.start_soon(hears, lambda: ledger.admit(1), "admit")
+            group.start_soon(hears, lambda: ledger.wait_changed(ledger.changes), "wait_changed")
+            await anyio.wait_all_tasks_blocked()
+        ledger.close()
+    assert sorted(heard) == ["admit", "wait_changed"]
+    with pytest.raises(LifecycleError):
+        await ledger.admit(2)
+    with pytest.raises(LifecycleError, match="twice"):
+        await ledger.__aenter__()
+    await ledger.end(ticket, "dropped", "shutdown")  # teardown is still counted
+    conserved(ledger)
+
+
+@virtual
+async def test_live_groups_are_what_a_checkpoint_needs() -> None:
+    ledger = LocalLedger(2, 1)
+    tickets = [await fresh(ledger, i) for i in (3, 1, 2, 0)]
+    await ledger.claim([tickets[0]])
+    assert [t.group_id for t in ledger.live_groups()] == [0, 1, 2, 3]
+    await ledger.claim([tickets[1]])
+    await ledger.commit()
+    assert [t.group_id for t in ledger.live_groups()] == [0, 2]
+    resumed = LocalLedger(2, 1, turn=ledger.turn)
+    again = [await fresh(resumed, t.group_id) for t in ledger.live_groups()]
+    assert [t.deadline for t in again] == [2, 2]
+
+
+def test_waiting_for_a_slot_is_a_recorded_wait() -> None:
+    async def main() -> None:
+        recorder = Recorder(clock=asyncio.get_running_loop().time, nvtx=False)
+        ledger = LocalLedger(1, 0, recorder=recorder)
+        await fresh(ledger, 0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(ledger.admit, 1, name="rollout pump")
+            await anyio.sleep(3)
+            (wait,) = recorder.active_waits()
+            assert (wait.who, wait.what, wait.on, wait.cause, wait.since) == (
+                "rollout pump",
+                "a slot",
+                "publish pump",
+                "slots",
+                0.0,
+            )
+            group.cancel_scope.cancel()
+        assert recorder.active_waits() == []
+
+    run_virtual(main)
+
+
+def test_a_wait_that_nobody_can_end_is_named() -> None:
+    async def main() -> None:
+        ledger = LocalLedger(1, 0)
+        await fresh(ledger, 0)
+        await ledger.admit(1)
+
+    with pytest.raises(StallError, match="admit"):
+        run_virtual(main)
+
+
+@pytest.mark.parametrize("bad", [(0, 0, "wait"), (1, -1, "wait"), (1, 0, "later")])
+def test_nonsense_is_refused(bad: tuple[int, int, str]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        LocalLedger(*bad)  # type: ignore[arg-type]
