@@ -152,6 +152,9 @@ def test_importance_weight_truncates_above_only_and_forgives_nan_of_the_sampler_
 
 
 def test_importance_weight_is_detached() -> None:
+    leaf = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    assert not token_truncate(leaf, leaf, cap=2.0).requires_grad
+    assert not any(column.requires_grad for column in token_mismatch(leaf, leaf))
     inputs = one_token(-1.0, None, 1.0, sampler=-1.3)
     sums = build_loss("grpo", importance_cap=5.0)(inputs)
     sums.total.backward()
