@@ -1,0 +1,82 @@
+"""User code by its address: `path/to/file.py:name` or `package.module:name`.
+
+Guarantees: a file is loaded once per process, under a module name derived from its resolved path, and whatever goes
+wrong is one `ConfigError` that names the address, the place that was looked at and the cause (chained). No torch here.
+
+Loading **runs** the user's module. Reward functions are loaded in worker processes for that reason; only what must live
+on the loop (environments) is loaded in the run's own process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """`"dir/file.py:name"` -> `("dir/file.py", "name")`. Errors: `ConfigError` where it is not of that form."""
+    place, separator, name = address.rpartition(":")
+    if not separator or not place or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{address!r} is not an address of user code; write `file.py:name` or `package.module:name`")
+    return place, name
+
+
+def load_object(address: str) -> Any:
+    """The object at `address`; a relative file path counts from the working directory. Dotted names reach into classes.
+
+    Errors: `ConfigError` for a malformed address, a missing file, module or name, and for an import that raises.
+    """
+    place, name = split_address(address)
+    module = _load_file(address, place) if place.endswith(".py") else _load_module(address, place)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, [n for n in vars(module) if not n.startswith("_")], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"cannot load {address!r}: {place} has no {part!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(address: str, place: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"cannot load {address!r}: there is no file {path}")
+    module_name = f"asyncrl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    _append_to_path(str(path.parent))
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # true for every name that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"cannot load {address!r}: {path} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _load_module(address: str, place: str) -> ModuleType:
+    _append_to_path(str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"cannot load {address!r}: importing {place} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _append_to_path(folder: str) -> None:
+    """Neighbours of the user's file can be imported; last, so that none of them shadows an installed package."""
+    if folder not in sys.path:
+        sys.path.append(folder)

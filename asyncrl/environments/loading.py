@@ -1,0 +1,49 @@
+"""Environments by name: `single_turn`, or the user's own class by its address."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from asyncrl.config.imports import load_object
+from asyncrl.errors import ConfigError
+from asyncrl.ports import Environment
+from asyncrl.types import SamplingParams
+
+from .single_turn import SingleTurn, Tokenizer
+
+
+def load_environment(address: str, *, tokenizer: Tokenizer, sampling: SamplingParams, seed: int) -> Environment:
+    """`single_turn`, or `file.py:Class` / `module:Class`: a class (or factory) whose instances have `async def run`.
+
+    It is called with those of `tokenizer`, `sampling` and `seed` that its signature takes, by name. It runs on the
+    event loop: what blocks or computes for more than a few milliseconds belongs into a reward function.
+    Errors: `ConfigError` that names the address and the cause.
+    """
+    offered: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "seed": seed}
+    if address == "single_turn":
+        return SingleTurn(**offered)
+    factory = load_object(address)
+    if not callable(factory):
+        raise ConfigError(f"environment {address!r} is a {type(factory).__name__}, not a class")
+    parameters = inspect.signature(factory).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    missing = [p.name for p in parameters if _must_be_given(p) and p.name not in offered]
+    if missing:
+        raise ConfigError(
+            f"environment {address!r} asks for {', '.join(map(repr, missing))}; it can be given {', '.join(offered)}"
+        )
+    names = {p.name for p in parameters}
+    try:
+        environment = factory(**{k: v for k, v in offered.items() if takes_all or k in names})
+    except Exception as error:  # the user's constructor may raise anything
+        raise ConfigError(f"environment {address!r} raised {type(error).__name__}: {error}") from error
+    run = getattr(environment, "run", None)
+    if not inspect.iscoroutinefunction(run):
+        raise ConfigError(f"environment {address!r} has no `async def run(self, prompt, member, group_size, generate)`")
+    return environment  # type: ignore[no-any-return]
+
+
+def _must_be_given(parameter: inspect.Parameter) -> bool:
+    named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return named and parameter.default is parameter.empty

@@ -1,0 +1,83 @@
+"""One prompt, one completion: the environment of plain questions with a checkable answer."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.ports import Generate
+from asyncrl.types import FinishReason, Generation, GenerationRequest, Messages, Prompt, SamplingParams, Trajectory
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+
+def episode_seed(seed: int, group_id: int, member: int) -> int:
+    """The seed of one episode, in [0, 2**63): a hash of (run seed, group, member), never of arrival or neighbours.
+
+    The same on every machine and in every process (BLAKE2b over three little-endian signed 64-bit integers).
+    """
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, group_id, member), digest_size=8, person=b"asyncrl-episode")
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+class SingleTurn:
+    """Samples one completion for the prompt. Every sampled token is trained, the stop token included.
+
+    A stop *string* stays in the tokens (the policy said it, and is trained on it) but is cut from the text that rewards
+    read, with everything after it. Special tokens are not in the text. The completion is a string where the prompt is
+    one, else `[{"role": "assistant", "content": text}]`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._seed = seed
+
+    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
+        """Errors: those of `generate`."""
+        request = GenerationRequest(
+            prompt_ids=prompt.ids,
+            sampling=self._sampling,
+            seed=episode_seed(self._seed, prompt.group_id, member),
+            prefix_key=str(prompt.group_id),
+        )
+        generation = await generate(request)
+        text = self._text(generation)
+        completion: str | Messages = text
+        if not isinstance(prompt.prompt, str):
+            completion = [{"role": "assistant", "content": text}]
+        return Trajectory(
+            group_id=prompt.group_id,
+            member=member,
+            group_size=group_size,
+            prompt_length=int(prompt.ids.size),
+            tokens=np.concatenate([prompt.ids, generation.token_ids]).astype(np.int32, copy=False),
+            mask=_behind(prompt, False, np.ones(generation.token_ids.size, dtype=np.bool_)),
+            logprobs=_behind(prompt, 0.0, generation.logprobs.astype(np.float32, copy=False)),
+            sampled_logprobs=_behind(prompt, 0.0, generation.sampled_logprobs.astype(np.float32, copy=False)),
+            versions=_behind(prompt, -1, generation.versions.astype(np.int32, copy=False)),
+            temperature=self._sampling.temperature,
+            finish_reason=generation.finish_reason,
+            completion=completion,
+        )
+
+    def _text(self, generation: Generation) -> str:
+        text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
+        if generation.finish_reason is not FinishReason.STOP:
+            return text
+        ends = [position for stop in self._sampling.stop if (position := text.find(stop)) >= 0]
+        return text[: min(ends, default=len(text))]
+
+
+def _behind(prompt: Prompt, filler: float, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[C] -> [P + C]: the prompt's tokens get `filler`; the dtype stays the column's."""
+    return np.concatenate([np.full(prompt.ids.size, filler, dtype=column.dtype), column])

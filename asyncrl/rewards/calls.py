@@ -1,0 +1,67 @@
+"""What a reward function is, what it is called with and what came back: the values around a call, no processes here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+from asyncrl.errors import ConfigError
+from asyncrl.types import Prompt, Trajectory
+
+RewardFunction: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """One reward function in TRL's form, sync or async, by import path or as a callable (sent by cloudpickle):
+
+        def f(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+    All arguments are passed by name, and only those that the signature takes. Each is a list with one entry per
+    completion: `completions` strings (or `[{"role": "assistant", "content": ...}]` for conversational prompts),
+    `completion_ids` lists of token ids, and every other column of the row. The entries of a column are one object.
+    None means "does not apply to this completion". `name` is the function's own by default.
+    """
+
+    function: str | RewardFunction
+    weight: float = 1.0
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFunction:
+    """A function as the workers reported it."""
+
+    index: int
+    name: str
+    accepts: Sequence[str] | None  # None: every column (`**kwargs`)
+
+    def select(self, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """What the function's signature takes: nothing else travels to the worker."""
+        return {k: v for k, v in arguments.items() if self.accepts is None or k in self.accepts}
+
+
+def arguments_of(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """TRL's arguments by name; a column of the row never replaces one of the three that we set."""
+    arguments: dict[str, list[Any]] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
+    arguments["prompts"] = [prompt.prompt] * len(trajectories)
+    arguments["completions"] = [t.completion for t in trajectories]
+    arguments["completion_ids"] = [t.tokens[t.prompt_length :].tolist() for t in trajectories]
+    return arguments
+
+
+def source_of(spec: RewardSpec) -> str | bytes:
+    if isinstance(spec.function, str):
+        return spec.function
+    try:
+        return bytes(cloudpickle.dumps(spec.function))
+    except Exception as error:  # whatever the pickling of a user's object may raise
+        raise ConfigError(f"reward function {spec.function!r} cannot be sent to a worker: {error}") from error
+
+
+def remote_text(reply: dict[str, str]) -> str:
+    traceback = reply["traceback"].rstrip()
+    return reply["message"] + (f"\n--- in the worker ---\n{traceback}" if traceback else "")

@@ -1,0 +1,331 @@
+"""The reward pool: the user's functions in worker processes, behind the `Reward` port.
+
+    score ──▶ one call per function ──▶ idle workers (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
+                                            ▲                     │ deadline, crash, cancellation: SIGKILL
+                                            └──── keeper ◀────────┘ (one per place: reaps, starts the next)
+
+| who waits | for what           | bounded by                     | woken when                         |
+|-----------|--------------------|--------------------------------|------------------------------------|
+| caller    | an idle worker     | the deadlines of those before  | a worker is idle; the pool closes  |
+| caller    | the reply          | `timeout_s`                    | reply, deadline, death of a worker |
+| keeper    | its worker's death | -                              | the process ends                   |
+
+Guarantees
+* A worker serves one request at a time; after a deadline, a crash or a cancelled caller it is killed and replaced, so
+  no answer to an old request is ever taken for a new one (request ids guard that a second time).
+* Callers get workers in the order in which they asked. A caller that is cancelled while it waits loses nothing.
+* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts.
+* Closing kills and reaps every worker, also when the block is left by an error or a cancellation.
+
+Opened and closed in the same task, on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any, Literal, TypeAlias
+
+import anyio
+import orjson
+from anyio.abc import TaskGroup
+
+from asyncrl.algorithms.advantages import combine_components
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Prompt, Trajectory
+
+from .calls import LoadedFunction, RewardSpec, arguments_of, remote_text, source_of
+from .process import WorkerDiedError, WorkerProcess
+from .wire import Kind
+
+logger = logging.getLogger("asyncrl.rewards")
+
+START_TIMEOUT_S = 300.0  # for the imports of the user's functions
+CLOSE_GRACE_S = 2.0  # for the exit handlers of idle workers, before they are killed
+
+Scores: TypeAlias = list[float | None]
+OnError: TypeAlias = Literal["fail", "none", "zero"]
+
+
+class _State(Enum):
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class RewardPool:
+    """See the module docstring. `timeout_s` is the deadline of one call of one function on one group, in seconds.
+
+    `on_error` decides what a function that raised, crashed or missed its deadline means: `fail` raises, `none` counts
+    the component as not applicable, `zero` as 0; the last two are logged and counted as `reward/{fn}/errors`.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardSpec],
+        workers: int = 1,
+        timeout_s: float = 30.0,
+        on_error: OnError = "fail",
+        recorder: Recorder | None = None,
+    ) -> None:
+        if workers < 1 or timeout_s <= 0:
+            raise ConfigError(f"reward workers ({workers}) and timeout_s ({timeout_s}) must be positive")
+        self._specs = tuple(functions)
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+        self._recorder = recorder if recorder is not None else Recorder(max_events=0, nvtx=False)
+        self._state = _State.NEW
+        self._loaded: list[LoadedFunction] = []
+        self._weights: dict[str, float] = {}
+        self._alive: set[WorkerProcess] = set()
+        self._broken: AsyncrlError | None = None  # why workers cannot be replaced any more
+        self._tasks: TaskGroup | None = None
+
+    @classmethod
+    def from_config(cls, config: RewardConfig, recorder: Recorder | None = None) -> RewardPool:
+        specs = [RewardSpec(f.function, f.weight, f.name) for f in config.functions]
+        return cls(specs, config.workers, config.timeout_s, config.on_error, recorder)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the functions in order; known once the pool is open."""
+        return tuple(function.name for function in self._loaded)
+
+    # ---- life
+
+    async def __aenter__(self) -> RewardPool:
+        """Start all workers and load every function in each. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
+        if self._state is not _State.NEW:
+            raise LifecycleError("a reward pool can be opened once; make a new one")
+        self._state = _State.OPEN
+        self._owner = asyncio.current_task()
+        self._folder = os.getcwd()  # replacements start where the first workers did, wherever the run goes
+        self._init_request = {"path": list(sys.path), "functions": [source_of(spec) for spec in self._specs]}
+        self._idle_send, self._idle = anyio.create_memory_object_stream[WorkerProcess](math.inf)
+        try:
+            if self._specs:
+                await self._start_all()
+        except BaseException:
+            await self._close()
+            raise
+        self._tasks = await anyio.create_task_group().__aenter__()
+        for place, process in enumerate(sorted(self._alive, key=lambda p: p.pid)):
+            process.place = place
+            self._tasks.start_soon(self._keep, process, name=f"keeper of reward worker {place}")
+        return self
+
+    async def __aexit__(self, *exc: Any) -> bool | None:
+        if self._state is _State.OPEN and asyncio.current_task() is not self._owner:
+            raise LifecycleError("a reward pool must be closed by the task that opened it")
+        await self._close()
+        return None
+
+    async def _start_all(self) -> None:
+        errors: list[AsyncrlError] = []
+
+        async def start_one() -> None:
+            try:
+                _, self._loaded = await self._start()
+            except AsyncrlError as error:
+                errors.append(error)
+                starters.cancel_scope.cancel()  # the others would say the same
+
+        async with anyio.create_task_group() as starters:
+            for _ in range(self._workers):
+                starters.start_soon(start_one)
+        if errors:
+            raise errors[0]
+        for name in (names := self.names):
+            if names.count(name) > 1:
+                raise ConfigError(f"{names.count(name)} reward functions are named {name!r}; give them a `name` each")
+        self._weights = {f.name: spec.weight for f, spec in zip(self._loaded, self._specs, strict=True)}
+
+    async def _close(self) -> None:
+        if self._state is _State.CLOSED:
+            return
+        self._state = _State.CLOSED
+        try:
+            self._idle_send.close()
+            while self._idle.statistics().current_buffer_used:
+                self._idle.receive_nowait().hang_up()
+            self._idle.close()
+            for process in self._alive:
+                if process.usable:  # a caller is still waiting for it: it hears that the pool closed
+                    process.kill()
+            if self._tasks is not None:
+                self._tasks.cancel_scope.shield = True
+                self._tasks.cancel_scope.deadline = anyio.current_time() + CLOSE_GRACE_S
+                await self._tasks.__aexit__(None, None, None)
+        finally:
+            for process in list(self._alive):
+                self._discard(process)
+
+    def _discard(self, process: WorkerProcess) -> None:
+        process.destroy()
+        self._alive.discard(process)
+
+    # ---- workers
+
+    async def _keep(self, process: WorkerProcess) -> None:
+        """Keep one place filled: when the worker's process ends, start another."""
+        while True:
+            self._release(process)
+            await process.wait_exit()
+            place = process.place
+            self._discard(process)
+            if self._state is _State.CLOSED:
+                return
+            try:
+                process, _ = await self._start()
+            except AsyncrlError as error:
+                self._broken = error
+                self._idle_send.close()  # nobody must wait for a worker that will never come
+                return
+            process.place = place
+
+    async def _start(self) -> tuple[WorkerProcess, list[LoadedFunction]]:
+        """Start one worker and load the functions in it; it is then in `_alive`."""
+        process = await WorkerProcess.start(self._folder)
+        self._alive.add(process)
+        try:
+            return process, await self._load(process)
+        except BaseException:
+            self._discard(process)
+            raise
+
+    async def _load(self, process: WorkerProcess) -> list[LoadedFunction]:
+        sources = ", ".join(s.function if isinstance(s.function, str) else repr(s.function) for s in self._specs)
+        try:
+            with anyio.fail_after(START_TIMEOUT_S):
+                kind, body = await process.request(Kind.INIT, self._init_request)
+        except TimeoutError:
+            raise RewardTimeout(
+                f"reward worker {process.pid} did not load {sources} within {START_TIMEOUT_S:g} s"
+            ) from None
+        except WorkerDiedError as died:
+            raise RewardCrash(
+                f"reward worker {died.pid} {died.status} while it loaded {sources}; what it wrote is on stderr"
+            ) from None
+        reply = orjson.loads(body)
+        if kind is Kind.ERROR:
+            raise ConfigError(f"reward functions {sources}: {remote_text(reply)}")
+        return [
+            LoadedFunction(i, spec.name or found["name"], found["accepts"])
+            for i, (spec, found) in enumerate(zip(self._specs, reply, strict=True))
+        ]
+
+    async def _acquire(self) -> WorkerProcess:
+        """The next idle worker, first come first served."""
+        while True:
+            try:
+                process = await self._idle.receive()
+            except (anyio.EndOfStream, anyio.ClosedResourceError):
+                if self._broken is not None:
+                    raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
+                raise LifecycleError("the reward pool was closed while a group waited for a worker") from None
+            if process.usable:  # else it died while it was idle; its keeper sends the next one
+                return process
+
+    def _release(self, process: WorkerProcess) -> None:
+        if process.usable and self._state is _State.OPEN and self._broken is None:
+            self._idle_send.send_nowait(process)
+
+    # ---- scoring
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The same trajectories, in order, with `components` and `reward` (the weighted sum of what applies).
+
+        A reward that the environment itself gave is added to the sum. Without functions they come back as they are.
+        Errors: `RewardError` and its kinds where `on_error` is `fail`; `LifecycleError` where the pool is not open.
+        """
+        if self._state is not _State.OPEN:
+            raise LifecycleError(f"the reward pool is {self._state.value}; score inside `async with pool:`")
+        if not self._specs or not trajectories:
+            return list(trajectories)
+        arguments = arguments_of(prompt, trajectories)
+        with self._recorder.timed("time/reward"):
+            failures: list[AsyncrlError] = []
+            scores: dict[str, Scores] = {}
+
+            async def call(function: LoadedFunction) -> None:
+                try:
+                    scores[function.name] = await self._call_as_configured(function, prompt.group_id, arguments)
+                except AsyncrlError as error:
+                    failures.append(error)
+                    calls.cancel_scope.cancel()  # fail fast: the other functions' answers are not needed any more
+
+            async with anyio.create_task_group() as calls:
+                for function in self._loaded:
+                    calls.start_soon(call, function)
+            if failures:
+                raise failures[0]
+        return [self._scored(t, {name: scores[name][i] for name in self.names}) for i, t in enumerate(trajectories)]
+
+    def _scored(self, trajectory: Trajectory, scores: dict[str, float | None]) -> Trajectory:
+        for name, value in scores.items():
+            if value is not None:
+                self._recorder.observe(f"reward/{name}/mean", value)
+        reward = combine_components(scores, self._weights)
+        if trajectory.reward is not None:
+            reward = trajectory.reward + (reward or 0.0)
+        return replace(trajectory, reward=reward, components={**trajectory.components, **scores})
+
+    async def _call_as_configured(
+        self, function: LoadedFunction, group_id: int, arguments: dict[str, list[Any]]
+    ) -> Scores:
+        try:
+            return await self._call(function, group_id, arguments)
+        except RewardError as error:
+            if self._on_error == "fail" or self._broken is not None:
+                raise
+            logger.warning("%s; counted as %s", error, "not applicable" if self._on_error == "none" else "0")
+            self._recorder.count(f"reward/{function.name}/errors")
+            return [None if self._on_error == "none" else 0.0] * len(arguments["completions"])
+
+    async def _call(self, function: LoadedFunction, group_id: int, arguments: dict[str, list[Any]]) -> Scores:
+        """One call in one worker. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`, each naming the function."""
+        request = {
+            "function": function.index,
+            "completions": len(arguments["completions"]),
+            "arguments": function.select(arguments),
+        }
+        who, what = f"group {group_id}", f"reward {function.name!r}"
+        with self._recorder.wait(who, what, on="an idle reward worker", cause="reward"):
+            process = await self._acquire()
+        try:
+            with (
+                self._recorder.wait(who, what, on=f"reward worker {process.pid}", cause="reward"),
+                self._recorder.span(f"reward/{function.name}", track=f"reward worker {process.place}", group=group_id),
+                anyio.fail_after(self._timeout_s),
+            ):
+                kind, body = await process.request(Kind.CALL, request)
+        except TimeoutError:
+            process.kill()
+            raise RewardTimeout(
+                f"{what} did not answer within {self._timeout_s:g} s (group {group_id}); "
+                f"its worker {process.pid} was killed and is being replaced"
+            ) from None
+        except WorkerDiedError as died:
+            if self._state is _State.CLOSED:
+                raise LifecycleError(f"the reward pool was closed while {what} was at work") from None
+            raise RewardCrash(
+                f"{what} crashed (group {group_id}): its worker {died.pid} {died.status} and is being replaced"
+            ) from None
+        except BaseException:
+            process.kill()  # cancelled: it may be in the middle of the call
+            raise
+        finally:
+            self._release(process)
+        reply = orjson.loads(body)
+        if kind is Kind.ERROR:
+            raise RewardError(f"{what} failed (group {group_id}): {remote_text(reply)}")
+        return list(reply)

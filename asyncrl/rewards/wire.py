@@ -1,0 +1,82 @@
+"""Frames between the pool and its worker processes, over one socket pair per worker.
+
+    magic 4s | kind u8 | request id u64 | payload length u64 | payload
+
+Requests (INIT, CALL) are pickled by cloudpickle: columns arrive as exactly the Python objects they were, and a callable
+object travels by value. Replies (READY, RESULT, ERROR) are JSON: what a worker writes cannot run code in the parent.
+Every reply carries the id of its request; a reply to any other request than the open one is discarded by the reader.
+No asyncio and nothing heavy here: the worker imports this module at start.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+_HEADER = struct.Struct("<4sBQQ")
+_MAGIC = b"ARW1"
+_LONGEST = 1 << 33  # bytes; more than that is a corrupted header, not a payload
+HEADER_SIZE = _HEADER.size
+
+
+class Kind(IntEnum):
+    INIT = 1  # parent -> worker: import path, functions
+    CALL = 2  # parent -> worker: index of the function, arguments
+    READY = 3  # worker -> parent: names and accepted parameters of the functions
+    RESULT = 4  # worker -> parent: one float or null per completion
+    ERROR = 5  # worker -> parent: the function (or its import) raised; message and traceback text
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Header(NamedTuple):
+    kind: Kind
+    request_id: int
+    length: int
+
+
+class WireError(Exception):
+    """The bytes are no frame of ours: somebody else wrote into the socket."""
+
+
+def pack(kind: Kind, request_id: int, length: int) -> bytes:
+    """The header that goes before `length` bytes of payload."""
+    return _HEADER.pack(_MAGIC, kind, request_id, length)
+
+
+def unpack(data: bytes) -> Header:
+    """Errors: `WireError` where `data` is not a header."""
+    magic, kind, request_id, length = _HEADER.unpack(data)
+    if magic != _MAGIC or length > _LONGEST or kind not in _KINDS:
+        raise WireError(f"not a frame header: {data!r}")
+    return Header(Kind(kind), request_id, length)
+
+
+def send_blocking(sock: socket.socket, kind: Kind, request_id: int, payload: bytes) -> None:
+    """Worker side. Errors: `OSError` where the parent is gone."""
+    sock.sendall(pack(kind, request_id, len(payload)))
+    sock.sendall(payload)
+
+
+def receive_blocking(sock: socket.socket) -> tuple[Header, bytes] | None:
+    """Worker side: the next frame, or None where the parent closed its end."""
+    head = _read_exactly(sock, HEADER_SIZE)
+    if head is None:
+        return None
+    header = unpack(head)
+    payload = _read_exactly(sock, header.length)
+    return None if payload is None else (header, payload)
+
+
+def _read_exactly(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        count = sock.recv_into(view[done:])
+        if count == 0:
+            return None
+        done += count
+    return bytes(data)

@@ -1,0 +1,185 @@
+"""The worker process: `python -m asyncrl.rewards.worker FD PARENT_PID`, started by exec, never by fork.
+
+One request at a time, in the **main thread** (so that `signal.alarm` and everything else that insists on it works),
+until the parent closes its end of the socket. On Linux the kernel kills the worker when its parent dies, even in the
+middle of a call. What the user's code prints to stdout goes to the parent's stderr; the protocol has a descriptor of
+its own.
+
+Imports: the standard library, orjson, and what the user's functions import. Never torch: start-up time counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import inspect
+import math
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from asyncrl.config import imports
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.wire import Header, Kind, receive_blocking, send_blocking
+
+_PR_SET_PDEATHSIG = 1
+_FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+_OUR_FILES = frozenset((__file__, imports.__file__, importlib.__file__, *_FROZEN))
+_NICENESS = 10  # reward code yields to the lane's torch threads
+
+
+class UsageError(Exception):
+    """The function was found but cannot be used: sent without a traceback."""
+
+
+class Function:
+    """A loaded reward function and what its signature takes."""
+
+    def __init__(self, call: Callable[..., Any], name: str) -> None:
+        self.call = call
+        self.name = name
+        self.accepts: list[str] | None = []  # parameter names that may be passed by keyword; None: all (**kwargs)
+        self.required: list[str] = []
+        for parameter in inspect.signature(call).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self.accepts = None
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                continue
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                raise UsageError(f"parameter {parameter.name!r} is positional-only; arguments are passed by name")
+            else:
+                if self.accepts is not None:
+                    self.accepts.append(parameter.name)
+                if parameter.default is parameter.empty:
+                    self.required.append(parameter.name)
+
+    def score(self, arguments: dict[str, Any], completions: int, runner: asyncio.Runner) -> list[float | None]:
+        """Call it (in the runner's loop where it is async) and check what comes back."""
+        missing = [name for name in self.required if name not in arguments]
+        if missing:
+            raise UsageError(
+                f"it needs {', '.join(map(repr, missing))}, but the row has only: {', '.join(sorted(arguments))}"
+            )
+        answer = self.call(**arguments)
+        if inspect.isawaitable(answer):
+            answer = runner.run(_await(answer))
+        return check_scores(answer, completions)
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def check_scores(answer: Any, completions: int) -> list[float | None]:
+    """One finite float or None per completion. Errors: `UsageError` that says what came back instead."""
+    if isinstance(answer, (str, bytes, dict)) or not hasattr(answer, "__iter__"):
+        raise UsageError(f"it returned {_brief(answer)}; expected a list of {completions} floats or None")
+    values = list(answer)
+    if len(values) != completions:
+        raise UsageError(f"it returned {len(values)} values for {completions} completions")
+    scores: list[float | None] = []
+    for index, value in enumerate(values):
+        if value is None:
+            scores.append(None)
+            continue
+        try:
+            number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise UsageError(f"it returned {_brief(value)} for completion {index}; expected a finite float or None")
+        scores.append(number)
+    return scores
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
+
+
+def load_functions(sources: Sequence[str | bytes]) -> list[Function]:
+    """Import paths are imported, bytes are cloudpickled callables. Errors: `ConfigError` and the user's own."""
+    functions = []
+    for source in sources:
+        found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
+        if not callable(found):
+            raise UsageError(f"{source!r} is {_brief(found)}, not a function")
+        functions.append(Function(found, str(getattr(found, "__name__", type(found).__name__))))
+    return functions
+
+
+def describe_error(error: BaseException) -> bytes:
+    """JSON for an ERROR reply; the traceback is of the user's code, without frames of ours."""
+    message = f"{type(error).__name__}: {error}"
+    shown: BaseException | None = error
+    if isinstance(error, (UsageError, ConfigError)):  # our own words; the user's error, if there is one, is the cause
+        message, shown = str(error), error.__cause__
+    text = ""
+    if shown is not None:
+        frames = shown.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FILES:
+            frames = frames.tb_next
+        text = "".join(traceback.format_exception(type(shown), shown, frames))
+    return orjson.dumps({"message": _utf8(message), "traceback": _utf8(text)})
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux: SIGKILL when the parent dies, also in the middle of a call. Elsewhere the closed socket has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
+
+
+class Session:
+    """State between two requests."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+        self._functions: list[Function] = []
+
+    def serve(self, header: Header, payload: bytes) -> bytes:
+        """The payload of the reply; raises what the user's code raises."""
+        request = pickle.loads(payload)
+        if header.kind is Kind.INIT:
+            sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
+            self._functions = load_functions(request["functions"])
+            return orjson.dumps([{"name": f.name, "accepts": f.accepts} for f in self._functions])
+        function = self._functions[request["function"]]
+        return orjson.dumps(function.score(request["arguments"], request["completions"], self._runner))
+
+
+def main(descriptor: int, parent: int) -> None:
+    die_with_parent(parent)
+    os.nice(_NICENESS)
+    sock = socket.socket(fileno=descriptor)
+    sock.set_inheritable(False)  # a subprocess of the user's function must not keep the socket open
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
+    with asyncio.Runner() as runner, sock:
+        session = Session(runner)
+        while (frame := receive_blocking(sock)) is not None:
+            header, payload = frame
+            answer_kind = Kind.READY if header.kind is Kind.INIT else Kind.RESULT
+            try:
+                answer = session.serve(header, payload)
+            except BaseException as error:  # SystemExit included: only the process itself may end the process
+                answer_kind, answer = Kind.ERROR, describe_error(error)
+            send_blocking(sock, answer_kind, header.request_id, answer)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent left in the middle of a frame
+        main(int(sys.argv[1]), int(sys.argv[2]))
