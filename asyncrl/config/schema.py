@@ -25,8 +25,12 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = field(
         "float32", "Dtype of the matrix products; master weights, gradients and optimizer state stay float32 or wider."
     )
-    device: str = field("auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto takes the GPU of this rank where there is one.")
-    random_init: bool = field(False, "Build the model from its config.json with random weights (seeded) instead of loading.")
+    device: str = field(
+        "auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto takes the GPU of this rank where there is one."
+    )
+    random_init: bool = field(
+        False, "Build the model from its config.json with random weights (seeded) instead of loading."
+    )
 
 
 class DataConfig(Section):
@@ -35,12 +39,14 @@ class DataConfig(Section):
     prompt_column: str = field("prompt", "Column with the prompt: a string, or a list of {role, content} messages.")
     system_prompt: str | None = field(None, "System message put before every prompt (chat prompts only).")
     template: Literal["auto", "chat", "raw"] = field(
-        "auto", "`chat` renders through the tokenizer's chat template, `raw` tokenizes strings as they are; "
-        "auto: messages are rendered, strings are rendered as one user message where the tokenizer has a template."
+        "auto",
+        "`chat` renders through the tokenizer's chat template, `raw` tokenizes strings as they are; "
+        "auto: messages are rendered, strings are rendered as one user message where the tokenizer has a template.",
     )
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(
-        "refuse", "What to do with a longer prompt: stop with an error, cut its beginning, or skip the row; all counted."
+        "refuse",
+        "What to do with a longer prompt: stop with an error, cut its beginning, or skip the row; all counted.",
     )
     shuffle: bool = field(True, "Shuffle the rows anew each epoch, keyed by the seed.")
 
@@ -69,11 +75,15 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     group_size: int = field(8, "Completions per prompt.", ge=1)
     groups_per_step: int = field(8, "Groups (prompts) per optimizer step, over all ranks.", ge=1)
-    max_staleness: int | None = field(None, "Largest age, in steps, at which a group may be trained. Preset: 0, 1, 2.", ge=0)
+    max_staleness: int | None = field(
+        None, "Largest age, in steps, at which a group may be trained. Preset: 0, 1, 2.", ge=0
+    )
     streaming: bool | None = field(
         None, "Train each group as it arrives (preset async), or wait for the whole step and train it in prompt order."
     )
-    late: Literal["wait", "drop"] = field("wait", "A group at its deadline: the step waits for it, or drops and counts it.")
+    late: Literal["wait", "drop"] = field(
+        "wait", "A group at its deadline: the step waits for it, or drops and counts it."
+    )
     temperature: float = field(1.0, "Sampling temperature.", gt=0)
     top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
@@ -86,7 +96,9 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["embedded", "dry_run"] = field("embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model.")
+    kind: Literal["embedded", "dry_run"] = field(
+        "embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model."
+    )
     max_sequences: int | None = field(None, "Sequences decoded together; derived: slots x group_size.", ge=1)
     prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
     kv_after_update: Literal["keep", "recompute"] = field(
@@ -97,25 +109,31 @@ class EngineConfig(Section):
 class AlgorithmConfig(Section):
     loss: Literal["grpo", "dapo", "dr_grpo", "gspo"] = field("grpo", "The loss, by name.")
     advantage: Literal["grpo", "dr_grpo", "zero"] = field(
-        "grpo", "The advantage estimator: grpo (centred, divided by std), dr_grpo (centred), zero (a control experiment)."
+        "grpo",
+        "The advantage estimator: grpo (centred, divided by std), dr_grpo (centred), zero (a control experiment).",
     )
     epsilon: float = field(0.2, "Lower clip of the ratio: 1 - epsilon.", gt=0)
     epsilon_high: float | None = field(None, "Upper clip: 1 + epsilon_high; epsilon by default.", gt=0)
-    importance_cap: float | None = field(2.0, "C of min(exp(old - sampler), C); null switches the correction off.", gt=0)
+    importance_cap: float | None = field(
+        2.0, "C of min(exp(old - sampler), C); null switches the correction off.", gt=0
+    )
     kl_coef: float = field(0.0, "Coefficient of the k3 KL to the reference model (the weights at start).", ge=0)
     old_logprobs: Literal["recompute", "sampler"] = field(
         "recompute", "Centre of the clip: the trainer's own log-probs before the update, or the sampler's."
     )
     updates_per_batch: int = field(1, "Optimizer steps per batch; old log-probs are taken once before the first.", ge=1)
     mismatch_gate: float | None = field(
-        None, "End the run when the mean |trainer - sampler| log-prob of tokens of the current version exceeds this (nats)."
+        None,
+        "End the run when the mean |trainer - sampler| log-prob of tokens of the current version exceeds this (nats).",
     )
 
 
 class TrainConfig(Section):
     kind: Literal["torch", "dry_run"] = field("torch", "`torch` trains; `dry_run` has no model.")
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = field("constant", "Schedule after the warm-up, down to min_lr_ratio x lr.")
+    schedule: Literal["constant", "linear", "cosine"] = field(
+        "constant", "Schedule after the warm-up, down to min_lr_ratio x lr."
+    )
     warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
     weight_decay: float = field(0.0, "AdamW weight decay (matrices only).", ge=0)
@@ -127,12 +145,18 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
     max_steps: int | None = field(None, "Optimizer steps (batches) to train.", ge=1)
     max_epochs: float | None = field(None, "Passes over the training prompts.", gt=0)
-    time_limit_s: float | None = field(None, "Stop after the step in progress once this many seconds have passed.", gt=0)
-    partial_final_step: bool = field(True, "Train a last step with fewer groups where the prompts ran out; else drop them.")
+    time_limit_s: float | None = field(
+        None, "Stop after the step in progress once this many seconds have passed.", gt=0
+    )
+    partial_final_step: bool = field(
+        True, "Train a last step with fewer groups where the prompts ran out; else drop them."
+    )
 
 
 class EvaluateConfig(Section):
-    every: int | None = field(None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1)
+    every: int | None = field(
+        None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1
+    )
     samples: int = field(1, "Completions per held-out prompt: avg@k and pass@k.", ge=1)
     temperature: float | None = field(None, "Temperature of evaluation; the rollout's by default, 0 is greedy.", ge=0)
     pass_reward: float = field(1.0, "A completion with at least this reward counts as passed in pass@k.")
@@ -147,7 +171,9 @@ class CheckpointConfig(Section):
 
 class WatchdogConfig(Section):
     interval_s: float = field(5.0, "How often the watchdog thread looks.", gt=0)
-    stall_timeout_s: float = field(600.0, "End the run if nothing was generated, scored or trained for this long.", gt=0)
+    stall_timeout_s: float = field(
+        600.0, "End the run if nothing was generated, scored or trained for this long.", gt=0
+    )
     loop_timeout_s: float = field(60.0, "End the run if the event loop did not answer for this long.", gt=0)
     lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
     abort_grace_s: float = field(10.0, "How long an ordered shutdown may take before the process is ended hard.", gt=0)
@@ -159,7 +185,9 @@ class DryRunConfig(Section):
     decode_step_s: float = field(0.01, "Cost of one decode step of a full batch.", ge=0)
     train_token_s: float = field(1e-5, "Cost of training one token.", ge=0)
     finish_s: float = field(0.01, "Cost of the optimizer step.", ge=0)
-    length_sigma: float = field(0.5, "Spread of completion lengths (log-normal); 0: every completion has the median length.", ge=0)
+    length_sigma: float = field(
+        0.5, "Spread of completion lengths (log-normal); 0: every completion has the median length.", ge=0
+    )
     shared_device: bool = field(True, "One lane for engine and trainer, or one each.")
 
 
@@ -175,7 +203,6 @@ class TelemetryConfig(Section):
 class RunConfig(Section):
     name: str = field("run", "Name of the run directory.")
     dir: str = field("runs", "Where run directories live.")
-    resume: bool = field(False, "Go on from the latest checkpoint of this run directory.")
     overwrite: bool = field(False, "Start anew in a run directory that holds a run (the old one is moved aside).")
 
 
@@ -184,6 +211,7 @@ class Config(Section):
         "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )
     seed: int = field(0, "Keys all randomness together with (group, member).", ge=0)
+    resume: bool = field(False, "Go on from the latest checkpoint of the run directory.")
     threads: int | None = field(None, "torch threads of the lane; all cores by default.", ge=1)
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

@@ -1,0 +1,182 @@
+"""The configuration as text: the schema for `--help`, `config.yaml`, the diff of two, and what a resume may change."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from asyncrl.errors import ConfigError
+
+from .fields import get, knobs
+from .resolve import PRESETS
+from .schema import Config, RewardFunctionConfig
+from .text import dump
+
+# What may change when a run goes on, and what would make the saved state wrong. Every knob matches exactly one pattern
+# of the two tables (a test holds it so); the reason is what the refusal says.
+FREE_ON_RESUME: tuple[str, ...] = (
+    "run.*",
+    "resume",
+    "checkpoint.*",
+    "telemetry.*",
+    "watchdog.*",
+    "evaluate.*",
+    "dry_run.*",
+    "threads",
+    "model.device",
+    "data.eval",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.on_error",
+    "rollout.late",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.max_tokens",
+    "rollout.stop",
+    "rollout.max_failed_groups",
+    "engine.max_sequences",
+    "engine.prefill_tokens",
+    "engine.kv_after_update",
+    "algorithm.epsilon",
+    "algorithm.epsilon_high",
+    "algorithm.importance_cap",
+    "algorithm.kl_coef",
+    "algorithm.mismatch_gate",
+    "train.lr",
+    "train.schedule",
+    "train.warmup_steps",
+    "train.min_lr_ratio",
+    "train.weight_decay",
+    "train.eps",
+    "train.grad_clip",
+    "train.tokens_per_microbatch",
+    "train.gradient_checkpointing",
+    "train.max_steps",
+    "train.max_epochs",
+    "train.time_limit_s",
+    "train.partial_final_step",
+)
+_ROWS = "group ids and the saved place in the prompts would name other rows"
+_WEIGHTS = "the saved weights and optimizer state belong to the old value"
+_LEDGER = "the saved counts of groups, turns and versions belong to the old value"
+_CURVE = "the run would go on with another objective under the same name; start a new run from the checkpoint instead"
+REFUSED_ON_RESUME: Mapping[str, str] = {
+    "seed": "all randomness is keyed by it",
+    "preset": _LEDGER,
+    "model.path": _WEIGHTS,
+    "model.gguf_file": _WEIGHTS,
+    "model.tokenizer": _WEIGHTS,
+    "model.dtype": _WEIGHTS,
+    "model.random_init": _WEIGHTS,
+    "data.train": _ROWS,
+    "data.prompt_column": _ROWS,
+    "data.system_prompt": _ROWS,
+    "data.template": _ROWS,
+    "data.max_prompt_tokens": _ROWS,
+    "data.overlong": _ROWS,
+    "data.shuffle": _ROWS,
+    "reward.functions": _CURVE,
+    "rollout.group_size": _LEDGER,
+    "rollout.groups_per_step": _LEDGER,
+    "rollout.max_staleness": _LEDGER,
+    "rollout.streaming": _LEDGER,
+    "rollout.environment": _CURVE,
+    "engine.kind": _WEIGHTS,
+    "algorithm.loss": _CURVE,
+    "algorithm.advantage": _CURVE,
+    "algorithm.old_logprobs": _CURVE,
+    "algorithm.updates_per_batch": _LEDGER,
+    "train.kind": _WEIGHTS,
+    "train.beta1": _WEIGHTS,
+    "train.beta2": _WEIGHTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One knob that differs between two configurations."""
+
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_short(self.old)} -> {_short(self.new)}"
+
+
+def help_text(width: int = 110) -> str:
+    """The schema: dotted name, type, default and sentence of every knob, and the presets."""
+    lines = ["Configuration keys. In a YAML file they are nested; on the command line: a.b=value or --a.b value.", ""]
+    section = ""
+    for knob in knobs().values():
+        head = knob.name.rpartition(".")[0]
+        if head != section:
+            section = head
+            lines.append("")
+        default = "required" if knob.default is PydanticUndefined else f"default {_short(knob.default)}"
+        lines.append(f"{knob.name}  ({knob.expected}; {default})")
+        lines += textwrap.wrap(knob.text, width, initial_indent="    ", subsequent_indent="    ")
+        if knob.name == "reward.functions":
+            for name, info in RewardFunctionConfig.model_fields.items():
+                lines.append(f"      {name}: {info.description}")
+    lines += ["", "Presets (fill in what is not given):"]
+    for name, (staleness, streaming) in PRESETS.items():
+        lines.append(
+            f"    preset={name:8} rollout.max_staleness={staleness} rollout.streaming={str(streaming).lower()}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def to_plain(config: BaseModel) -> dict[str, Any]:
+    """Dictionaries, lists and scalars alone, for YAML and JSON; `Config.model_validate` reads it back."""
+    return {key: _plain(value) for key, value in config}
+
+
+def to_yaml(config: Config) -> str:
+    """The text of `config.yaml`; `load_config` reads an equal configuration from it."""
+    return dump(to_plain(config))
+
+
+def diff(old: Config, new: Config) -> list[Change]:
+    """Every knob that differs, in the order of the schema."""
+    return [Change(name, a, b) for name in knobs() if (a := get(old, name)) != (b := get(new, name))]
+
+
+def refusal(name: str) -> str | None:
+    """Why this knob may not change on resume; None where it may. A knob in neither table is refused."""
+    if any(fnmatchcase(name, pattern) for pattern in FREE_ON_RESUME):
+        return None
+    return REFUSED_ON_RESUME.get(name, "nobody has said that it may change")
+
+
+def check_resume(old: Config, new: Config) -> list[str]:
+    """Lines of the diff between the run's resolved configuration and the one it goes on with, both resolved.
+
+    `resume` itself, which always differs, is left out.
+    Errors: `ConfigError` that lists every change that would make the saved state wrong, with the reason.
+    """
+    changes = diff(old, new)
+    refused = [f"  {change} ({reason})" for change in changes if (reason := refusal(change.name)) is not None]
+    if refused:
+        raise ConfigError(
+            "this run cannot be resumed with a configuration that differs in:\n" + "\n".join(refused) + "\n"
+            "put these back, or start a run under another run.name"
+        )
+    return [str(change) for change in changes if change.name != "resume"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return to_plain(value)
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _short(value: Any) -> str:
+    return dump(_plain(value)).removesuffix("\n").removesuffix("\n...").replace("\n", "; ") if value != () else "[]"

@@ -1,0 +1,273 @@
+"""Files and overrides become one `Config`: YAML files left to right, later wins, then the overrides.
+
+Sections merge deeply; lists and single values are replaced. Relative paths: a value that names a file or directory
+(`PATHS`, and the file part of a `file.py:name`) is made absolute against the folder of the YAML file in which it stands
+**if it exists there**; otherwise it is left as it is (a hub id, a module, or a path from the working directory).
+Overrides are relative to the working directory, and so is `run.dir` always.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from asyncrl.errors import ConfigError
+
+from .fields import Knob, knobs, nearest_name, sections
+from .schema import Config, RewardFunctionConfig
+from .text import parse_file, parse_scalar
+
+PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer")  # whole values
+CODE = ("rollout.environment",)  # `file.py:name`; the reward functions are handled with them
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """`a.b=value` or `--a.b value`, as typed."""
+
+    name: str
+    value: Any
+    typed: str
+
+
+def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequence[str] = ()) -> Config:
+    """Compose files and overrides. Nothing derived is filled in: that is `resolve()`.
+
+    Errors: `ConfigError` with the dotted key, where it came from, and the nearest existing name or what was expected.
+    """
+    tree: dict[str, Any] = {}
+    origin: dict[str, str] = {}  # dotted key -> where it was set last
+    for file in files:
+        _merge(tree, _read(Path(file), origin))
+    for override in parse_overrides(overrides):
+        branch = _branch(override.name, override.value)
+        origin.update(dict.fromkeys(_names(branch), f"override {override.typed!r}"))
+        _merge(tree, branch)
+    return _validate(tree, origin)
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """`a.b=value`, `--a.b=value` and `--a.b value`; a dash in a name is an underscore. Values are YAML.
+
+    A bare `--a.b` is true where the knob is a switch. Where the knob is a string, the text is taken as it stands unless
+    it is quoted YAML or null; a list takes a single item too. Errors: `ConfigError`.
+    """
+    found: list[Override] = []
+    rest = list(arguments)
+    while rest:
+        typed = rest.pop(0)
+        name, equals, text = typed.partition("=")
+        dashed = name.startswith("--")
+        name = name.removeprefix("--").replace("-", "_")
+        if not name or not (dashed or equals):
+            raise ConfigError(f"override {typed!r} is not understood: write a.b=value or --a.b value")
+        if not equals:
+            knob = knobs().get(name)
+            switch = knob is not None and knob.takes_bool
+            if rest and not rest[0].startswith("--") and not (switch and "=" in rest[0]):
+                text = rest.pop(0)
+                typed = f"{typed} {text}"
+            elif switch:
+                text = "true"
+            elif knob is None and name not in sections():
+                raise ConfigError(_unknown(name, f"override {typed!r}"))
+            else:
+                raise ConfigError(f"override {typed!r} has no value: write {typed} VALUE or {name}=VALUE")
+        found.append(Override(name, _value(name, text, typed), typed))
+    return found
+
+
+def _value(name: str, text: str, typed: str) -> Any:
+    knob = knobs().get(name)
+    try:
+        value = parse_scalar(text)
+    except yaml.YAMLError as error:
+        if knob is not None and knob.takes_text:
+            return text
+        raise ConfigError(f"override {typed!r}: the value is not valid YAML: {error}") from error
+    if knob is None:
+        return value
+    if knob.takes_text and not isinstance(value, str) and not (value is None and knob.takes_null):
+        return text  # `run.name=5`, `data.system_prompt=You are: terse`
+    if knob.takes_list and isinstance(value, (str, int, float)):
+        return [value]
+    return value
+
+
+def _branch(name: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for `a.b`; a shorthand of a section is written out."""
+    first, *rest = name.split(".")
+    if not rest:
+        return {first: _expand(first, value)}
+    for part in reversed(rest):
+        value = {part: value}
+    return {first: value}
+
+
+def _expand(section: str, value: Any) -> Any:
+    """An empty section is a mapping without keys; `reward: file.py:f` means `reward: {functions: file.py:f}`."""
+    if section in sections() and value is None:
+        return {}
+    if section == "reward" and isinstance(value, (str, list)):
+        return {"functions": value}
+    return value
+
+
+def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"the configuration file {path} does not exist (looked in {Path.cwd()})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
+    tree, lines = parse_file(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds {_shown(tree)}; expected a mapping like `train: {{lr: 1e-6}}`")
+    tree = {str(key): _expand(str(key), value) for key, value in tree.items()}
+    for name in _names(tree):
+        origin[name] = f"{path} line {lines[name]}" if name in lines else str(path)
+    _anchor(tree, path.resolve().parent)
+    return tree
+
+
+def _anchor(tree: dict[str, Any], folder: Path) -> None:
+    """Make the paths of one file absolute where they exist next to it (in place)."""
+
+    def whole(value: str) -> str:
+        inside = folder / value
+        return os.path.normpath(inside) if value and inside.exists() else value
+
+    def code(value: str) -> str:
+        file, colon, name = value.rpartition(":")
+        return f"{whole(file)}:{name}" if colon and file.endswith(".py") else value
+
+    for names, anchored in ((PATHS, whole), (CODE, code)):
+        for name in names:
+            section, _, key = name.partition(".")
+            values = tree.get(section)
+            if isinstance(values, dict) and isinstance(values.get(key), str):
+                values[key] = anchored(values[key])
+    reward = tree.get("reward")
+    if isinstance(reward, dict) and "functions" in reward:
+        given = reward["functions"]
+        items = given if isinstance(given, list) else [given]
+        for index, item in enumerate(items):
+            if isinstance(item, str):
+                items[index] = code(item)
+            elif isinstance(item, dict) and isinstance(item.get("function"), str):
+                item["function"] = code(item["function"])
+        reward["functions"] = items if given is not None else None
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _names(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all leaves: knobs, and what is no mapping or an empty one."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and name not in knobs():
+            yield from _names(value, f"{name}.")
+        else:
+            yield name
+
+
+def _validate(tree: dict[str, Any], origin: Mapping[str, str]) -> Config:
+    complaints = list(_unknown_names(tree, origin)) or list(_wrong_switches(tree, origin))
+    if complaints:
+        raise ConfigError("\n".join(complaints))
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        complaints = [_translate(dict(item), origin) for item in error.errors(include_url=False, include_context=False)]
+        raise ConfigError("\n".join(dict.fromkeys(complaints))) from None
+
+
+def _unknown_names(tree: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
+    for key in tree:
+        if "." in key:
+            section, _, rest = key.partition(".")
+            yield f"unknown key {key!r} ({_came_from(key, origin)}); in a file write `{section}: {{{rest}: ...}}`"
+    for name in _names({key: value for key, value in tree.items() if "." not in key}):
+        if name not in knobs() and name not in sections():
+            yield _unknown(name, _came_from(name, origin))
+
+
+def _wrong_switches(tree: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
+    """Python counts true as 1; a configuration must not."""
+    for name in _names(tree):
+        value: Any = tree
+        for part in name.split("."):
+            value = value[part]
+        knob: Knob | None = knobs().get(name)
+        if knob is not None and isinstance(value, bool) and not knob.takes_bool:
+            yield _wrong(name, _shown(value), knob.expected, _came_from(name, origin))
+
+
+def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
+    """One pydantic complaint in our words."""
+    place = [str(part) for part in item["loc"]]
+    depth = next((n for n in range(len(place), 0, -1) if ".".join(place[:n]) in knobs()), 0)
+    name = ".".join(place[:depth]) if depth else place[0]
+    where, found = _came_from(name, origin), item["input"]
+    if name == "reward.functions" and len(place) > depth + 1:
+        full, key = f"{name}[{place[depth]}].{place[depth + 1]}", place[depth + 1]
+        if item["type"] == "extra_forbidden":
+            return (
+                f"unknown key {full!r} ({where}); a reward function has {', '.join(RewardFunctionConfig.model_fields)}"
+            )
+        if item["type"] == "missing":
+            return f"{full} is missing ({where}); expected `file.py:function` or `module:function`"
+        expected = {"weight": "a number"}.get(key, "a string")
+        return _wrong(full, _shown(found), expected, where)
+    if not depth:
+        return _wrong(name, _shown(found), "a mapping", where)
+    hint = ""
+    choices = knobs()[name].choices
+    if isinstance(found, str) and choices:
+        near = {str(choice).lower(): choice for choice in choices}.get(found.strip().lower())
+        hint = f"; did you mean {near}?" if near is not None else ""
+    elif isinstance(found, (int, float)) and knobs()[name].takes_text:
+        hint = "; put it in quotes"
+    return _wrong(name, _shown(found), knobs()[name].expected, where) + hint
+
+
+def _unknown(name: str, where: str) -> str:
+    nearest = nearest_name(name)
+    advice = f"the nearest is {nearest!r}" if nearest else "nothing similar exists; --help lists all keys"
+    return f"unknown key {name!r} ({where}); {advice}"
+
+
+def _wrong(name: str, found: str, expected: str, where: str) -> str:
+    return f"{name} is {found} ({where}); expected {expected}"
+
+
+def _came_from(name: str, origin: Mapping[str, str]) -> str:
+    """Where a key, a parent of it or a child of it was set."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        if (prefix := ".".join(parts[:depth])) in origin:
+            return origin[prefix]
+    return next((where for key, where in origin.items() if key.startswith(f"{name}.")), "default")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

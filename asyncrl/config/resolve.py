@@ -1,0 +1,250 @@
+"""The one pure function that fills in what is derived and checks the configuration as a whole.
+
+    preset   max_staleness  streaming   meaning
+    sync     0              false       whole steps in prompt order, bit-identical reruns
+    one_off  1              false       whole steps, one step behind
+    async    2              true        every group is trained as it arrives
+
+`resolve` may be applied again to its own result and changes nothing then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from asyncrl.errors import ConfigError
+
+from .schema import Config
+
+PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False), "async": (2, True)}
+
+
+def slots(config: Config) -> int:
+    """Groups that may exist in the pipeline at one time, over all ranks: `(max_staleness + 1) x groups_per_step`."""
+    return (_max_staleness(config) + 1) * config.rollout.groups_per_step
+
+
+def staleness_bound(config: Config) -> int:
+    """Largest age, in policy versions, of a trained token: `u x max_staleness + (u - 1)` with u updates per batch.
+
+    A batch is one turn of the ledger and u versions: a group admitted k turns ago was sampled at most u k versions
+    before the first update of its batch, and the last update of the batch comes u - 1 versions later.
+    """
+    updates = config.algorithm.updates_per_batch
+    return updates * _max_staleness(config) + (updates - 1)
+
+
+def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> Config:
+    """The configuration with presets and derived values filled in, checked as a whole.
+
+    `world_size`: trainer ranks. `embedding`: the caller's own loop brings prompts and rewards and decides when to end,
+    so data, reward functions and a limit of steps may be missing. Errors: `ConfigError`, one line per contradiction.
+    """
+    staleness, streaming = PRESETS[config.preset]
+    rollout: dict[str, Any] = {}
+    if config.rollout.max_staleness is None:
+        rollout["max_staleness"] = staleness
+    if config.rollout.streaming is None:
+        rollout["streaming"] = streaming
+    config = _with(config, "rollout", rollout)
+
+    complaints = [text for check in _CHECKS for text in check(config)]
+    complaints += _check_ranks(config, world_size)
+    if not embedding:
+        complaints += _check_run(config)
+    if complaints:
+        raise ConfigError("\n".join(complaints))
+
+    algorithm: dict[str, Any] = {}
+    if config.algorithm.epsilon_high is None:
+        algorithm["epsilon_high"] = config.algorithm.epsilon
+    if config.algorithm.old_logprobs == "sampler":
+        algorithm["importance_cap"] = None  # the clip itself is around the sampler's log-probs
+    config = _with(config, "algorithm", algorithm)
+    if config.engine.max_sequences is None:
+        groups_of_rank = -(-slots(config) // world_size)
+        config = _with(config, "engine", {"max_sequences": groups_of_rank * config.rollout.group_size})
+    if config.evaluate.temperature is None:
+        config = _with(config, "evaluate", {"temperature": config.rollout.temperature})
+    return config
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed but seldom meant, one sentence each, for the start of a run. Takes a resolved configuration."""
+    rollout, algorithm, train = config.rollout, config.algorithm, config.train
+    found = []
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        found.append(
+            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: completions are drawn from the filtered "
+            "distribution, "
+            "the loss and the importance weights use the whole vocabulary at the sampling temperature; "
+            "tokens outside the filter are never explored. Use top_p=1 and top_k=0 unless this is meant"
+        )
+    if algorithm.loss == "gspo" and algorithm.epsilon > 0.05:
+        found.append(
+            f"algorithm.epsilon={algorithm.epsilon} with loss gspo: its ratios are means over a sequence and stay "
+            "near 1, "
+            "so this never clips; the paper uses 3e-4 (and 4e-4 above)"
+        )
+    if algorithm.importance_cap is None and algorithm.old_logprobs == "recompute" and staleness_bound(config) > 0:
+        found.append(
+            f"algorithm.importance_cap=null with tokens up to {staleness_bound(config)} versions old: nothing "
+            "corrects the "
+            "difference between sampler and trainer; set importance_cap=2.0 or old_logprobs=sampler"
+        )
+    if train.max_steps is not None and train.warmup_steps >= train.max_steps:
+        found.append(
+            f"train.warmup_steps={train.warmup_steps} is not shorter than max_steps={train.max_steps}: lr is never "
+            "reached"
+        )
+    if config.data.eval is not None and config.evaluate.every is None:
+        found.append("data.eval is set but evaluate.every is not: nothing will be evaluated")
+    return found
+
+
+def _max_staleness(config: Config) -> int:
+    given = config.rollout.max_staleness
+    return PRESETS[config.preset][0] if given is None else given
+
+
+def _with(
+    config: Config, section: Literal["rollout", "engine", "algorithm", "evaluate"], values: dict[str, Any]
+) -> Config:
+    if not values:
+        return config
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def _check_preset(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.preset != "sync":
+        return
+    if rollout.max_staleness:
+        yield (
+            f"rollout.max_staleness is {rollout.max_staleness} but preset is sync, which means 0; "
+            "use preset=one_off or preset=async, or leave max_staleness out"
+        )
+    if rollout.streaming:
+        yield (
+            "rollout.streaming is true but preset is sync, which trains whole steps in prompt order so that reruns are "
+            "bit-identical; use preset=async (with rollout.max_staleness=0 if no age is wanted), or leave streaming out"
+        )
+
+
+def _check_lengths(config: Config) -> Iterator[str]:
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if config.train.tokens_per_microbatch < longest:
+        yield (
+            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least "
+            "data.max_prompt_tokens + "
+            f"rollout.max_tokens = {config.data.max_prompt_tokens} + {config.rollout.max_tokens} = {longest}, so "
+            "that one "
+            "sequence fits; raise it or lower those"
+        )
+
+
+def _check_algorithm(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    explicit_cap = "importance_cap" in algorithm.model_fields_set and algorithm.importance_cap is not None
+    if algorithm.old_logprobs == "sampler" and explicit_cap:
+        yield (
+            f"algorithm.importance_cap is {algorithm.importance_cap} but old_logprobs is sampler: the two "
+            "corrections are never "
+            "applied together; set importance_cap=null or old_logprobs=recompute"
+        )
+    if rollout.group_size == 1 and algorithm.advantage != "zero" and config.train.kind == "torch":
+        yield (
+            f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and "
+            "would always "
+            "be 0; expected at least 2"
+        )
+    if algorithm.epsilon >= 1:
+        yield (
+            f"algorithm.epsilon is {algorithm.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
+            "epsilon below"
+        )
+
+
+def _check_parts(config: Config) -> Iterator[str]:
+    needs_model = [
+        name for name, kind in (("engine", config.engine.kind), ("train", config.train.kind)) if kind != "dry_run"
+    ]
+    if needs_model and config.model.path is None:
+        without = " and ".join(f"{name}.kind=dry_run" for name in needs_model)
+        yield f"model.path is not set; expected a directory or a hub id (or {without} for a run without a model)"
+    if config.engine.kind == "embedded" and config.train.kind == "dry_run":
+        yield (
+            "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
+            "set engine.kind=dry_run or train.kind=torch"
+        )
+    if config.evaluate.every is not None and config.data.eval is None:
+        yield (
+            f"evaluate.every is {config.evaluate.every} but data.eval is not set; name held-out prompts or leave "
+            "evaluate.every out"
+        )
+    if config.resume and config.run.overwrite:
+        yield (
+            "resume and run.overwrite are both true: one goes on from the run directory, the other starts "
+            "anew; choose one"
+        )
+
+
+def _check_deadlines(config: Config) -> Iterator[str]:
+    watchdog = config.watchdog
+    if watchdog.stall_timeout_s <= watchdog.interval_s:
+        yield (
+            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than watchdog.interval_s = "
+            f"{watchdog.interval_s}: a stall cannot be noticed sooner than the thread looks"
+        )
+    if config.reward.functions and watchdog.stall_timeout_s <= config.reward.timeout_s:
+        yield (
+            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than reward.timeout_s = "
+            f"{config.reward.timeout_s}: one slow reward would end the run as stalled"
+        )
+
+
+def _check_ranks(config: Config, world_size: int) -> list[str]:
+    if world_size < 1:
+        return [f"world_size is {world_size}; expected at least 1"]
+    if config.rollout.groups_per_step < world_size:
+        return [
+            f"rollout.groups_per_step is {config.rollout.groups_per_step}; expected at least the number of ranks, "
+            f"{world_size}: "
+            "fewer groups than ranks leave a rank without work in every step; raise it or start fewer ranks"
+        ]
+    return []
+
+
+def _check_run(config: Config) -> Iterator[str]:
+    train = config.train
+    dry_run = train.kind == "dry_run"
+    if train.max_steps is None and train.max_epochs is None and train.time_limit_s is None:
+        yield "the run has no end: set at least one of train.max_steps, train.max_epochs, train.time_limit_s"
+    if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
+        yield (
+            f"train.schedule is {train.schedule}, which needs to know the last step; set train.max_steps or "
+            "train.max_epochs, "
+            "or use schedule=constant"
+        )
+    if dry_run:
+        return
+    if config.data.train is None:
+        yield (
+            "data.train is not set; expected a JSONL or parquet file or a `datasets` directory with the training "
+            "prompts"
+        )
+    if not config.reward.functions and config.rollout.environment == "single_turn":
+        yield (
+            "reward.functions is empty; expected at least one `file.py:function` or `module:function` "
+            "(or an environment of your own that sets the reward)"
+        )
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _check_preset,
+    _check_lengths,
+    _check_algorithm,
+    _check_parts,
+    _check_deadlines,
+)

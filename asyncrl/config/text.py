@@ -1,0 +1,107 @@
+"""YAML as asyncrl reads and writes it: the YAML 1.2 core types, no duplicate keys, line numbers for error messages.
+
+PyYAML follows YAML 1.1, where `1e-6` is a string, `off` and `no` are booleans, `1:30` is ninety and `2026-11-21` a
+date. Here numbers are numbers (`1e-6` too), only `true` and `false` are booleans, and everything else is a string.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from asyncrl.errors import ConfigError
+
+_CORE_TYPES: tuple[tuple[str, str, str], ...] = (
+    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
+    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("tag:yaml.org,2002:int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        "-+0123456789.",
+    ),
+    ("tag:yaml.org,2002:merge", r"^(?:<<)$", "<"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  PyYAML's own name and form
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML version would read as something else than a string."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_str(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    # PyYAML folds the line breaks of Unicode into spaces unless they are escaped, which only double quotes can.
+    style = '"' if any(c in value for c in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text, 10)
+
+
+for _tag, _pattern, _first in _CORE_TYPES:
+    # PyYAML looks the empty scalar up under "", every other one under its first character.
+    _characters = ["" if c == "\0" else c for c in _first]
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _characters)
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _characters)
+_Dumper.add_representer(str, _represent_str)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def parse_scalar(text: str) -> Any:
+    """The value of an override. Raises `yaml.YAMLError` where the text is no YAML."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader with other resolvers
+
+
+def parse_file(text: str, source: str) -> tuple[Any, dict[str, int]]:
+    """One YAML document and the line (from 1) of every dotted key. Errors: `ConfigError` naming source and line."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        lines: dict[str, int] = {}
+        if node is None:
+            return None, lines
+        _index_lines(node, "", source, lines, ())
+        return loader.construct_document(node), lines
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def dump(value: Any) -> str:
+    """YAML text that `parse_file` reads back to an equal value."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def _index_lines(node: yaml.Node, prefix: str, source: str, lines: dict[str, int], path: tuple[int, ...]) -> None:
+    """Record the line of each mapping key; refuse duplicate keys (PyYAML silently keeps the last one)."""
+    if id(node) in path:
+        raise ConfigError(f"{source} line {node.start_mark.line + 1}: an alias refers to itself")
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _index_lines(item, f"{prefix}{index}.", source, lines, (*path, id(node)))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{source} line {key.start_mark.line + 1}: a key must be a plain word")
+        name, line = key.value, key.start_mark.line + 1
+        if name in seen:
+            raise ConfigError(
+                f"{source} line {line}: the key {prefix + name!r} stands there twice (first on line {seen[name]}); "
+                "remove one of them"
+            )
+        seen[name] = line
+        lines.setdefault(prefix + name, line)
+        _index_lines(value, f"{prefix}{name}.", source, lines, (*path, id(node)))

@@ -1,0 +1,218 @@
+"""Composition of files and overrides, and what a wrong configuration is told."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.fields import knobs, nearest_name
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.config.text import dump, parse_file
+from asyncrl.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def complaint(*overrides: str, files: tuple[Path, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(files, overrides)
+    return str(caught.value)
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert load_config() == Config()
+
+
+def test_files_compose_left_to_right_and_overrides_come_last(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.yaml", "train: {lr: 1e-4, warmup_steps: 3}\nrollout:\n  stop: [a, b]\nseed: 1\n")
+    second = write(tmp_path / "b.yaml", "train:\n  lr: 2e-4\nrollout: {stop: [c]}\n")
+    config = load_config([first, second], ["seed=7"])
+    assert (config.train.lr, config.train.warmup_steps, config.rollout.stop, config.seed) == (2e-4, 3, ("c",), 7)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rollout.group-size", "16"], ["--rollout.group_size=16"], ["rollout.group-size=16"]]
+)
+def test_forms_of_an_override(arguments: list[str]) -> None:
+    assert load_config([], arguments).rollout.group_size == 16
+
+
+def test_a_switch_needs_no_value_and_does_not_eat_the_next_override() -> None:
+    config = load_config([], ["--resume", "seed=3", "--run.overwrite", "false"])
+    assert (config.resume, config.seed, config.run.overwrite) == (True, 3, False)
+    assert load_config([], ["--resume"]).resume is True
+
+
+def test_values_of_text_and_list_knobs_are_taken_as_typed() -> None:
+    config = load_config(
+        [],
+        [
+            "run.name=5",
+            "data.system_prompt=You are: terse",
+            "data.train=on",
+            "rollout.stop=END",
+            "telemetry.sinks=wandb",
+        ],
+    )
+    assert (config.run.name, config.data.system_prompt, config.data.train) == ("5", "You are: terse", "on")
+    assert (config.rollout.stop, config.telemetry.sinks) == (("END",), ("wandb",))
+    assert (
+        load_config([], ["data.system_prompt=null", "algorithm.importance_cap=null"]).algorithm.importance_cap is None
+    )
+    assert load_config([], ['rollout.stop=["\\n", "5"]']).rollout.stop == ("\n", "5")
+
+
+def test_yaml_traps(tmp_path: Path) -> None:
+    text = "preset: async\ntrain: {lr: 1e-6}\ntelemetry: {live: off}\n"
+    text += "run: {name: 2026-11-21, dir: 1:30}\ndata: {train: no}\n"
+    config = load_config([write(tmp_path / "x.yaml", text)])
+    assert (config.preset, config.train.lr, config.telemetry.live) == ("async", 1e-6, "off")
+    assert (config.run.name, config.run.dir, config.data.train) == ("2026-11-21", "1:30", "no")
+    assert load_config([], ["train.lr=1e-6"]).train.lr == 1e-6
+
+
+def test_short_forms_of_the_reward(tmp_path: Path) -> None:
+    base = write(tmp_path / "x.yaml", "reward: {timeout_s: 5, functions: [one:f, {function: two:g, weight: 0.5}]}\n")
+    config = load_config([base])
+    assert [(f.function, f.weight) for f in config.reward.functions] == [("one:f", 1.0), ("two:g", 0.5)]
+    config = load_config([base, write(tmp_path / "y.yaml", "reward: three:h\n")])
+    assert ([f.function for f in config.reward.functions], config.reward.timeout_s) == (["three:h"], 5)
+    assert load_config([base], ["reward=four:i"]).reward.functions[0].function == "four:i"
+    assert load_config([], ["reward.functions={function: a:b, weight: 2}"]).reward.functions[0].weight == 2
+
+
+def test_paths_are_found_next_to_their_file_or_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    for name in ("train.jsonl", "rewards.py", "env.py"):
+        write(folder / name, "")
+    (folder / "model").mkdir()
+    text = (
+        "data: {train: train.jsonl, eval: missing.jsonl}\nmodel: {path: model, tokenizer: org/hub}\nrun: {dir: model}\n"
+        "reward: [rewards.py:f, other.py:g, {function: rewards.py:h}, 'package.module:i']\n"
+        "rollout: {environment: 'env.py:E'}\n"
+    )
+    config_file = write(folder / "x.yaml", text)
+    monkeypatch.chdir(tmp_path)
+    config = load_config([config_file.relative_to(tmp_path)])
+    assert config.data.train == str(folder / "train.jsonl")
+    assert config.data.eval == "missing.jsonl"
+    assert (config.model.path, config.model.tokenizer) == (str(folder / "model"), "org/hub")
+    assert config.run.dir == "model"
+    functions = [f.function for f in config.reward.functions]
+    assert functions == [f"{folder}/rewards.py:f", "other.py:g", f"{folder}/rewards.py:h", "package.module:i"]
+    assert config.rollout.environment == f"{folder}/env.py:E"
+    assert load_config([config_file], ["data.train=train.jsonl"]).data.train == "train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("train.lrr=1", "train.lr"),
+        ("lr=1", "train.lr"),
+        ("trian.lr=1", "train.lr"),
+        ("rollout.max_token=1", "rollout.max_tokens"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
+    text = complaint(override)
+    assert f"unknown key {override.split('=')[0]!r}" in text
+    assert f"the nearest is {nearest!r}" in text and repr(override) in text
+
+
+def test_unknown_keys_of_a_file_name_the_line_and_are_all_told_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.yaml", "seed: 1\ntrain:\n  lr: 1\n  warmup: 3\nrolout:\n  group_size: 4\n")
+    text = complaint(files=(file,))
+    assert "'train.warmup'" in text and "x.yaml line 4" in text and "'train.warmup_steps'" in text
+    assert "'rolout.group_size'" in text and "x.yaml line 6" in text and "'rollout.group_size'" in text
+
+
+def test_a_key_like_nothing() -> None:
+    assert "nothing similar exists" in complaint("zzqq9=1")
+    assert nearest_name("zzqq9") is None
+
+
+def test_a_dotted_key_in_a_file_is_told_how_to_nest(tmp_path: Path) -> None:
+    assert "write `train: {lr: ...}`" in complaint(files=(write(tmp_path / "x.yaml", "train.lr: 1\n"),))
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("rollout.group_size=many", ("rollout.group_size is 'many'", "expected an integer >= 1")),
+        ("rollout.group_size=0", ("rollout.group_size is 0", "expected an integer >= 1")),
+        ("rollout.group_size=true", ("rollout.group_size is true", "an integer")),
+        ("train.lr=on", ("train.lr is 'on'", "expected a number >= 0")),
+        ("preset=Sync", ("expected one of sync, one_off, async", "did you mean sync?")),
+        ("rollout.top_p=1.5", ("> 0 and <= 1",)),
+        ("train=5", ("train is 5", "expected a mapping")),
+        ("train.lr={a: 1}", ("train.lr is a mapping",)),
+        ("reward.functions=[{function: a:b, wieght: 1}]", ("reward.functions[0].wieght", "weight")),
+        ("reward.functions=[{weight: 1}]", ("reward.functions[0].function is missing", "file.py:function")),
+        ("reward.functions=[3]", ("reward.functions", "a list of {function")),
+        ("train.lr=[", ("not valid YAML",)),
+        ("train.lr", ("write a.b=value",)),
+        ("--train.lr", ("has no value",)),
+        ("--train.lrr", ("the nearest is 'train.lr'",)),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_expectation(override: str, parts: tuple[str, ...]) -> None:
+    text = complaint(override)
+    assert all(part in text for part in parts), text
+
+
+def test_a_number_where_a_string_belongs(tmp_path: Path) -> None:
+    assert "put it in quotes" in complaint(files=(write(tmp_path / "x.yaml", "run: {name: 5}\n"),))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("seed: 1\ntrain: {lr: 1}\nseed: 2\n", ("line 3", "'seed'", "first on line 1")),
+        ("train:\n  lr: 1\n  lr: 2\n", ("line 3", "'train.lr'")),
+        ("reward:\n- {function: a, function: b}\n", ("'reward.0.function'",)),
+        ("- 1\n", ("expected a mapping",)),
+        ("a: [\n", ("not valid YAML",)),
+        ("a: 1\n---\nb: 2\n", ("not valid YAML",)),
+        ("train: &x {lr: *x}\n", ("alias",)),
+        ("{a: 1}: 2\n", ("plain word",)),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
+    said = complaint(files=(write(tmp_path / "x.yaml", text),))
+    assert "x.yaml" in said and all(part in said for part in parts), said
+
+
+def test_a_missing_file_and_an_unreadable_one(tmp_path: Path) -> None:
+    assert "does not exist" in complaint(files=(tmp_path / "none.yaml",))
+    assert "cannot be read" in complaint(files=(tmp_path,))
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}")
+    assert "cannot be read" in complaint(files=(tmp_path / "latin.yaml",))
+
+
+def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
+    assert load_config([write(tmp_path / "x.yaml", "# nothing\n"), write(tmp_path / "y.yaml", "train:\n")]) == Config()
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.yaml", "train: &t {lr: 1e-3}\nevaluate:\n  every: 5\n")
+    assert load_config([file]).train.lr == 1e-3
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text()
+trees = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+
+
+@given(st.dictionaries(st.text(min_size=1), trees, max_size=4))
+def test_what_is_dumped_is_read_back(value: dict[str, object]) -> None:
+    assert parse_file(dump(value), "x")[0] == value
+
+
+def test_every_knob_has_a_sentence_and_there_are_not_too_many() -> None:
+    assert all(knob.text and knob.expected for knob in knobs().values())
+    assert len(knobs()) <= 110

@@ -1,0 +1,178 @@
+"""Presets, derived values and the contradictions that are refused."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from asyncrl.config.describe import (
+    FREE_ON_RESUME,
+    REFUSED_ON_RESUME,
+    check_resume,
+    diff,
+    help_text,
+    refusal,
+    to_plain,
+    to_yaml,
+)
+from asyncrl.config.fields import knobs
+from asyncrl.config.load import load_config
+from asyncrl.config.resolve import PRESETS, resolve, slots, staleness_bound, warnings
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+RUN = ("model.path=m", "data.train=t.jsonl", "reward=r:f", "train.max_steps=10")
+
+
+def config(*overrides: str) -> Config:
+    return load_config([], [*RUN, *overrides])
+
+
+def refused(*overrides: str, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(*overrides), world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_presets_fill_in_what_is_not_given(preset: str) -> None:
+    resolved = resolve(config(f"preset={preset}"))
+    assert (resolved.rollout.max_staleness, resolved.rollout.streaming) == PRESETS[preset]
+    assert resolve(resolved) == resolved
+    assert slots(resolved) == (PRESETS[preset][0] + 1) * 8 == slots(config(f"preset={preset}"))
+
+
+def test_explicit_values_win_over_a_preset() -> None:
+    resolved = resolve(config("preset=one_off", "rollout.max_staleness=3", "rollout.streaming=true"))
+    assert (resolved.rollout.max_staleness, resolved.rollout.streaming) == (3, True)
+
+
+def test_derived_values() -> None:
+    resolved = resolve(config("algorithm.epsilon=0.3", "rollout.temperature=0.7"), world_size=5)
+    assert resolved.algorithm.epsilon_high == 0.3
+    assert resolved.evaluate.temperature == 0.7
+    assert resolved.engine.max_sequences == 5 * 8  # 24 slots over 5 ranks, rounded up, times the group size
+    kept = resolve(config("engine.max_sequences=7", "algorithm.epsilon_high=0.28", "evaluate.temperature=0"))
+    assert (kept.engine.max_sequences, kept.algorithm.epsilon_high, kept.evaluate.temperature) == (7, 0.28, 0)
+
+
+@pytest.mark.parametrize(("updates", "staleness", "bound"), [(1, 0, 0), (1, 2, 2), (2, 0, 1), (3, 2, 8)])
+def test_staleness_bound(updates: int, staleness: int, bound: int) -> None:
+    given = config(f"algorithm.updates_per_batch={updates}", f"rollout.max_staleness={staleness}")
+    assert staleness_bound(given) == bound == staleness_bound(resolve(given))
+
+
+def test_the_two_corrections_are_never_applied_together() -> None:
+    assert resolve(config("algorithm.old_logprobs=sampler")).algorithm.importance_cap is None
+    assert resolve(config()).algorithm.importance_cap == 2.0
+    assert "importance_cap=null" in refused("algorithm.old_logprobs=sampler", "algorithm.importance_cap=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["preset=sync", "rollout.max_staleness=1"], ("rollout.max_staleness is 1", "preset=one_off")),
+        (["preset=sync", "rollout.streaming=true"], ("rollout.streaming is true", "preset=async")),
+        (["train.tokens_per_microbatch=1279"], ("is 1279", "1024 + 256 = 1280")),
+        (["train.max_steps=null"], ("train.max_steps, train.max_epochs, train.time_limit_s",)),
+        (["reward.functions=[]"], ("reward.functions is empty", "file.py:function")),
+        (["data.train=null"], ("data.train is not set",)),
+        (["model.path=null"], ("model.path is not set", "engine.kind=dry_run and train.kind=dry_run")),
+        (["train.kind=dry_run"], ("engine.kind is embedded", "train.kind is dry_run")),
+        (["evaluate.every=5"], ("data.eval is not set",)),
+        (["resume=true", "run.overwrite=true"], ("resume", "overwrite")),
+        (["rollout.group_size=1"], ("rollout.group_size is 1", "at least 2")),
+        (["algorithm.epsilon=1"], ("algorithm.epsilon is 1.0",)),
+        (["watchdog.stall_timeout_s=5"], ("stall_timeout_s is 5.0", "interval_s", "reward.timeout_s = 30.0")),
+        (["train.max_steps=null", "train.time_limit_s=9", "train.schedule=cosine"], ("train.schedule is cosine",)),
+    ],
+)
+def test_contradictions_are_refused(overrides: list[str], parts: tuple[str, ...]) -> None:
+    text = refused(*overrides)
+    assert all(part in text for part in parts), text
+
+
+def test_ranks() -> None:
+    assert "at least the number of ranks, 9" in refused(world_size=9)
+    assert "world_size is 0" in refused(world_size=0)
+    resolve(config(), world_size=8)
+
+
+def test_several_contradictions_are_told_at_once() -> None:
+    assert len(refused("preset=sync", "rollout.streaming=true", "reward.functions=[]").splitlines()) == 2
+
+
+def test_embedding_and_dry_runs_need_less() -> None:
+    resolve(load_config([], ["model.path=m"]), embedding=True)
+    dry = ["engine.kind=dry_run", "train.kind=dry_run", "train.max_steps=3"]
+    resolve(load_config([], dry))
+    with pytest.raises(ConfigError, match="has no end"):
+        resolve(load_config([], dry[:2]))
+    resolve(config("reward.functions=[]", "rollout.environment=e:E"))
+
+
+def test_warnings_do_not_refuse() -> None:
+    assert warnings(resolve(config())) == []
+    for override, word in [
+        ("rollout.top_p=0.9", "whole vocabulary"),
+        ("rollout.top_k=5", "top_k=5"),
+        ("algorithm.loss=gspo", "3e-4"),
+        ("algorithm.importance_cap=null", "nothing corrects"),
+        ("train.warmup_steps=10", "never reached"),
+        ("data.eval=e.jsonl", "nothing will be evaluated"),
+    ]:
+        assert [word in text for text in warnings(resolve(config(override)))] == [True], override
+
+
+def test_help_names_every_knob_with_its_default_and_sentence() -> None:
+    text = help_text()
+    for knob in knobs().values():
+        assert f"\n{knob.name}  ({knob.expected}; " in text
+        assert knob.text.split()[0] in text
+    assert all(f"preset={name}" in text for name in PRESETS)
+
+
+def test_config_yaml_round_trips(tmp_path: Any) -> None:
+    resolved = resolve(config("rollout.stop=[END, 'off', '1e5']", "run.name=1e5", "data.system_prompt=a\nb: c # d"))
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(resolved), encoding="utf-8")
+    assert load_config([path]) == resolved
+    assert resolve(load_config([path])) == resolved
+    assert Config.model_validate(to_plain(resolved)) == resolved
+
+
+def test_diff_and_resume() -> None:
+    old = resolve(config())
+    new = resolve(config("train.lr=1e-5", "train.max_steps=20", "resume=true"))
+    assert {str(change) for change in diff(old, new)} >= {"train.max_steps: 10 -> 20", "resume: false -> true"}
+    assert check_resume(old, new) == ["train.lr: 1.0e-06 -> 1.0e-05", "train.max_steps: 10 -> 20"]
+    assert check_resume(old, old) == []
+    with pytest.raises(ConfigError) as caught:
+        check_resume(old, resolve(config("seed=1", "rollout.group_size=4", "train.lr=1")))
+    text = str(caught.value)
+    assert "seed: 0 -> 1 (all randomness" in text and "rollout.group_size: 8 -> 4" in text and "train.lr" not in text
+    with pytest.raises(ConfigError, match=r"reward\.functions"):
+        check_resume(old, resolve(config("reward=other:f")))
+
+
+def test_every_knob_is_classified_for_resume_exactly_once() -> None:
+    for name in knobs():
+        free = refusal(name) is None
+        assert free != (name in REFUSED_ON_RESUME), name
+    assert set(REFUSED_ON_RESUME) <= set(knobs())
+    roots = {name.rpartition(".")[0] for name in knobs()}
+    assert all(p.removesuffix(".*") in roots if p.endswith("*") else p in knobs() for p in FREE_ON_RESUME)
+
+
+def test_changes_are_values() -> None:
+    change = diff(config(), config("rollout.stop=[a]"))[0]
+    assert dataclasses.astuple(change) == ("rollout.stop", (), ("a",))
+    assert str(change) == "rollout.stop: [] -> - a"
+
+
+def test_no_torch_at_import_time() -> None:
+    modules = "asyncrl.config.load, asyncrl.config.resolve, asyncrl.config.describe"
+    program = f"import sys, {modules}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
