@@ -1,0 +1,274 @@
+"""Attention over packed prefix trees: training microbatches, and the prefill of prompts (trees without suffixes).
+
+A prefix token sees its prefix up to itself; a suffix token sees its whole prefix and its own suffix up to itself. That
+is three kinds of block, none of which needs a mask or padding: prefix and suffix each causal on themselves, and all
+suffix tokens of a tree (they are adjacent) against their prefix, unmasked. The two partial results of a suffix token are
+merged by their log-sum-exp, and backward hands the *merged* output and log-sum-exp to each block, which makes every
+block's gradient exact (the identity behind ring attention: Liu et al., arXiv:2310.01889).
+
+On a CPU this runs torch's flash kernel on views of the packed tensors. It has no fast bfloat16 backward (a fifth of its
+float32 rate), so bfloat16 is computed in float32 here. Elsewhere, `attend` falls back to one masked
+`scaled_dot_product_attention` over padded rows.
+
+All index work is done once per microbatch, in the constructor or at the first layer.
+
+Shape legend: T packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, R rows, Q and C padded
+query and key lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncrl.types import Microbatch
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_SMALL_SEGMENT_FLOP = 1.5e6  # below this a kernel call costs more than the arithmetic: segments are padded together
+_PADDING = 1.25  # most padded tokens per real token in such a bin
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bin:
+    """Segments padded to one length. Rows of padding repeat a real token and get a zero gradient."""
+
+    count: int
+    length: int
+    gather: Tensor  # [count * length] packed index
+    padding: Tensor  # positions in `gather` that are padding
+    real: Tensor  # positions in `gather` that are not
+    target: Tensor  # packed index of `real`
+
+
+class TreePlan:
+    """The geometry of one packed sequence, as `types.Microbatch` describes it. Arrays of ints; suffixes may be absent.
+
+    Requires that the packed tokens are exactly the prefixes and suffixes, and that the suffixes of a tree are adjacent
+    (zero-length ones anywhere). Errors: ValueError where they are not.
+    """
+
+    def __init__(
+        self,
+        prefix_start: npt.ArrayLike,
+        prefix_length: npt.ArrayLike,
+        suffix_start: npt.ArrayLike = (),
+        suffix_length: npt.ArrayLike = (),
+        suffix_tree: npt.ArrayLike = (),
+    ) -> None:
+        starts, lengths = _ints(prefix_start), _ints(prefix_length)
+        self._prefixes = [_Span(int(s), int(n)) for s, n in zip(starts, lengths, strict=True)]
+        self._suffixes: list[_Span] = []
+        self._tree_of: list[int] = []
+        for start, length, tree in zip(_ints(suffix_start), _ints(suffix_length), _ints(suffix_tree), strict=True):
+            if length:
+                self._suffixes.append(_Span(int(start), int(length)))
+                self._tree_of.append(int(tree))
+        self.segments = [span for span in (*self._prefixes, *self._suffixes) if span.length]
+        self.tokens = sum(span.length for span in self.segments)
+        self.cross = self._cross_blocks()  # (suffix tokens of a tree, its prefix)
+        self._bins: dict[torch.device, list[_Bin]] = {}
+        self._rows: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, batch: Microbatch) -> TreePlan:
+        return cls(batch.prefix_start, batch.prefix_length, batch.suffix_start, batch.suffix_length, batch.suffix_tree)
+
+    def _cross_blocks(self) -> list[tuple[_Span, _Span]]:
+        ends: dict[int, tuple[int, int]] = {}
+        for span, tree in zip(self._suffixes, self._tree_of, strict=True):
+            first, end = ends.get(tree, (span.start, span.start))
+            if span.start != end:
+                raise ValueError(f"the suffixes of tree {tree} are not adjacent: one ends at {end}, next at {span.start}")
+            ends[tree] = (first, span.start + span.length)
+        return [
+            (_Span(first, end - first), self._prefixes[tree])
+            for tree, (first, end) in ends.items()
+            if self._prefixes[tree].length
+        ]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable."""
+        if query.shape[0] != self.tokens:
+            raise ValueError(f"the plan describes {self.tokens} tokens, the model handed over {query.shape[0]}")
+        if query.device.type != "cpu":
+            return self.attend_masked(query, key, value, scaling)
+        dtype = query.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            query, key, value = query.float(), key.float(), value.float()
+        result: Tensor = _TreeAttention.apply(query, key, value, self, scaling)
+        return result.to(dtype)
+
+    def self_blocks(self, query: Tensor) -> list[_Span] | list[_Bin]:
+        """The causal blocks: single segments as views where they are large, padded bins where they are small."""
+        width = query.shape[1] * query.shape[2]
+        flop = 4.0 * width * sum(span.length**2 for span in self.segments) / max(len(self.segments), 1)
+        if flop > _SMALL_SEGMENT_FLOP or len(self.segments) < 4:
+            return self.segments
+        if query.device not in self._bins:
+            self._bins[query.device] = _make_bins(self.segments, query.device)
+        return self._bins[query.device]
+
+    # -- any device: one masked call over padded rows ---------------------------------------------------------------
+
+    def attend_masked(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """The same through `scaled_dot_product_attention` with a mask: one row per segment, its prefix in front."""
+        if query.device not in self._rows:
+            self._rows[query.device] = self._make_rows(query.device)
+        query_index, key_index, mask, back = self._rows[query.device]
+        out = F.scaled_dot_product_attention(
+            query[query_index].transpose(1, 2),  # [R, H, Q, D]
+            key[key_index].transpose(1, 2),  # [R, K, C, D]
+            value[key_index].transpose(1, 2),
+            attn_mask=mask,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2).flatten(0, 1)[back]
+
+    def _make_rows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query index [R, Q], key index [R, C], mask [R, 1, Q, C] (True: attend), and where each token came out [T]."""
+        empty = _Span(0, 0)
+        rows = [(empty, span) for span in self._prefixes if span.length]
+        rows += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
+        longest = max(span.length for _, span in rows)
+        context = max(prefix.length for prefix, _ in rows)
+        query_index = np.zeros((len(rows), longest), np.int64)
+        key_index = np.zeros((len(rows), context + longest), np.int64)
+        mask = np.zeros((len(rows), longest, context + longest), np.bool_)
+        back = np.zeros(self.tokens, np.int64)
+        causal = np.tril(np.ones((longest, longest), np.bool_))
+        for row, (prefix, span) in enumerate(rows):
+            own = np.arange(span.start, span.start + span.length)
+            query_index[row, : span.length] = own
+            key_index[row, : prefix.length] = np.arange(prefix.start, prefix.start + prefix.length)
+            key_index[row, context : context + span.length] = own
+            mask[row, :, : prefix.length] = True
+            mask[row, :, context:] = causal  # a padded query sees token 0 of its row: a row of -inf would give NaN
+            back[own] = row * longest + np.arange(span.length)
+        tensors = (query_index, key_index, mask[:, None], back)
+        return tuple(torch.from_numpy(array).to(device) for array in tensors)  # type: ignore[return-value]
+
+
+class _TreeAttention(torch.autograd.Function):
+    """CPU flash calls per block, merged by log-sum-exp. float32 and float64."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scaling: float) -> Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype)
+        lse = torch.empty(query.shape[:2], dtype=query.dtype)  # [T, H]
+        for block in plan.self_blocks(query):
+            q, k, v = _take(query, block), _take(key, block), _take(value, block)
+            part, part_lse = _flash(q, k, v, 0.0, True, scale=scaling)
+            _put(out, block, part)
+            _put(lse.unsqueeze(-1), block, part_lse.unsqueeze(-1))
+        for rows, prefix in plan.cross:
+            part, part_lse = _flash(_take(query, rows), _take(key, prefix), _take(value, prefix), 0.0, False, scale=scaling)
+            _merge(_slice(out, rows), _slice(lse, rows), part[0].transpose(0, 1), part_lse[0].t())
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.scaling = plan, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        plan: TreePlan = ctx.plan
+        grad = grad.contiguous()
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        lse3 = lse.unsqueeze(-1)
+        for block in plan.self_blocks(query):
+            parts = _flash_backward(
+                _take(grad, block, zero_padding=True), _take(query, block), _take(key, block), _take(value, block),
+                _take(out, block), _take(lse3, block).squeeze(-1).contiguous(), 0.0, True, scale=ctx.scaling,
+            )  # fmt: skip
+            for target, part in zip(gradients, parts, strict=True):
+                _put(target, block, part)
+        for rows, prefix in plan.cross:
+            parts = _flash_backward(
+                _take(grad, rows), _take(query, rows), _take(key, prefix), _take(value, prefix),
+                _take(out, rows), _take(lse3, rows).squeeze(-1).contiguous(), 0.0, False, scale=ctx.scaling,
+            )  # fmt: skip
+            for target, span, part in zip(gradients, (rows, prefix, prefix), parts, strict=True):
+                _slice(target, span).add_(part[0].transpose(0, 1))
+        return (*gradients, None, None)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """In place: (`out` [N, H, D], `lse` [N, H]) and a second partial result become their joint softmax average."""
+    joint = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - joint).exp_().unsqueeze(-1))
+    out.addcmul_(part, (part_lse - joint).exp_().unsqueeze(-1))
+    lse.copy_(joint)
+
+
+def _slice(tensor: Tensor, span: _Span) -> Tensor:
+    return tensor[span.start : span.start + span.length]
+
+
+def _take(tensor: Tensor, block: _Span | _Bin, zero_padding: bool = False) -> Tensor:
+    """[T, X, Y] -> [rows, X, length, Y] of one block; a view where the block is a single segment."""
+    if isinstance(block, _Span):
+        return _slice(tensor, block).transpose(0, 1).unsqueeze(0)
+    rows = tensor.index_select(0, block.gather)
+    if zero_padding and block.padding.numel():
+        rows.index_fill_(0, block.padding, 0.0)
+    return rows.view(block.count, block.length, *tensor.shape[1:]).transpose(1, 2)
+
+
+def _put(tensor: Tensor, block: _Span | _Bin, part: Tensor) -> None:
+    """The inverse of `_take`: overwrite the block's tokens."""
+    if isinstance(block, _Span):
+        _slice(tensor, block).copy_(part[0].transpose(0, 1))
+        return
+    rows = part.transpose(1, 2).reshape(block.count * block.length, *tensor.shape[1:])
+    tensor.index_copy_(0, block.target, rows.index_select(0, block.real) if block.padding.numel() else rows)
+
+
+def _make_bins(segments: list[_Span], device: torch.device) -> list[_Bin]:
+    """Sort by length, then cut where padding would pass `_PADDING`."""
+    bins: list[_Bin] = []
+    members: list[_Span] = []
+    real = 0
+    for span in sorted(segments, key=lambda span: -span.length):
+        if members and members[0].length * (len(members) + 1) > _PADDING * (real + span.length):
+            bins.append(_make_bin(members, device))
+            members, real = [], 0
+        members.append(span)
+        real += span.length
+    if members:
+        bins.append(_make_bin(members, device))
+    return bins
+
+
+def _make_bin(members: list[_Span], device: torch.device) -> _Bin:
+    length = max(span.length for span in members)
+    offset = np.arange(length)[None]
+    lengths = np.array([span.length for span in members])[:, None]
+    gather = np.array([span.start for span in members])[:, None] + np.minimum(offset, lengths - 1)
+    valid = (offset < lengths).reshape(-1)
+    gather = gather.reshape(-1)
+
+    def tensor(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64))).to(device)
+
+    return _Bin(
+        len(members), length, tensor(gather), tensor(np.flatnonzero(~valid)), tensor(np.flatnonzero(valid)),
+        tensor(gather[valid]),
+    )  # fmt: skip
+
+
+def _ints(values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64).reshape(-1)
