@@ -145,19 +145,16 @@ class Ledger(Protocol):
         """Give an unclaimed group's slot back at once."""
         ...
 
-    async def close_admission(self) -> None:
-        """This rank admits no more groups. Idempotent."""
+    async def exhaust(self) -> None:
+        """This rank admits no more: once every rank said so, a step whose last live group was claimed counts as full."""
         ...
 
-    async def exhausted(self) -> bool:
-        """True once every rank closed its admission and no live group is left: the open step can get no more groups."""
+    @property
+    def finished(self) -> bool:
+        """Every rank is exhausted and no group is left to train."""
         ...
 
-    async def step_open(self) -> bool:
-        """True if any rank has a group in the open step."""
-        ...
-
-    async def expired(self) -> list[Ticket]:
+    def expired(self) -> list[Ticket]:
         """Live groups of this rank past their deadline (`late: drop` only); the caller ends them."""
         ...
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from asyncrl.transport.queue import TensorQueueReceiver
+from asyncrl.transport.queue import QueueReceiver
 
 from .pipeline import Publication, Rooms
 
@@ -19,7 +19,7 @@ class PublishPump:
     def __init__(
         self,
         rooms: Rooms,
-        publications: TensorQueueReceiver[Publication],
+        publications: QueueReceiver[Publication],
         at_version: Callable[[int], Awaitable[None]],
     ) -> None:
         """`at_version(version)` does what is due at that version: evaluation, checkpoint."""

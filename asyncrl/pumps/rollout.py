@@ -10,34 +10,25 @@ import anyio
 
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import AsyncrlError, EngineClosed, GenerationError
-from asyncrl.transport.queue import TensorQueueSender
+from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Prompt, Ticket
 
 from .pipeline import Rooms, Scoring
 
 
 class RolloutPump:
-    def __init__(self, rooms: Rooms, prompts: PromptSource, scoring: TensorQueueSender[Scoring]) -> None:
+    def __init__(self, rooms: Rooms, prompts: PromptSource, scoring: QueueSender[Scoring]) -> None:
         self._rooms = rooms
         self._prompts = prompts
         self._scoring = scoring
 
     async def run(self) -> None:
         """Ends when the prompts, or the steps that need them, ran out and every group is handed on."""
-        ledger = self._rooms.ledger
-        try:
-            async with self._scoring, anyio.create_task_group() as groups:
-                while True:
-                    batch = await self._admit_batch()
-                    if not batch:
-                        break
-                    for ticket, prompt in batch:
-                        groups.start_soon(self._play, ticket, prompt, name=f"rollout group {ticket.group_id}")
-                await ledger.close_admission()
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await ledger.close_admission()
-            raise
+        async with self._scoring, anyio.create_task_group() as groups:
+            while batch := await self._admit_batch():
+                for ticket, prompt in batch:
+                    groups.start_soon(self._play, ticket, prompt, name=f"rollout group {ticket.group_id}")
+            await self._rooms.ledger.exhaust()
 
     async def _admit_batch(self) -> list[tuple[Ticket, Prompt]]:
         """One group as soon as it has a slot; a whole step's groups where the run must not depend on timing."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import anyio
 
-from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.queue import TensorQueueReceiver, TensorQueueSender
-from asyncrl.types import Group
+from asyncrl.transport.queue import QueueReceiver, QueueSender
+from asyncrl.types import Group, Trajectory
 
 from .pipeline import Rooms, Scoring
 
 
 class ScorePump:
-    def __init__(self, rooms: Rooms, scoring: TensorQueueReceiver[Scoring], groups: TensorQueueSender[Group]) -> None:
+    def __init__(self, rooms: Rooms, scoring: QueueReceiver[Scoring], groups: QueueSender[Group]) -> None:
         self._rooms = rooms
         self._scoring = scoring
         self._groups = groups
@@ -44,11 +43,11 @@ class ScorePump:
                     [trajectory] = await rooms.reward.score(item.prompt, [trajectory])
             if item.ticket.group_id not in rooms.book:
                 continue
-            await self._add(item, trajectory, recorder)
+            await self._add(item, trajectory)
 
-    async def _add(self, item: Scoring, trajectory, recorder: Recorder) -> None:  # type: ignore[no-untyped-def]
+    async def _add(self, item: Scoring, trajectory: Trajectory) -> None:
         group = self._rooms.stash.add(item.ticket, item.prompt, trajectory)
         statistics = self._rooms.stash.statistics()
-        recorder.gauge("queue/stash/depth", statistics.waiting_groups)
+        self._rooms.recorder.gauge("queue/stash/depth", statistics.waiting_groups)
         if group is not None:
             await self._groups.put(group)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import DivergenceError
-from asyncrl.transport.queue import TensorQueueReceiver, TensorQueueSender
+from asyncrl.transport.queue import QueueReceiver, QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
 from .metrics import step_metrics
@@ -43,8 +43,8 @@ class TrainPump:
     def __init__(
         self,
         rooms: Rooms,
-        groups: TensorQueueReceiver[Group],
-        publications: TensorQueueSender[Publication],
+        groups: QueueReceiver[Group],
+        publications: QueueSender[Publication],
         published: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepReport], None],
     ) -> None:
@@ -56,12 +56,15 @@ class TrainPump:
         self._published = published
         self._on_step = on_step
         self._ready: dict[int, Group] = {}  # whole groups without a place, in arrival order
-        self._upstream_open = True
         self._changed = anyio.Event()
         self._stop_requested = False
         config = rooms.config
         self._per_turn = config.algorithm.updates_per_batch
         self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop_requested
 
     def stop_after_step(self) -> None:
         """End after the step in progress (time limit): whatever is not in it is dropped by the runtime."""
@@ -86,8 +89,6 @@ class TrainPump:
         async for group in self._groups:
             self._ready[group.group_id] = group
             self._notify()
-        self._upstream_open = False
-        self._notify()
 
     async def _watch_ledger(self) -> None:
         seen = self._rooms.ledger.changes
@@ -100,8 +101,10 @@ class TrainPump:
         self._changed = anyio.Event()
 
     async def _wait_for_change(self, changed: anyio.Event) -> None:
-        with self._rooms.recorder.wait("train pump", "a claimable group", on="score pump", cause="group"):
-            await changed.wait()
+        recorder = self._rooms.recorder
+        with recorder.timed("time/wait_for_group"):
+            with recorder.wait("train pump", "a claimable group", on="score pump", cause="group"):
+                await changed.wait()
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -126,13 +129,11 @@ class TrainPump:
             if self._streaming:
                 await self._train_new(step)
             if state is ClaimState.FULL:
-                break
-            if await self._nothing_can_come():
-                if not step.groups and not await self._rooms.ledger.step_open():
-                    return False
-                if not self._rooms.config.train.partial_final_step:
+                if self._short() and not self._rooms.config.train.partial_final_step:
                     return False
                 break
+            if self._rooms.ledger.finished:
+                return False
             if self._rooms.config.rollout.late == "drop":
                 await self._drop_expired()
             await self._wait_for_change(changed)
@@ -151,11 +152,11 @@ class TrainPump:
             rooms.book.claimed(ticket)
             step.groups.append(group)
 
-    async def _nothing_can_come(self) -> bool:
-        return not self._upstream_open and not self._ready and await self._rooms.ledger.exhausted()
+    def _short(self) -> bool:
+        return self._rooms.ledger.statistics().claimed < self._rooms.config.rollout.groups_per_step
 
     async def _drop_expired(self) -> None:
-        for ticket in await self._rooms.ledger.expired():
+        for ticket in self._rooms.ledger.expired():
             if await self._rooms.book.end(ticket.group_id, "dropped", "past its deadline"):
                 self._ready.pop(ticket.group_id, None)
                 self._rooms.counters["staleness/dropped"] += 1

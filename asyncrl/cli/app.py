@@ -1,0 +1,48 @@
+"""The console script: `asyncrl run x.yaml a.b=c`, `asyncrl bench step`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+USAGE = """\
+asyncrl: asyncio-native reinforcement-learning post-training
+
+  asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...]   train (the same as a one-rank torchrun -m asyncrl.main)
+  asyncrl run --help                                        every setting, its default and what it means
+  asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
+  asyncrl bench [step] [options]                            measure against other systems on this machine
+"""
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from asyncrl.main import main as run
+
+    return run(arguments)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.bench import main as bench
+
+    return bench(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes as in `asyncrl.errors`; 2 for an unknown command."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    command = COMMANDS.get(given[0])
+    if command is None:
+        print(f"asyncrl: there is no command {given[0]!r}; the commands are: {', '.join(COMMANDS)}\n", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
+        return 2
+    return command(given[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

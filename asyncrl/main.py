@@ -1,0 +1,122 @@
+"""`torchrun -m asyncrl.main x.yaml a.b=c`: one rank of a training run. Also `python -m asyncrl.main` and `asyncrl run`.
+
+Exit codes: those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...); 130 after SIGINT
+and 143 after SIGTERM, once the open step is aborted and the last committed version is checkpointed. A second signal ends
+the process at once, without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from asyncrl.config.describe import help_text
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncrlError, ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.runtime.runtime import RunSummary
+
+USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run] [--help]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in given or "-h" in given:
+        print(USAGE + "\n\n" + help_text())
+        return 0
+    dry_run = "--dry-run" in given
+    rest = [argument for argument in given if argument != "--dry-run"]
+    files, overrides = split_arguments(rest)
+    try:
+        if not files and not overrides:
+            raise ConfigError(f"no configuration was given\n{USAGE}")
+        config = load_config(files, overrides)
+        if dry_run:
+            from asyncrl.runtime.plan import print_plan
+
+            print_plan(config)
+            return 0
+        return run(config)
+    except AsyncrlError as error:
+        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", []):
+            print(f"  {note}", file=sys.stderr)
+        return error.exit_code
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files come first; from the first override (`a.b=c`, `--a.b v`) on, everything is an override."""
+    files = []
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--") or "=" in argument:
+            return files, list(arguments[index:])
+        files.append(argument)
+    return files, []
+
+
+def run(config: Config) -> int:
+    """One run in this process, on uvloop where it is installed. Returns the exit code; raises `AsyncrlError`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool would fight the lane for the cores
+    try:
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    except ImportError:
+        loop_factory = asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        # asyncio's own SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
+        return runner.run(_run(config))
+
+
+async def _run(config: Config) -> int:
+    import anyio
+
+    from asyncrl.runtime.runtime import Runtime
+
+    stopped: list[signal.Signals] = []
+    loop = asyncio.get_running_loop()
+    scope = anyio.CancelScope()
+
+    def stop(received: signal.Signals) -> None:
+        stopped.append(received)
+        print(
+            f"\nasyncrl: {received.name}: aborting the open step and writing a checkpoint; once more ends at once",
+            file=sys.stderr,
+            flush=True,
+        )
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        scope.cancel()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, stop, each)
+    with scope:
+        async with Runtime(config, hard_exit=True) as runtime:
+            runtime.announce()
+            summary = await runtime.run()
+        _print_summary(summary, runtime)
+    return 128 + stopped[0] if stopped else 0
+
+
+def _print_summary(summary: RunSummary, runtime: object) -> None:
+    books = summary.books
+    print(
+        f"done: version {summary.version} in {summary.seconds:.0f} s; groups: {books.admitted} admitted, {books.trained} trained, "
+        f"{books.dropped} dropped, {books.failed} failed"
+    )
+    for reason, count in summary.reasons.items():
+        print(f"  {count} {reason}")
+    directory = getattr(runtime, "directory", None)
+    if directory is not None:
+        print(f"see {directory.path}: report.html, trace.json, metrics.jsonl, rollouts/, checkpoints/latest")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

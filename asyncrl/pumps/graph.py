@@ -1,0 +1,168 @@
+"""The wiring of the pumps: who hands what to whom, and who waits for whom.
+
+              (1) slots           (3) scoring          (5) groups            (6) publications
+    prompts ---------> rollout ------------> score ------------> train ---------------------> publish
+                         pump                 pump       ^         pump                         pump
+                           | (2) requests                | submit                                |
+                           v                             |                                       |
+                         engine                     embedding                                    |
+                                                                                                 |
+    slots released together  <-------- evaluation, checkpoint, every sink acknowledged ----------'
+
+| edge | bounded by | the producer waits for | ends when |
+|---|---|---|---|
+| 1 | slots | a slot (the publish pump gives them back) | the prompts or the needed steps ran out |
+| 2 | slots x group_size | its own reply | the engine closes: every request fails |
+| 3 | one trajectory a scorer | a free scorer | the last rollout is handed on |
+| 5 | slots | nothing: every group has a slot, so the buffer cannot overflow | rollouts scored, nobody may submit |
+| 6 | one publish in flight | the publish before it | the train pump is done |
+
+Whoever ends closes its own end of an edge; the next pump's `async for` then ends. No sentinels, no flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import anyio
+
+from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.config.resolve import slots
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import LifecycleError
+from asyncrl.transport.queue import open_queue
+from asyncrl.types import Group, Prompt, Trajectory
+
+from .evaluate import EvaluatePump
+from .pipeline import Publication, Rooms, Scoring, StepReport
+from .publish import PublishPump
+from .rollout import RolloutPump
+from .score import ScorePump
+from .train import TrainPump
+
+
+class Graph:
+    """The pumps of one rank. `start` runs the half that trains, `run` adds the half that generates."""
+
+    def __init__(
+        self,
+        rooms: Rooms,
+        prompts: PromptSource | None,
+        held_out: Sequence[Prompt],
+        at_version: Callable[[int], Awaitable[None]],
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        config, recorder = rooms.config, rooms.recorder
+        self._rooms = rooms
+        self._prompts = prompts
+        self._groups_in, groups_out = open_queue("groups", slots(config), recorder)
+        publications_in, publications_out = open_queue("publications", 1, recorder)
+        self._publish = PublishPump(rooms, publications_out, at_version)
+        self._train = TrainPump(rooms, groups_out, publications_in, self._publish.published, on_step)
+        self._evaluate = EvaluatePump(rooms, held_out, config.rollout.environment) if held_out else None
+        self._finished = anyio.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._generating = False
+        self._submitted = 0
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def start(self, supervisor: Supervisor) -> None:
+        supervisor.start("training", self._training)
+
+    async def _training(self) -> None:
+        try:
+            async with anyio.create_task_group() as pumps:
+                pumps.start_soon(self._train.run, name="train pump")
+                pumps.start_soon(self._publish.run, name="publish pump")
+        finally:
+            self._finished.set()
+            for callback in self._callbacks:
+                callback()
+
+    def when_finished(self, callback: Callable[[], None]) -> None:
+        """Call back once no step can come any more; at once if that is so."""
+        if self._finished.is_set():
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    async def run(self, supervisor: Supervisor) -> None:
+        """Generate, score and train the configured prompts until the end. Groups left over are dropped and counted."""
+        assert self._prompts is not None
+        self._generating = True
+        scope = anyio.CancelScope()
+        supervisor.start("generation", self._generation, scope)
+        limit = self._rooms.config.train.time_limit_s
+        with anyio.move_on_after(limit) as timer:
+            await self._finished.wait()
+        if timer.cancelled_caught:
+            self._train.stop_after_step()
+            await self._finished.wait()
+        scope.cancel()
+        self._generating = False
+        await self._rooms.book.end_all("the run ended first")
+
+    async def _generation(self, scope: anyio.CancelScope) -> None:
+        assert self._prompts is not None
+        scoring_in, scoring_out = open_queue("scoring", self._rooms.config.reward.workers, self._rooms.recorder)
+        with scope:
+            async with anyio.create_task_group() as pumps:
+                rollout = RolloutPump(self._rooms, self._prompts, scoring_in)
+                score = ScorePump(self._rooms, scoring_out, self._groups_in.clone())
+                self._groups_in.close()  # a run owns the edge: embedding may not submit beside it
+                pumps.start_soon(rollout.run, name="rollout pump")
+                pumps.start_soon(score.run, name="score pump")
+
+    async def drain(self) -> None:
+        """No more groups will be submitted: train what is here, then end. Returns when the training half ended."""
+        if not self._finished.is_set():
+            self._groups_in.close()
+            await self._rooms.ledger.exhaust()
+            await self._finished.wait()
+
+    # -- embedding -------------------------------------------------------------------------------------------------
+
+    async def submit(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> bool:
+        """A whole scored group from outside. False where the ledger finds it too old."""
+        rooms = self._rooms
+        if self._generating or self._finished.is_set():
+            raise LifecycleError("submit: this Runtime runs its own prompts" if self._generating else "submit: the training ended")
+        oldest = min((t.oldest_version for t in trajectories if t.oldest_version >= 0), default=rooms.trainer.version)
+        turn = oldest // rooms.config.algorithm.updates_per_batch
+        ticket = await rooms.ledger.admit(prompt.group_id, turn)
+        if ticket is None:
+            rooms.counters["staleness/dropped"] += 1
+            return False
+        rooms.book.open(ticket)
+        self._submitted += 1
+        group: Group | None = None
+        for trajectory in trajectories:
+            group = rooms.stash.add(ticket, prompt, replace(trajectory, group_id=prompt.group_id))
+        assert group is not None, "members 0..G-1 make a group whole"
+        await self._groups_in.put(group)
+        return True
+
+    # -- what the facade asks --------------------------------------------------------------------------------------
+
+    async def evaluate(self, version: int, last: bool) -> dict[str, float]:
+        if self._evaluate is None or not self._evaluate.due(version, last):
+            return {}
+        return await self._evaluate.run(version)
+
+    def nothing_left(self) -> bool:
+        """The version in hand is the last one."""
+        config, ledger = self._rooms.config, self._rooms.ledger
+        reached = config.train.max_steps is not None and ledger.turn >= config.train.max_steps
+        return reached or ledger.finished or self._train.stopping
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for the pipeline to move: a run, or groups that were submitted."""
+        return not self._finished.is_set() and (self._generating or self._rooms.ledger.statistics().live > 0)
+
+    @property
+    def scored(self) -> float:
+        statistics = self._rooms.stash.statistics()
+        return float(statistics.cleared + statistics.whole_groups + statistics.waiting_trajectories)

@@ -1,0 +1,123 @@
+"""The journal: every committed step becomes one line of metrics, one file of rollouts, one line on the terminal.
+
+The line of a version is written once what is due at that version (evaluation, checkpoint) is known. The metrics of the
+telemetry are drained when the step commits, so that they belong to that step.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from asyncrl.config.describe import to_plain
+from asyncrl.config.schema import Config
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.telemetry.budget import RunBudget
+from asyncrl.telemetry.live import LiveView
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.report import write_report
+from asyncrl.telemetry.rollouts import RolloutWriter
+from asyncrl.telemetry.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, WandbSink
+from asyncrl.telemetry.trace import write_trace
+
+from .directory import RunDirectory
+
+_OPTIONAL = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
+
+
+class Journal:
+    """Opened with `with`. Everything is called on the loop thread; only rollout files and the report go to a worker thread."""
+
+    def __init__(
+        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, flops: float | None
+    ) -> None:
+        """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader).
+
+        `flops`: the peak rate of this rank's devices in FLOP/s for `perf/mfu`; None leaves that metric out.
+        """
+        self._config = config
+        self._directory = directory
+        self._recorder = recorder
+        self._flops = flops
+        self._budget = RunBudget()
+        self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
+        self.history: list[tuple[int, dict[str, float]]] = []
+        self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
+        resume = version if config.resume else None
+        sinks: list[Sink] = []
+        self._rollouts: RolloutWriter | None = None
+        if directory is not None:
+            sinks.append(JsonlSink(directory.metrics, resume))
+            sinks += [_OPTIONAL[name](directory.path, config.run.name, to_plain(config)) for name in config.telemetry.sinks]
+            self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume)
+        self._sinks = Sinks(sinks)
+
+    def __enter__(self) -> Journal:
+        self.live.__enter__()
+        self._recorder.take_window()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self.live.__exit__(*exc)
+        finally:
+            self._sinks.close()
+
+    def committed(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
+        """Call at the commit of a step. Returns the report with all metrics of the step in it."""
+        metrics = {**report.metrics, **self._recorder.drain(), **self._budget.step(self._recorder.take_window()), **extra}
+        flops = metrics.pop("perf/needed_flop", math.nan)
+        if self._flops and metrics.get("time/step"):
+            metrics["perf/mfu"] = flops / metrics["time/step"] / self._flops
+        metrics["perf/peak_memory_gib"] = peak_memory_gib()
+        self._pending[report.version] = (report, metrics)
+        return StepReport(report.version, report.result, metrics, report.groups, report.advantages)
+
+    async def write(self, version: int, extra: Mapping[str, float]) -> None:
+        """Write the line of `version`; `extra` is what was due there (`eval/*`)."""
+        report, metrics = self._pending.pop(version, (None, {}))
+        line = {**metrics, **extra}
+        self.history.append((version, line))
+        self._sinks.write(version, line)
+        if report is not None:
+            self.live.step(version, line)
+            if self._rollouts is not None:
+                trained_at = version - self._config.algorithm.updates_per_batch
+                await self._rollouts.write_async(
+                    version, report.groups, trained_version=trained_at, advantages=report.advantages
+                )
+        elif extra:
+            self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
+
+    async def finish(self, outcome: str) -> None:
+        """Trace and report, after the last step; also of a run that failed."""
+        if self._directory is None:
+            return
+        telemetry, directory = self._config.telemetry, self._directory
+
+        def write() -> None:
+            if telemetry.trace:
+                write_trace(self._recorder, directory.trace)
+            if telemetry.report:
+                write_report(directory.path, outcome=outcome)
+
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(write)
+
+    def idle(self) -> dict[str, float]:
+        """Shares of the whole run so far: `busy/*`, `idle/*`."""
+        return self._budget.metrics()
+
+
+def peak_memory_gib() -> float:
+    """Peak resident memory of this process in GiB (ru_maxrss is in KiB on Linux, bytes on macOS)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)
+
+

@@ -1,0 +1,229 @@
+"""Builds the rooms of a run from its configuration: the one place that knows which class stands behind which port."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrl.algorithms.registry import build_advantage, build_loss
+from asyncrl.concurrency.lane import Lane, SimulatedLane, ThreadLane
+from asyncrl.config.resolve import slots
+from asyncrl.config.schema import Config
+from asyncrl.data.stash import Stash
+from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.distributed.world import World
+from asyncrl.environments.loading import load_environment
+from asyncrl.errors import ConfigError
+from asyncrl.generation.dry_run import DryRunEngine
+from asyncrl.generation.embedded.engine import EmbeddedEngine
+from asyncrl.models.loading import load_policy
+from asyncrl.models.policy import PolicyModel
+from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
+from asyncrl.pumps.pipeline import GroupBook, Rooms
+from asyncrl.rewards.pool import RewardPool, RewardSpec
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.training.dry_run import DryRunTrainer
+from asyncrl.training.lane_trainer import LaneTrainer
+from asyncrl.training.trainer import TorchTrainer
+from asyncrl.types import SamplingParams
+from asyncrl.weights.shared import SharedWeights
+
+from .memory import check_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What an embedding program brings as objects instead of configuration."""
+
+    rewards: Sequence[RewardSpec] = ()
+    environment: Environment | None = None
+
+
+@dataclass(slots=True)
+class Built:
+    rooms: Rooms
+    lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane: what the watchdog looks at
+    tokenizer: Any
+    policy: PolicyModel | None
+    core: TorchTrainer | None
+    peak_flops: float | None
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_tokens,
+        stop=rollout.stop,
+    )
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """`auto`: the GPU of this rank where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {name}, and torch finds no CUDA device here; use cpu or auto")
+    return device
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of a 1024^3 GEMM in the matmul dtype, FLOP/s: the yardstick of `perf/mfu`. Takes some 50 ms on two cores."""
+    import time
+
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+class Builder:
+    """Opens everything that has to be closed on one exit stack, in dependency order."""
+
+    def __init__(self, config: Config, world: World, recorder: Recorder, stack: AsyncExitStack) -> None:
+        self.config = config
+        self.world = world
+        self.recorder = recorder
+        self.stack = stack
+
+    async def build(self, overrides: Overrides, turn: int, version: int) -> Built:
+        dry = self.config.train.kind == "dry_run"
+        if dry != (self.config.engine.kind == "dry_run"):
+            raise ConfigError(
+                f"engine.kind={self.config.engine.kind} with train.kind={self.config.train.kind}: both are dry_run or none is"
+            )
+        ledger = await self.stack.enter_async_context(self._ledger(turn))
+        built = await (self._dry(version) if dry else self._real())
+        engine, trainer, sinks, lanes, tokenizer, policy, core, flops = built
+        reward = await self.stack.enter_async_context(self._reward(overrides))
+        environment = overrides.environment or load_environment(
+            self.config.rollout.environment,
+            tokenizer=tokenizer,
+            sampling=sampling_params(self.config),
+            seed=self.config.seed,
+        )
+        stash = Stash(max_groups=slots(self.config))
+        algorithm = self.config.algorithm
+        rooms = Rooms(
+            config=self.config,
+            recorder=self.recorder,
+            ledger=ledger,
+            stash=stash,
+            engine=engine,
+            environment=environment,
+            reward=reward,
+            trainer=trainer,
+            sinks=sinks,
+            loss=build_loss(
+                algorithm.loss,
+                epsilon=algorithm.epsilon,
+                epsilon_high=algorithm.epsilon_high,
+                importance_cap=algorithm.importance_cap,
+                kl_coef=algorithm.kl_coef,
+                old_logprobs=algorithm.old_logprobs,
+            ),
+            advantage=build_advantage(algorithm.advantage),
+            book=GroupBook(ledger, stash),
+        )
+        return Built(rooms, lanes, tokenizer, policy, core, flops)
+
+    def _ledger(self, turn: int) -> Any:
+        rollout = self.config.rollout
+        assert rollout.max_staleness is not None
+        if self.world.size == 1:
+            return LocalLedger(
+                rollout.groups_per_step, rollout.max_staleness, late=rollout.late, turn=turn, recorder=self.recorder
+            )
+        return StoreLedger(
+            self.world.store,
+            self.world.rank,
+            self.world.size,
+            rollout.groups_per_step,
+            rollout.max_staleness,
+            late=rollout.late,
+            turn=turn,
+            recorder=self.recorder,
+        )
+
+    def _reward(self, overrides: Overrides) -> Reward:
+        if not overrides.rewards:
+            return RewardPool.from_config(self.config.reward, self.recorder)
+        reward = self.config.reward
+        return RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
+
+    async def _dry(self, version: int) -> tuple[Any, ...]:
+        config, costs = self.config, self.config.dry_run
+        train_lane = await self.stack.enter_async_context(SimulatedLane("device", self.recorder))
+        engine_lane = train_lane
+        if not costs.shared_device:
+            engine_lane = await self.stack.enter_async_context(SimulatedLane("generation", self.recorder))
+        trainer = DryRunTrainer(
+            train_lane, self.recorder, train_token_s=costs.train_token_s, finish_s=costs.finish_s, version=version
+        )
+        engine = DryRunEngine(
+            engine_lane,
+            self.recorder,
+            max_sequences=config.engine.max_sequences,
+            decode_step_s=costs.decode_step_s,
+            length_sigma=costs.length_sigma,
+            version=lambda: trainer.version,
+        )
+        await self.stack.enter_async_context(engine)
+        return engine, trainer, (engine,), tuple({id(x): x for x in (train_lane, engine_lane)}.values()), None, None, None, None
+
+    async def _real(self) -> tuple[Any, ...]:
+        config = self.config
+        device = choose_device(config.model.device, self.world.local_rank)
+        threads = config.threads or os.cpu_count() or 1
+        check_memory(config, device)
+
+        def on_start() -> None:
+            torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+
+        name = device.type if device.index is None else f"{device.type}{device.index}"
+        lane = await self.stack.enter_async_context(ThreadLane(name, self.recorder, on_start))
+        with self.recorder.wait("runtime", "the model", on="disk", cause="start"):
+            policy, tokenizer, core, flops = await lane.run(lambda: self._load(device), name="start/load")
+        trainer = LaneTrainer(core, lane, self.recorder)
+        engine = EmbeddedEngine(
+            policy,
+            tokenizer,
+            lane,
+            self.recorder,
+            max_sequences=config.engine.max_sequences,
+            max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+            prefill_tokens=config.engine.prefill_tokens,
+            kv_after_update=config.engine.kv_after_update,
+        )
+        await self.stack.enter_async_context(engine)
+        sinks = (SharedWeights(policy, engine, lane),)
+        return engine, trainer, sinks, (lane,), tokenizer, policy, core, flops
+
+    def _load(self, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, float]:
+        config = self.config
+        policy, tokenizer = load_policy(config.model, device, config.seed)
+        core = TorchTrainer(
+            policy,
+            config.train,
+            self.world,
+            max_completion_length=config.rollout.max_tokens,
+            needs_reference=config.algorithm.kl_coef > 0,
+        )
+        return policy, tokenizer, core, measure_flops(device, policy.dtype)

@@ -1,0 +1,358 @@
+"""The facade: `async with Runtime(config) as rt`, in `asyncrl.main` or inside somebody else's event loop.
+
+    states      new -> open -> closed; opened and closed in the same task
+    tasks       one task group (the supervisor); a pump that dies cancels the block and its error is raised at its end
+    at the end  clean exit: what was submitted is trained (a last, smaller step where `train.partial_final_step`)
+                error or cancellation: the open step is aborted, its groups are dropped and counted
+                always: a checkpoint of the last committed version (`checkpoint.save_final`), trace, report, books checked
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import anyio
+import numpy as np
+from anyio.streams.memory import MemoryObjectSendStream
+
+from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.concurrency.watchdog import Watchdog
+from asyncrl.config.resolve import resolve, slots
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.distributed.world import World
+from asyncrl.errors import AsyncrlError, ConfigError, LedgerError, LifecycleError
+from asyncrl.ports import Environment
+from asyncrl.pumps.graph import Graph
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.rewards.pool import RewardSpec
+from asyncrl.telemetry.lag import monitor
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Group, LedgerStatistics, Prompt, SamplingParams, Trajectory
+
+from .directory import RunDirectory
+from .journal import Journal
+from .rooms import Builder, Built, Overrides
+from .saving import Checkpointer, SavedRun
+
+EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
+
+
+class State(Enum):
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    version: int
+    books: LedgerStatistics
+    reasons: Mapping[str, int]  # why groups were dropped or failed, counted
+    seconds: float
+    shares: Mapping[str, float]  # busy/* and idle/* of the whole run
+    history: Sequence[tuple[int, Mapping[str, float]]]  # (version, metrics) of every line written
+
+
+class Runtime:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rewards: Callable[..., Any] | Sequence[Callable[..., Any] | RewardSpec] = (),
+        environment: Environment | None = None,
+        prompts: Sequence[Mapping[str, Any]] | None = None,
+        write: bool = True,
+        hard_exit: bool = False,
+    ) -> None:
+        """`rewards`, `environment`, `prompts`: objects instead of what the configuration names.
+
+        `write=False` leaves no run directory behind. `hard_exit`: the watchdog may end a wedged process (`main` only).
+        """
+        given = [rewards] if callable(rewards) else list(rewards)
+        specs = [r if isinstance(r, RewardSpec) else RewardSpec(r) for r in given]
+        self._given = config
+        self._overrides = Overrides(tuple(specs), environment)
+        self._rows = prompts
+        self._write = write
+        self._hard_exit = hard_exit
+        self._state = State.NEW
+        self._task: asyncio.Task[Any] | None = None
+        self._next_group = EMBEDDED_GROUPS
+        self._listeners: list[MemoryObjectSendStream[StepReport]] = []
+        self._started = 0.0
+        self._ran = False
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Runtime:
+        if self._state is not State.NEW:
+            raise LifecycleError(f"a Runtime is opened once; this one is {self._state.value}. Make a new one")
+        self._state, self._task = State.OPEN, asyncio.current_task()
+        self._started = time.perf_counter()
+        self._stack = AsyncExitStack()
+        await self._stack.__aenter__()
+        try:
+            await self._open()
+        except BaseException:
+            self._state = State.CLOSED
+            await self._stack.__aexit__(*sys.exc_info())
+            raise
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
+        if asyncio.current_task() is not self._task:
+            raise LifecycleError("a Runtime must be closed by the task that opened it; keep the `async with` in one task")
+        if self._state is State.CLOSED:
+            return None
+        self._state = State.CLOSED
+        if error is None:
+            try:
+                await self._graph.drain()
+                self._supervisor.cancel()  # what runs for ever: the lag monitor
+            except BaseException as failure:
+                await self._stack.__aexit__(type(failure), failure, failure.__traceback__)
+                raise
+        return await self._stack.__aexit__(kind, error, traceback)
+
+    async def _open(self) -> None:
+        stack = self._stack
+        self.world = World.from_env()
+        embedding = self._rows is not None or self._given.data.train is None
+        self.config = config = resolve(self._given, self.world.size, embedding=embedding)
+        leader = self.world.rank == 0
+        self.directory = RunDirectory(config) if self._write else None
+        self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []
+        self.recorder = recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
+        saved = self._find_saved()
+        await stack.enter_async_context(self.world)
+        turn = saved.turn if saved else 0
+        self.built: Built = await Builder(config, self.world, recorder, stack).build(
+            self._overrides, turn, saved.version if saved else 0
+        )
+        rooms = self.built.rooms
+        self._rooms = rooms
+        self._checkpointer = Checkpointer(config, self.directory, self.built, self.world, recorder)
+        self._prompts, held_out = self._load_prompts()
+        if saved is not None:
+            await self._checkpointer.restore(saved, self._prompts)
+        self._journal = stack.enter_context(
+            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.peak_flops)
+        )
+        for line in self.resume_changes:
+            self._journal.live.note(f"resume: {line}")
+        stack.push_async_exit(self._finalize)
+        self._watchdog = stack.enter_context(self._make_watchdog())
+        self._graph = Graph(rooms, self._prompts, held_out, self._at_version, self._on_step)
+        self._supervisor = await stack.enter_async_context(Supervisor())
+        self._supervisor.start("event loop lag", monitor, recorder)  # for ever: cancelled when the block ends
+        self._graph.start(self._supervisor)
+
+    def _find_saved(self) -> SavedRun | None:
+        if not self.config.resume:
+            return None
+        assert self.directory is not None
+        return SavedRun.latest(self.directory)
+
+    def _load_prompts(self) -> tuple[PromptSource | None, list[Prompt]]:
+        config = self.config
+        source: Any = self._rows if self._rows is not None else config.data.train
+        if source is None:
+            return None, []
+        prompts = PromptSource(
+            source,
+            config.data,
+            self.built.tokenizer,
+            seed=config.seed,
+            max_epochs=config.train.max_epochs,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+        held_out: list[Prompt] = []
+        if config.data.eval is not None and config.evaluate.every is not None:
+            data = config.data.model_copy(update={"shuffle": False})
+            rows = PromptSource(config.data.eval, data, self.built.tokenizer, seed=config.seed, max_epochs=1)
+            held_out = list(iter(rows.next, None))
+        return prompts, held_out
+
+    def _make_watchdog(self) -> Watchdog:
+        return Watchdog(
+            self.config.watchdog,
+            self.recorder,
+            lanes=self.built.lanes,
+            progress=self._progress,
+            work_remains=lambda: self._graph.busy,
+            on_stall=lambda error: self._supervisor.fail(error),
+            hard_exit=self._hard_exit,
+        )
+
+    def _progress(self) -> tuple[float, ...]:
+        books = self._rooms.ledger.statistics()
+        return (self._rooms.engine.statistics().get("tokens", 0.0), books.admitted, books.trained, self._graph.scored)
+
+    # -- a run over configured data --------------------------------------------------------------------------------
+
+    async def run(self) -> RunSummary:
+        """Train on the configured prompts until `max_steps`, `max_epochs` or the time limit. Once per Runtime."""
+        self._check_open("run")
+        if self._prompts is None:
+            raise ConfigError("Runtime.run needs prompts: set data.train, or pass prompts=[...] to Runtime")
+        if self._ran:
+            raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
+        self._ran = True
+        if not self.config.resume:
+            await self._at_version(self._rooms.trainer.version)
+        await self._graph.run(self._supervisor)
+        return self.summary()
+
+    def summary(self) -> RunSummary:
+        return RunSummary(
+            version=self._rooms.trainer.version,
+            books=self._rooms.ledger.statistics(),
+            reasons=dict(self._rooms.book.reasons),
+            seconds=time.perf_counter() - self._started,
+            shares=self._journal.idle(),
+            history=tuple(self._journal.history),
+        )
+
+    def _on_step(self, report: StepReport) -> None:
+        extra = {"perf/needed_flop": self._needed_flop(report)}
+        full = self._journal.committed(report, extra)
+        for listener in self._listeners:
+            listener.send_nowait(full)
+
+    def _needed_flop(self, report: StepReport) -> float:
+        """FLOP that the step needed: every prompt once per group in prefill and training, every sampled token once in each."""
+        policy = self.built.policy
+        if policy is None:
+            return math.nan
+        forward = 2.0 * policy.matmul_parameters
+        prompts = sum(group.prompt.ids.size for group in report.groups)
+        sampled = sum(int(t.mask.sum()) for group in report.groups for t in group.trajectories)
+        return forward * (1 + 3) * (prompts + sampled)
+
+    async def _at_version(self, version: int) -> None:
+        """What is due at a version, before its slots are released: evaluation, checkpoint, its line of metrics."""
+        last = self._graph.nothing_left()
+        extra = await self._graph.evaluate(version, last)
+        if self._checkpointer.due(version, last):
+            saved = await self._checkpointer.save(version, self._prompts)
+            extra["time/checkpoint"] = saved.seconds
+        await self._journal.write(version, extra)
+
+    async def _finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
+        with anyio.CancelScope(shield=True):
+            rooms, version = self._rooms, self._rooms.trainer.version
+            ended = "closed" if error is None else f"run ended: {type(error).__name__}"
+            await rooms.book.end_all(ended)
+            try:
+                if self._checkpointer.final_due(version, error):
+                    self._journal.live.note(f"writing a checkpoint of version {version}")
+                    await self._checkpointer.save(version, self._prompts)
+            finally:
+                await self._journal.finish(ended if error is not None else "completed")
+                for listener in self._listeners:
+                    listener.close()
+            if error is None:
+                self._check_books()
+
+    def _check_books(self) -> None:
+        """Invariant 2: every admitted group ended exactly once."""
+        books = self._rooms.ledger.statistics()
+        if books.live or books.claimed or books.held or books.admitted != books.trained + books.dropped + books.failed:
+            raise LedgerError(f"the books do not add up at the end of the run: {books}")
+
+    # -- embedding -------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: str | list[dict[str, Any]] | Sequence[int],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        columns: Mapping[str, Any] | None = None,
+    ) -> list[Trajectory]:
+        """Sample a group of `n` completions: a string or messages go through the tokenizer as configured, ints are token ids.
+
+        Each call has a group id of its own, which keys its randomness. Errors: `GenerationError`, `LifecycleError`.
+        """
+        self._check_open("generate")
+        group_id, self._next_group = self._next_group, self._next_group + 1
+        prepared = self._prepare(prompt, group_id, columns or {})
+        generate = self._rooms.engine.generate
+        if sampling is not None:
+
+            async def generate(request: Any) -> Any:
+                return await self._rooms.engine.generate(replace(request, sampling=sampling))
+
+        results: dict[int, Trajectory] = {}
+
+        async def one(member: int) -> None:
+            results[member] = await self._rooms.environment.run(prepared, member, n, generate)
+
+        async with anyio.create_task_group() as tasks:
+            for member in range(n):
+                tasks.start_soon(one, member)
+        return [results[member] for member in range(n)]
+
+    async def submit(self, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> bool:
+        """Hand over a whole group with one reward each. Waits for a slot (backpressure).
+
+        False: its oldest token is too old to be trained within `max_staleness`; it is counted and not trained.
+        """
+        self._check_open("submit")
+        if not trajectories or len(trajectories) != len(rewards):
+            raise ValueError(f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one")
+        group_ids = {t.group_id for t in trajectories}
+        if len(group_ids) != 1:
+            raise ValueError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
+        for index, reward in enumerate(rewards):
+            if not math.isfinite(reward):
+                raise ValueError(f"submit: reward {index} is {reward}; rewards are finite numbers")
+        scored = tuple(
+            replace(t, member=member, group_size=len(trajectories), reward=float(reward))
+            for member, (t, reward) in enumerate(zip(trajectories, rewards, strict=True))
+        )
+        first = scored[0]
+        prompt = Prompt(group_id=first.group_id, ids=first.tokens[: first.prompt_length], prompt="")
+        return await self._graph.submit(scored, prompt)
+
+    def _prepare(self, prompt: Any, group_id: int, columns: Mapping[str, Any]) -> Prompt:
+        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (int, np.integer)):
+            text = self.tokenizer.decode(list(prompt))
+            return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
+        ids = encode_prompt(prompt, self.config.data, self.tokenizer)
+        return Prompt(group_id=group_id, ids=np.asarray(ids, np.int32), prompt=prompt, columns=columns)
+
+    async def steps(self) -> AsyncIterator[StepReport]:
+        """Every step committed from now on, until the training ends or the Runtime closes."""
+        self._check_open("steps")
+        send, receive = anyio.create_memory_object_stream[StepReport](math.inf)
+        self._listeners.append(send)
+        self._graph.when_finished(send.close)
+        with receive:
+            async for report in receive:
+                yield report
+
+    @property
+    def version(self) -> int:
+        return self._rooms.trainer.version
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.built.tokenizer
+
+    def _check_open(self, what: str) -> None:
+        if self._state is not State.OPEN:
+            raise LifecycleError(f"Runtime.{what}: the Runtime is {self._state.value}; call it inside `async with Runtime(...)`")
