@@ -1,0 +1,229 @@
+"""`report.html`: one self-contained page about a run, built from what the run left in its directory.
+
+Reads `metrics.jsonl`, `trace.json` (its end only), `rollouts/` and `config.yaml`; each may be missing. Everything that
+the model or the user wrote goes into the page as JSON data and onto the screen as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from .budget import kind_of
+from .recorder import LANE_PREFIX
+from .sinks import read_jsonl
+from .trace import read_tail
+
+_TIMELINE_STEPS = 3
+_TIMELINE_SPANS = 12_000
+_TIMELINE_ROWS_PER_TRACK = 6
+_SAMPLED_STEPS = 10
+_SAMPLES_PER_STEP = 5
+_TEXT_LIMIT = 6_000
+_CONFIG_LIMIT = 100_000
+_ASSETS = "charts.js", "timeline.js", "report.js"
+
+
+def write_report(run_dir: Path, *, name: str | None = None, result: str | None = None) -> Path:
+    """Write `report.html` into the run directory, atomically, and return its path.
+
+    `result` is a few words ("finished", "stopped by SIGTERM", "StallError: ..."). Takes up to seconds for a long run:
+    not on the event loop. OSError: a file could not be read or written.
+    """
+    page = render(collect(run_dir, name=name, result=result))
+    path = run_dir / "report.html"
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(page, encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page around its data."""
+    assets = resources.files(__package__) / "assets"
+    # "<" only occurs inside JSON strings, where its escape means the same: no text can end the script element.
+    json = orjson.dumps(data).decode().replace("<", "\\u003c")
+    title = re.sub(r"[<>&]", " ", str(data["name"]))
+    parts = {
+        "@TITLE@": title,
+        "@CSS@": (assets / "report.css").read_text("utf-8"),
+        "@JS@": "\n".join((assets / each).read_text("utf-8") for each in _ASSETS),
+        "@DATA@": json,
+    }
+    page = (assets / "report.html").read_text("utf-8")
+    # In one pass: data that happens to contain a placeholder is left alone.
+    return re.sub("|".join(parts), lambda found: parts[found.group(0)], page)
+
+
+def collect(run_dir: Path, *, name: str | None = None, result: str | None = None) -> dict[str, Any]:
+    """The data of the page. All values finite, None where a metric is missing or was NaN."""
+    rows = [row for row in read_jsonl(run_dir / "metrics.jsonl") if isinstance(row.get("step"), int)]
+    # A run that was resumed without its metrics being cut may hold a step twice: the later line counts.
+    rows = [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+    steps = [row["step"] for row in rows]
+    names = sorted({key for row in rows for key in row if key not in ("step", "time")})
+    series = {key: [_finite(row.get(key)) for row in rows] for key in names}
+    series = {key: values for key, values in series.items() if any(value is not None for value in values)}
+    times = [float(row.get("time") or 0.0) for row in rows]
+    weights = _durations(series.get("time/step"), times)
+    started = times[0] - weights[0] if times else None
+    rollouts, reward_range = _rollouts(run_dir / "rollouts")
+    return {
+        "name": name or run_dir.resolve().name,
+        "result": result,
+        "started": started,
+        "duration": times[-1] - started if started is not None else 0.0,
+        "trained_s": sum(weights),
+        "steps": steps,
+        "series": series,
+        "weights": weights,
+        "account": _account(series, weights),
+        "timeline": _timeline(run_dir / "trace.json", steps, times),
+        "rollouts": rollouts,
+        "reward_range": reward_range,
+        "config": _text(run_dir / "config.yaml"),
+    }
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text("utf-8", errors="replace")[:_CONFIG_LIMIT] if path.exists() else None
+
+
+def _durations(measured: list[float | None] | None, times: list[float]) -> list[float]:
+    """Seconds of each step: `time/step` where it was recorded, else the time since the line before."""
+    gaps = [max(0.0, b - a) for a, b in pairwise(times)]
+    gaps = [gaps[0] if gaps else 1.0, *gaps] if times else []
+    return [gap if value is None else value for gap, value in zip(gaps, measured or [None] * len(gaps), strict=True)]
+
+
+def _account(series: dict[str, list[float | None]], weights: list[float]) -> dict[str, dict[str, float]]:
+    """Shares over the run, weighted by step duration: `all`, and each lane where there are several."""
+    whole = sum(weights) or 1.0
+    account: dict[str, dict[str, float]] = {}
+    for name, values in series.items():
+        section, _, rest = name.partition("/")
+        if section not in ("busy", "idle"):
+            continue
+        lane, _, label = rest.rpartition("/")
+        share = sum((value or 0.0) * weight for value, weight in zip(values, weights, strict=True)) / whole
+        account.setdefault(lane or "all", {})[f"{section}/{label}"] = share
+    return {lane: account[lane] for lane in sorted(account, key=lambda lane: (lane != "all", lane))}
+
+
+def _timeline(path: Path, steps: list[int], times: list[float]) -> dict[str, Any] | None:
+    """The spans of the last steps that the trace covers, by row; times in microseconds since the trace started."""
+    if not path.exists():
+        return None
+    other, names, events = read_tail(path)
+    spans = [event for event in events if event["ph"] == "X"]
+    if not spans:
+        return None
+    end = max(event["ts"] + event["dur"] for event in spans)
+    marks = [((time - other["started_unix"]) * 1e6, step) for time, step in zip(times, steps, strict=True)]
+    inside = [mark for mark in marks if 0 <= mark[0] <= end]
+    start = inside[-1 - _TIMELINE_STEPS][0] if len(inside) > _TIMELINE_STEPS else 0.0
+    shown = [event for event in spans if event["ts"] + event["dur"] >= start]
+    shown.sort(key=lambda event: event["ts"] + event["dur"])
+    if len(shown) > _TIMELINE_SPANS:
+        shown = shown[-_TIMELINE_SPANS:]
+        start = max(start, shown[0]["ts"])
+    start = max(start, min(event["ts"] for event in shown))
+    rows, table, hidden = _timeline_rows(shown, names, start)
+    lead = "What every lane and every pump did during the last steps that the trace covers."
+    if other.get("dropped_events"):
+        lead += f" The trace was full before the run ended: {other['dropped_events']:,} later events were not stored."
+    if hidden:
+        lead += f" {hidden} further rows of overlapping spans are in trace.json."
+    shown_marks = [[moment, step] for moment, step in marks if start < moment <= end]
+    return {"start": start, "end": end, "rows": rows, "names": table, "steps": shown_marks, "lead": lead}
+
+
+def _timeline_rows(
+    events: list[dict[str, Any]], names: dict[int, str], start: float
+) -> tuple[list[dict[str, Any]], list[str], int]:
+    """Rows of `[start, duration, index of name, colour key, detail]`, the names, and how many rows were left out."""
+    table: dict[str, int] = {}
+    by_row: dict[int, list[list[Any]]] = {}
+    for event in events:
+        name = event["name"]
+        args = event.get("args") or {}
+        is_wait = event.get("cat") == "wait"
+        key = f"idle/{args.get('cause')}" if is_wait else kind_of(name)
+        detail = f"on {args.get('on')} ({args.get('cause')})" if is_wait else ""
+        begin = max(event["ts"], start)
+        duration = round(event["ts"] + event["dur"] - begin, 1)
+        span = [round(begin, 1), duration, table.setdefault(name, len(table)), key, detail]
+        by_row.setdefault(event["tid"], []).append(span)
+    rows, hidden = [], 0
+    for tid in sorted(by_row):
+        name = names.get(tid, f"row {tid}")
+        found = re.fullmatch(r".* #(\d+)", name)
+        if found and int(found.group(1)) > _TIMELINE_ROWS_PER_TRACK:
+            hidden += 1
+            continue
+        # An outer span must be painted before those inside it.
+        spans = sorted(by_row[tid], key=lambda span: (span[0], -span[1]))
+        rows.append({"name": name.removeprefix(LANE_PREFIX) if not found else name, "spans": spans})
+    return rows, list(table), hidden
+
+
+def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
+    """Samples of some steps, first and last included, and the range of their rewards."""
+    files: dict[int, Path] = {}
+    for path in directory.glob("step_*.jsonl"):
+        found = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+        if found:
+            files[int(found.group(1))] = path
+    steps = sorted(files)
+    count = min(_SAMPLED_STEPS, len(steps))
+    picked = sorted({steps[round(k * (len(steps) - 1) / max(1, count - 1))] for k in range(count)}, reverse=True)
+    sets: list[dict[str, Any]] = []
+    low, high = math.inf, -math.inf
+    for step in picked:
+        rows = read_jsonl(files[step])
+        rewards = [reward for row in rows if (reward := _finite(row.get("reward"))) is not None]
+        low, high = min([low, *rewards]), max([high, *rewards])
+        rows.sort(key=lambda row: (_finite(row.get("reward")) is None, -(_finite(row.get("reward")) or 0.0)))
+        take = min(_SAMPLES_PER_STEP, len(rows))
+        chosen = sorted({round(k * (len(rows) - 1) / max(1, take - 1)) for k in range(take)})
+        sets.append({"step": step, "total": len(rows), "rows": [_sample(rows[index]) for index in chosen]})
+    return sets, [low, high] if low <= high else [0.0, 0.0]
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in row.items() if key != "metadata"}
+    kept["prompt"] = _shorten(_plain(row.get("prompt", "")))
+    kept["completion"] = _shorten(_plain(row.get("completion", "")))
+    return kept
+
+
+def _plain(text: Any) -> str:
+    """A string as it is; messages one after the other, each under its role."""
+    if not isinstance(text, list):
+        return str(text)
+    parts = []
+    for message in text:
+        if isinstance(message, dict):
+            content = message.get("content")
+            parts.append(f"{message.get('role', '?')}: {content if isinstance(content, str) else message}")
+        else:
+            parts.append(str(message))
+    return "\n".join(parts)
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _TEXT_LIMIT:
+        return text
+    half = _TEXT_LIMIT // 2
+    return f"{text[:half]}\n[... {len(text) - _TEXT_LIMIT:,} characters left out ...]\n{text[-half:]}"

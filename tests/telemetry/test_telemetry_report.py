@@ -1,0 +1,264 @@
+"""report.html: self-contained, safe against what models write, and complete, for short, long and broken runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from asyncrl.telemetry.budget import RunBudget
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.report import collect, render, write_report
+from asyncrl.telemetry.trace import write_trace
+
+EVIL = "</script><script>alert('</pre>')</script><img src=x onerror=alert(1)> & @DATA@ \u2028"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def simulate_step(recorder: Recorder, clock: Clock, draw: random.Random) -> None:
+    """A step's worth of closures, waits and coroutine spans on a clock of our own."""
+    started = clock.now
+    ended = clock.now
+    with recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
+        for _ in range(draw.randint(20, 40)):
+            recorder.lane_resumed("cpu", ended)
+            with recorder.work("engine", "deliver"):
+                clock.now += 0.0004
+            submitted = clock.now
+            clock.now += 0.0002
+            name = "prefill" if draw.random() < 0.1 else "decode"
+            with recorder.lane_busy("cpu", name, submitted=submitted):
+                clock.now += draw.uniform(0.01, 0.02)
+            ended = clock.now
+    with recorder.wait("train pump", "a whole group", on="score pump", cause="group"):
+        with recorder.wait("score pump", "rewards", on="reward workers", cause="reward"):
+            clock.now += draw.uniform(0.01, 0.08)
+        clock.now += 0.02
+    for _ in range(4):
+        submitted = clock.now
+        clock.now += 0.0003
+        with recorder.lane_busy("cpu", "train_microbatch", submitted=submitted):
+            clock.now += draw.uniform(0.03, 0.06)
+    with recorder.lane_busy("cpu", "finish_train_step"):
+        clock.now += 0.02
+    with recorder.span("publish", track="publish pump"):
+        clock.now += 0.001
+    end = clock.now
+    for member in range(12):  # episodes: coroutines that overlap
+        clock.now = started + 0.01 * member
+        with recorder.span(f"episode {member}", track="environment"):
+            clock.now = end - draw.uniform(0, 0.2)
+    clock.now = end
+
+
+def metrics_of(step: int, steps: int, draw: random.Random) -> dict[str, Any]:
+    learned = 1 / (1 + math.exp(-8 * (step / max(steps, 8) - 0.4)))
+    reward = 0.1 + 0.85 * learned + draw.gauss(0, 0.03)
+    row: dict[str, Any] = {
+        "reward/mean": reward,
+        "reward/std": 0.05 + 0.4 * learned * (1 - learned) * 2,
+        "reward/exact/mean": reward - 0.05,
+        "reward/format/mean": min(1.0, reward + 0.1),
+        "loss": -0.02 + draw.gauss(0, 0.01),
+        "optim/grad_norm": math.exp(draw.gauss(-1, 0.4)),
+        "optim/lr": 1e-5 * (1 - step / (steps + 1)),
+        "entropy": 1.8 - learned + draw.gauss(0, 0.03),
+        "staleness/mean": draw.uniform(0.4, 1.4),
+        "staleness/max": float(draw.choice([1, 2])),
+        "completions/mean_length": 60 + 50 * learned + draw.gauss(0, 4),
+        "completions/min_length": 12.0,
+        "completions/max_length": 128.0,
+        "perf/tokens_per_s": 1200 + draw.gauss(0, 80),
+        "mismatch_kl/mean": abs(draw.gauss(2e-4, 1e-4)),
+        "clip_ratio/low_mean": abs(draw.gauss(0.01, 0.003)),
+        "clip_ratio/high_mean": abs(draw.gauss(0.02, 0.003)),
+        "frac_reward_zero_std": learned * 0.6,
+        "loop/lag_ms_p99": abs(draw.gauss(3, 1)),
+        "queue/stash/depth": float(draw.randint(0, 6)),
+        "time/reward": draw.uniform(0.1, 0.2),
+    }
+    if step % max(1, steps // 5) == 0 or step == 1:
+        row["eval/arithmetic/avg@4"] = reward - 0.08
+        row["eval/arithmetic/pass@4"] = min(1.0, reward + 0.1)
+    return row
+
+
+def make_run(directory: Path, steps: int, seed: int = 0) -> None:
+    """A run directory with fake but plausible contents."""
+    draw, clock = random.Random(seed), Clock()
+    recorder, account = Recorder(clock), RunBudget()
+    recorder.register_lane("cpu")
+    (directory / "rollouts").mkdir(parents=True)
+    (directory / "config.yaml").write_text("preset: async\nseed: 0\nmodel:\n  path: models/tiny\n")
+    with (directory / "metrics.jsonl").open("wb") as file:
+        for step in range(1, steps + 1):
+            simulate_step(recorder, clock, draw)
+            recorder.instant(f"version {step}", track="train pump")
+            row = {"step": step, "time": recorder.started_unix + clock.now - recorder.started}
+            row |= metrics_of(step, steps, draw) | account.step(recorder.take_window())
+            file.write(orjson.dumps(row) + b"\n")
+            with (directory / "rollouts" / f"step_{step}.jsonl").open("wb") as rollouts:
+                for member in range(16):
+                    rollouts.write(orjson.dumps(rollout_row(step, member, row["reward/mean"], draw)) + b"\n")
+    write_trace(recorder, directory / "trace.json")
+
+
+def rollout_row(step: int, member: int, mean: float, draw: random.Random) -> dict[str, Any]:
+    reward = 1.0 if draw.random() < mean else 0.0
+    a, b = draw.randint(2, 9), draw.randint(2, 9)
+    completion = (
+        f"Let me think. {a} times {b} is {a * b if reward else a * b + 3}.\n#### {a * b if reward else a * b + 3}"
+    )
+    return {
+        "step": step,
+        "group_id": step * 2 + member // 8,
+        "member": member % 8,
+        "prompt": [{"role": "user", "content": f"What is {a} x {b}?"}] if member % 2 else f"What is {a} x {b}?",
+        "completion": EVIL if step == 1 else completion,
+        "reward": reward,
+        "components": {"exact": reward, "format": 1.0},
+        "versions": {"min": max(0, step - 2), "max": step - 1},
+        "completion_length": len(completion) // 3,
+        "finish_reason": "stop",
+        "advantage": reward - mean,
+    }
+
+
+class Page(HTMLParser):
+    """What a browser would see: every tag, and the text of the data element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data = ""
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == ("script", {"type": "application/json", "id": "data"}):
+            self.data += data
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "tiny <b>run"
+    make_run(directory, 12)
+    return directory
+
+
+def test_the_page_loads_nothing_from_elsewhere(run_dir: Path) -> None:
+    path = write_report(run_dir, result="finished")
+    text = path.read_text("utf-8")
+    page = Page(text)
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "base")
+        assert "src" not in attributes
+        assert str(attributes.get("href", "#")).startswith("#")
+    without_data = text.replace(page.data, "")
+    urls = set(re.findall(r"https?://[^\s\"']+", without_data))
+    assert urls == {"http://www.w3.org/2000/svg"}  # a namespace's name; nothing is fetched from it
+    assert "@import" not in text and "url(" not in without_data
+
+
+def test_what_the_model_wrote_stays_text(run_dir: Path) -> None:
+    text = render(collect(run_dir))
+    page = Page(text)
+    assert sum(tag == "script" for tag, _ in page.tags) == 2
+    assert "<" not in page.data
+    completions = {row["completion"] for each in json.loads(page.data)["rollouts"] for row in each["rows"]}
+    assert EVIL in completions
+    assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "document.write" not in text
+    assert re.search(r"<title>[^<>]*</title>", text)
+
+
+def test_the_data_of_the_page_is_that_of_the_run(run_dir: Path) -> None:
+    data = json.loads(Page(render(collect(run_dir, result="finished"))).data)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert data["steps"] == list(range(1, 13))
+    assert data["series"]["reward/mean"] == [row["reward/mean"] for row in rows]
+    assert data["series"]["eval/arithmetic/avg@4"][2] is None
+    assert data["config"].startswith("preset: async")
+    assert data["result"] == "finished" and data["name"] == "tiny <b>run"
+    assert sum(data["account"]["all"].values()) == pytest.approx(1.0)
+    assert data["account"]["all"]["idle/reward"] > 0.01
+    assert data["reward_range"] == [0.0, 1.0]
+    assert [each["step"] for each in data["rollouts"]][:: len(data["rollouts"]) - 1] == [12, 1]
+    assert all(each["total"] == 16 and len(each["rows"]) == 5 for each in data["rollouts"])
+
+
+def test_the_timeline_shows_the_last_steps(run_dir: Path) -> None:
+    timeline = collect(run_dir)["timeline"]
+    names = [row["name"] for row in timeline["rows"]]
+    assert names[0] == "cpu"
+    assert {"train pump", "score pump", "environment", "environment #2"} <= set(names)
+    assert "environment #7" not in names
+    assert re.search(r"\d+ further rows", timeline["lead"])
+    assert [step for _, step in timeline["steps"]] == [10, 11, 12]
+    for row in timeline["rows"]:
+        for start, duration, name, key, _ in row["spans"]:
+            assert timeline["start"] - 0.1 <= start <= start + duration <= timeline["end"] + 0.2
+            assert timeline["names"][name] and key
+    lane = [span for row in timeline["rows"] if row["name"] == "cpu" for span in row["spans"]]
+    assert {span[3] for span in lane} == {"decode", "prefill", "train"}
+
+
+def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
+    data = json.loads(Page(write_report(tmp_path, name="nothing").read_text("utf-8")).data)
+    assert data["steps"] == [] and data["timeline"] is None and data["rollouts"] == [] and data["config"] is None
+
+
+def test_one_step_with_nan_and_a_broken_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"time":10.0,"loss":null,"reward/mean":0.5,"note":"text"}\n{"st')
+    data = collect(tmp_path)
+    assert data["series"] == {"reward/mean": [0.5]}
+    assert data["weights"] == [1.0]
+
+
+def test_of_a_step_written_twice_the_later_line_counts(tmp_path: Path) -> None:
+    lines = [{"step": s, "time": t, "loss": v} for s, t, v in ((1, 1.0, 0.1), (2, 2.0, 0.2), (2, 5.0, 0.3))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    data = collect(tmp_path)
+    assert (data["steps"], data["series"]["loss"]) == ([1, 2], [0.1, 0.3])
+
+
+def test_lanes_are_accounted_apart(tmp_path: Path) -> None:
+    row = {"step": 1, "time": 1.0, "time/step": 2.0, "busy/decode": 0.5, "idle/group": 0.5}
+    row |= {"busy/gen/decode": 1.0, "idle/train/group": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
+    assert collect(tmp_path)["account"] == {
+        "all": {"busy/decode": 0.5, "idle/group": 0.5},
+        "gen": {"busy/decode": 1.0},
+        "train": {"idle/group": 1.0},
+    }
+
+
+def test_long_texts_are_shortened(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    row = {"prompt": "p", "completion": "a" * 50_000 + "z", "reward": None}
+    (tmp_path / "rollouts" / "step_1.jsonl").write_text(json.dumps(row))
+    ((shown,),) = [each["rows"] for each in collect(tmp_path)["rollouts"]]
+    assert len(shown["completion"]) < 7000 and shown["completion"].endswith("z")
+    assert "44,001 characters left out" in shown["completion"]
