@@ -1,0 +1,168 @@
+"""Log-probs and entropies of scored tokens without the logits of all tokens at once.
+
+Forward goes over chunks of rows and keeps three numbers a row; backward computes a chunk's logits again and turns them,
+in place, into their gradient. So memory is bounded by one chunk of [chunk, V], whatever S is.
+
+    z = logits / T,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
+    d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
+
+Products are in the dtype of the weight; everything after them is float32 (float64 for float64 weights). On a CPU the
+softmax runs over a few rows at a time: they stay in cache between its passes, which makes it two to three times faster.
+
+Shape legend: S scored tokens, E hidden size, V vocabulary, C rows of a chunk, R rows of a block in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ROWS = 512
+_CPU_BLOCK_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    grad_buffer: Tensor | None
+    entropy_grad: bool
+    chunk: int
+
+
+def token_logprobs(
+    hidden_SE: Tensor,
+    weight_VE: Tensor,
+    target_S: Tensor,
+    temperature_S: Tensor,
+    *,
+    grad_buffer: Tensor | None = None,
+    entropy_grad: bool = False,
+    chunk: int = CHUNK_ROWS,
+) -> tuple[Tensor, Tensor]:
+    """`log softmax(hidden @ weight.T / temperature)[target]` [S] and the entropy of that distribution [S], in nats.
+
+    hidden_SE and weight_VE share a dtype; target_S is int64; temperature_S is float, > 0. Results are float32, or float64
+    for float64 inputs. The entropy carries gradient only with `entropy_grad`.
+    grad_buffer: [V, E] in the accumulation dtype. Backward adds the gradient of the weight to it (float32 sums for a
+    bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd.
+    """
+    options = _Options(grad_buffer, entropy_grad, chunk)
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, target_S, temperature_S, options)
+    return result
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        rows, vocabulary = hidden.shape[0], weight.shape[0]
+        inverse = temperature.to(wide).reciprocal()
+        logp, lse, entropy = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3))
+        logits = torch.empty(min(options.chunk, rows), vocabulary, dtype=weight.dtype, device=hidden.device)
+        block_rows = _block_rows(hidden, options.chunk)
+        scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=wide, device=hidden.device)
+        for first, last in _ranges(rows, options.chunk):
+            chunk = torch.mm(hidden[first:last], weight.t(), out=logits[: last - first])
+            for start, end in _ranges(last - first, block_rows):
+                here = slice(first + start, first + end)
+                _statistics(
+                    chunk[start:end], inverse[here], target[here], scratch[:, : end - start], logp[here], lse[here],
+                    entropy[here],
+                )  # fmt: skip
+        ctx.save_for_backward(hidden, weight, target, inverse, lse, entropy)
+        ctx.options = options
+        if not options.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, target, inverse, lse, entropy = ctx.saved_tensors
+        options: _Options = ctx.options
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        rows, vocabulary = hidden.shape[0], weight.shape[0]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        buffer = options.grad_buffer if options.grad_buffer is not None else torch.zeros_like(weight, dtype=lse.dtype)
+        slope = grad_logp * inverse
+        bend = grad_entropy * inverse if options.entropy_grad else None
+        logits = torch.empty(min(options.chunk, rows), vocabulary, dtype=weight.dtype, device=hidden.device)
+        block_rows = _block_rows(hidden, options.chunk)
+        scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=lse.dtype, device=hidden.device)
+        for first, last in _ranges(rows, options.chunk):
+            chunk = torch.mm(hidden[first:last], weight.t(), out=logits[: last - first])
+            for start, end in _ranges(last - first, block_rows):
+                here = slice(first + start, first + end)
+                _logits_gradient(
+                    chunk[start:end], inverse[here], target[here], lse[here], slope[here],
+                    None if bend is None else (bend[here], entropy[here]), scratch[:, : end - start],
+                )  # fmt: skip
+            if grad_hidden is not None:
+                torch.mm(chunk, weight, out=grad_hidden[first:last])
+            if need_weight:
+                _accumulate(buffer, chunk, hidden[first:last])
+        report_weight = need_weight and options.grad_buffer is None
+        return grad_hidden, buffer.to(weight.dtype) if report_weight else None, None, None, None
+
+
+def _statistics(
+    logits: Tensor, inverse: Tensor, target: Tensor, scratch: Tensor, logp: Tensor, lse: Tensor, entropy: Tensor
+) -> None:
+    """One block: logits [R, V] -> `logp`, `lse`, `entropy` [R], written in place. `scratch` is [2, R, V]."""
+    shifted, weights = scratch[0], scratch[1]
+    torch.mul(logits, inverse.unsqueeze(1), out=shifted)
+    largest = shifted.amax(1, keepdim=True)
+    shifted.sub_(largest)
+    torch.exp(shifted, out=weights)
+    total = weights.sum(1)
+    log_total = total.log()
+    picked = shifted.gather(1, target.unsqueeze(1)).squeeze(1)
+    torch.sub(picked, log_total, out=logp)
+    torch.add(log_total, largest.squeeze(1), out=lse)
+    mean = torch.bmm(weights.unsqueeze(1), shifted.unsqueeze(2)).view(-1) / total
+    torch.sub(log_total, mean, out=entropy)
+
+
+def _logits_gradient(
+    logits: Tensor,
+    inverse: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    slope: Tensor,
+    bend: tuple[Tensor, Tensor] | None,
+    scratch: Tensor,
+) -> None:
+    """One block: logits [R, V] become their gradient, in place. `slope` and `bend[0]` are divided by T already."""
+    logp, work = scratch[0], scratch[1]
+    torch.mul(logits, inverse.unsqueeze(1), out=logp)
+    logp.sub_(lse.unsqueeze(1))
+    torch.exp(logp, out=work)
+    if bend is None:
+        work.mul_(-slope.unsqueeze(1))
+    else:
+        outer, entropy = bend
+        logp.add_(entropy.unsqueeze(1)).mul_(outer.unsqueeze(1)).add_(slope.unsqueeze(1))
+        work.mul_(logp).neg_()
+    work.scatter_add_(1, target.unsqueeze(1), slope.unsqueeze(1))
+    logits.copy_(work)
+
+
+def _accumulate(buffer: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """buffer [V, E] += grad_logits.T @ hidden."""
+    if buffer.dtype == hidden.dtype:
+        buffer.addmm_(grad_logits.t(), hidden)
+    else:
+        buffer.add_(torch.mm(grad_logits.t(), hidden))
+
+
+def _block_rows(hidden: Tensor, chunk: int) -> int:
+    return min(_CPU_BLOCK_ROWS, chunk) if hidden.device.type == "cpu" else chunk
+
+
+def _ranges(total: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
