@@ -197,6 +197,8 @@ class RewardPool:
         process = await WorkerProcess.start(self._folder)
         self._alive.add(process)
         try:
+            if self._state is _State.CLOSED:
+                raise LifecycleError("the reward pool was closed while a worker started")
             return process, await self._load(process)
         except BaseException:
             self._discard(process)

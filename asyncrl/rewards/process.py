@@ -22,6 +22,7 @@ import cloudpickle
 
 from .wire import HEADER_SIZE, Kind, WireError, pack, unpack
 
+_HOME = str(Path(__file__).resolve().parents[2])  # where the package `asyncrl` lies
 _READ_LIMIT = 1 << 20  # bytes buffered by asyncio before it stops reading the socket
 _EXIT_GRACE_S = 1.0  # between the end of the socket and the end of the process
 _REAP_TIMEOUT_S = 10.0  # a killed process that is still there is stuck in the kernel; nothing can be done then
@@ -158,9 +159,8 @@ def _spawn(descriptor: int, folder: str) -> subprocess.Popen[bytes]:
     helper thread that ends early.
     """
     environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    home = str(Path(__file__).resolve().parents[2])  # where the package `asyncrl` lies
-    if not home.endswith("-packages"):  # not installed: the worker has to be told
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), home)))
+    if not _HOME.endswith("-packages"):  # not installed: the worker has to be told
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), _HOME)))
     return subprocess.Popen(
         # -P: no working directory in front of sys.path, where the user's files could shadow the standard library
         [sys.executable, "-P", "-m", "asyncrl.rewards.worker", str(descriptor), str(os.getpid())],

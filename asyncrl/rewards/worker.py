@@ -165,6 +165,7 @@ class Session:
 def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)
     os.nice(_NICENESS)
+    worker = os.getpid()
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)  # a subprocess of the user's function must not keep the socket open
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
@@ -177,6 +178,8 @@ def main(descriptor: int, parent: int) -> None:
                 answer = session.serve(header, payload)
             except BaseException as error:  # SystemExit included: only the process itself may end the process
                 answer_kind, answer = Kind.ERROR, describe_error(error)
+            if os.getpid() != worker:  # a fork made by the user's function came back: it must not answer as well
+                os._exit(0)
             send_blocking(sock, answer_kind, header.request_id, answer)
 
 

@@ -1,0 +1,93 @@
+"""Environments by address, and the loading of user code by address in general."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.imports import load_object, split_address
+from asyncrl.environments.loading import load_environment
+from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.errors import ConfigError
+from asyncrl.types import SamplingParams
+
+FILE = Path(__file__).with_name("environments_user_code.py")
+OFFERED = {"tokenizer": "a tokenizer", "sampling": SamplingParams(max_tokens=3), "seed": 5}
+
+
+def load(name):
+    return load_environment(f"{FILE}:{name}", **OFFERED)
+
+
+def test_single_turn_has_a_short_name():
+    assert isinstance(load_environment("single_turn", **OFFERED), SingleTurn)
+
+
+def test_a_class_is_given_what_its_signature_takes():
+    mine = load("Mine")
+    assert (mine.tokenizer, mine.seed) == ("a tokenizer", 5)
+    assert load("Everything").given == OFFERED
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoRun", "no `async def run"),
+        ("BlockingRun", "no `async def run"),
+        ("Demanding", "asks for 'api_key'"),
+        ("Broken", "raised OSError: no licence"),
+        ("NOT_A_CLASS", "is a int"),
+        ("mine", "did you mean 'Mine'"),
+    ],
+)
+def test_what_cannot_be_used_is_named(name, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(name)
+    assert f"{FILE}:{name}" in str(caught.value)
+
+
+def test_addresses():
+    assert split_address("a/b.py:f") == ("a/b.py", "f")
+    assert split_address("C:\\a\\b.py:f.g") == ("C:\\a\\b.py", "f.g")
+    assert load_object("json:decoder.JSONDecoder") is load_object("json.decoder:JSONDecoder")
+    for wrong in ("json", "json:", ":f", "json:a b", "json:a."):
+        with pytest.raises(ConfigError, match="not an address"):
+            load_object(wrong)
+
+
+def test_a_file_is_loaded_once_by_whatever_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "once.py"
+    file.write_text("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int' = 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_object("once.py:A") is load_object(f"{file}:A") is load_object("./once.py:A")
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.py").write_text(f"WHERE = {folder!r}\n")
+    assert [load_object(f"{tmp_path / folder / 'same.py'}:WHERE") for folder in ("a", "b")] == ["a", "b"]
+
+
+def test_a_file_that_raises_is_named_and_can_be_loaded_once_it_is_mended(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "mended.py"
+    file.write_text("raise SystemExit(2)\n")
+    with pytest.raises(ConfigError, match=f"{file} raised SystemExit: 2") as caught:
+        load_object(f"{file}:f")
+    assert isinstance(caught.value.__cause__, SystemExit)
+    file.write_text("f = 'mended now'\n")
+    assert load_object(f"{file}:f") == "mended now"
+
+
+def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "module_of_the_working_directory.py").write_text("f = 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_object("module_of_the_working_directory:f") == 1
+    with pytest.raises(ConfigError, match=r"No module named 'nowhere_at_all'") as caught:
+        load_object("nowhere_at_all.sub:f")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)

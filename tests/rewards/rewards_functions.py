@@ -1,0 +1,193 @@
+"""Reward functions as users write them, well- and ill-behaved; loaded by the workers from this file."""
+
+import asyncio
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+CALLS = 0
+
+
+def match(prompts, completions, completion_ids, answer, **columns):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def length(completions):
+    return [len(c) for c in completions]
+
+
+def odd_only(completion_ids):
+    return [1.0 if sum(ids) % 2 else None for ids in completion_ids]
+
+
+async def asynchronous(completions, **columns):
+    await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+async def same_loop(completions):
+    """1.0 when the loop of the first call is still the one of this call: clients bound to a loop keep working."""
+    global LOOP
+    try:
+        return [float(asyncio.get_running_loop() is LOOP)] * len(completions)
+    except NameError:
+        LOOP = asyncio.get_running_loop()
+        return [-1.0] * len(completions)
+
+
+def chat(completions, prompts):
+    return [
+        float(c == [{"role": "assistant", "content": "a"}] and p[0]["role"] == "user")
+        for c, p in zip(completions, prompts, strict=True)
+    ]
+
+
+def column_types(completions, info):
+    value = info[0]
+    exact = isinstance(value["pair"], tuple) and value["nan"] != value["nan"] and isinstance(value["set"], set)
+    return [float(exact and value[7] == "seven")] * len(completions)
+
+
+def raises(completions):
+    return inner(completions)
+
+
+def inner(completions):
+    raise KeyError("no such answer")
+
+
+def leaves(completions):
+    sys.exit(3)
+
+
+def exits(completions):
+    os._exit(7)
+
+
+def segfaults(completions):
+    ctypes.string_at(0)
+
+
+def sleeps(completions):
+    time.sleep(60)
+
+
+def by_order(completions):
+    """Behaves as the completion says."""
+    word = completions[0]
+    if word == "sleep":
+        time.sleep(60)
+    if word == "exit":
+        os._exit(7)
+    if word.startswith("nap"):
+        time.sleep(0.05)
+    return [float(os.getpid())] * len(completions)
+
+
+def comes_back_twice(completions):
+    """A fork that forgets to exit: the child is done first, and returns from here as well."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return [1.0 if child else 666.0] * len(completions)
+
+
+def prints(completions):
+    print("a line on stdout")
+    print("a line on stderr", file=sys.stderr)
+    os.write(1, b"raw bytes on descriptor 1\n")
+    return [1.0] * len(completions)
+
+
+def alarmed(completions):
+    """What math-verify does: needs the main thread."""
+
+    def ring(*_):
+        raise TimeoutError("too slow")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    with contextlib.suppress(TimeoutError):
+        time.sleep(30)
+        return [0.0] * len(completions)
+    assert threading.current_thread() is threading.main_thread()
+    return [1.0] * len(completions)
+
+
+def spawns(completions):
+    """Leaves a child behind that would outlive it."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(120)
+        os._exit(0)
+    with open(completions[0], "w") as file:
+        file.write(str(child))
+    time.sleep(60)
+
+
+def report(completions):
+    """Facts about the process."""
+    return [
+        float(os.nice(0)),
+        float(os.environ["OMP_NUM_THREADS"]),
+        float("torch" in sys.modules or "numpy" in sys.modules),
+        float(multiprocessing.parent_process() is None and os.getsid(0) == os.getpid()),
+        float(len(os.listdir("/proc/self/fd"))),
+    ]
+
+
+def counts(completions):
+    global CALLS
+    CALLS += 1
+    return [float(CALLS)] * len(completions)
+
+
+def closes_everything(completions):
+    os.closerange(3, 64)
+    time.sleep(60)
+
+
+def vandal(completions):
+    """Writes into the protocol's socket."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                os.write(int(entry), b"x" * 64)
+    return [1.0] * len(completions)
+
+
+def too_few(completions):
+    return [1.0]
+
+
+def not_a_number(completions):
+    return [0.0, float("nan")]
+
+
+def infinite(completions):
+    return [0.0, float("-inf")]
+
+
+def strings(completions):
+    return ["1", "2"]
+
+
+def nothing(completions):
+    return None
+
+
+def integers_and_booleans(completions):
+    return (value for value in (True, 2))
+
+
+def needs(completions, solution):
+    return [0.0] * len(completions)
+
+
+NOT_A_FUNCTION = 3

@@ -1,0 +1,356 @@
+"""The reward pool with real worker processes: what functions get, what they may return, what happens when they fail."""
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import rewards_functions
+from rewards_helpers import FILE, pool, prompt, trajectories
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.errors import ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
+from asyncrl.rewards.calls import RewardSpec
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.wire import Kind, pack
+from asyncrl.telemetry.recorder import Recorder
+
+# ---- what a function is given, and what comes back
+
+
+async def test_scores_become_components_and_their_weighted_sum():
+    recorder = Recorder()
+    specs = [
+        RewardSpec(f"{FILE}:match", weight=2.0),
+        RewardSpec(f"{FILE}:length", weight=0.1, name="chars"),
+        RewardSpec(f"{FILE}:odd_only"),
+    ]
+    given = trajectories("yes", "no!!", ids=[(5, 1), (5, 2)])
+    async with RewardPool(specs, workers=2, recorder=recorder) as rewards:
+        assert rewards.names == ("match", "chars", "odd_only")
+        scored = await rewards.score(prompt(answer="yes"), given)
+    assert [t.components for t in scored] == [
+        {"match": 1.0, "chars": 3.0, "odd_only": None},
+        {"match": 0.0, "chars": 4.0, "odd_only": 1.0},
+    ]
+    assert [t.reward for t in scored] == pytest.approx([2.3, 1.4])
+    assert [t.tokens is g.tokens for t, g in zip(scored, given, strict=True)] == [True, True]
+    metrics = recorder.drain()
+    assert metrics["reward/match/mean"] == 0.5
+    assert metrics["reward/chars/mean"] == 3.5
+    assert metrics["reward/odd_only/mean"] == 1.0
+    assert metrics["time/reward"] > 0
+    assert not recorder.active_waits()
+    assert {e.name for e in recorder.events()} >= {"reward/match", "reward/chars", "reward/odd_only"}
+
+
+async def test_async_functions_share_one_loop_over_calls():
+    async with pool("asynchronous", "same_loop") as rewards:
+        first = await rewards.score(prompt(), trajectories("a"))
+        second = await rewards.score(prompt(), trajectories("a"))
+    assert first[0].components == {"asynchronous": 0.5, "same_loop": -1.0}
+    assert second[0].components == {"asynchronous": 0.5, "same_loop": 1.0}
+
+
+async def test_conversational_prompts_pass_messages():
+    messages = [{"role": "user", "content": "q"}]
+    async with pool("chat") as rewards:
+        scored = await rewards.score(
+            prompt(text=messages),
+            trajectories([{"role": "assistant", "content": "a"}], [{"role": "x", "content": "a"}]),
+        )
+    assert [t.reward for t in scored] == [1.0, 0.0]
+
+
+async def test_columns_arrive_as_the_objects_they_were():
+    info = {"pair": (1, 2), "nan": math.nan, "set": {1}, 7: "seven"}
+    async with pool("column_types") as rewards:
+        assert (await rewards.score(prompt(info=info), trajectories("a")))[0].reward == 1.0
+
+
+async def test_a_callable_travels_by_value():
+    bonus = 0.25
+
+    def closure(completions):
+        return [bonus for _ in completions]
+
+    class Scorer:
+        def __call__(self, completions, **columns):
+            return [len(c) for c in completions]
+
+    async with RewardPool([RewardSpec(closure), RewardSpec(Scorer(), name="scorer")]) as rewards:
+        scored = await rewards.score(prompt(), trajectories("ab"))
+    assert scored[0].components == {"closure": 0.25, "scorer": 2.0}
+
+
+async def test_no_functions_leave_the_environments_reward_alone_and_functions_add_to_it():
+    given = [replace(trajectories("abc")[0], reward=1.0, components={"env": 1.0})]
+    async with RewardPool([]) as rewards:
+        assert await rewards.score(prompt(), given) == given
+    async with pool("length") as rewards:
+        scored = await rewards.score(prompt(), given)
+        assert await rewards.score(prompt(), []) == []
+    assert scored[0].reward == 4.0
+    assert scored[0].components == {"env": 1.0, "length": 3.0}
+
+
+async def test_state_of_a_module_lives_as_long_as_its_worker():
+    async with pool("counts") as rewards:
+        values = [(await rewards.score(prompt(), trajectories("a")))[0].reward for _ in range(3)]
+    assert values == [1.0, 2.0, 3.0]
+    assert rewards_functions.CALLS == 0  # never in this process
+
+
+async def test_integers_booleans_and_iterables_are_numbers():
+    async with pool("integers_and_booleans") as rewards:
+        assert [t.reward for t in await rewards.score(prompt(), trajectories("a", "b"))] == [1.0, 2.0]
+
+
+async def test_the_worker_process_is_humble():
+    async with pool("report") as rewards:
+        scored = await rewards.score(prompt(), trajectories(*"abcde"))
+    niceness, threads, heavy, own_session, descriptors = (t.reward for t in scored)
+    assert niceness >= 10
+    assert (threads, heavy, own_session) == (1.0, 0.0, 1.0)
+    assert descriptors <= 8  # stdio, the socket, listdir's own; none of ours
+
+
+async def test_from_config():
+    config = RewardConfig(functions=({"function": f"{FILE}:length", "weight": 3.0},), workers=1, timeout_s=5.0)
+    async with RewardPool.from_config(config) as rewards:
+        assert (await rewards.score(prompt(), trajectories("ab")))[0].reward == 6.0
+
+
+# ---- answers that are none
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("too_few", "1 values for 2 completions"),
+        ("not_a_number", "nan (float) for completion 1"),
+        ("infinite", "-inf (float) for completion 1"),
+        ("strings", "'1' (str) for completion 0"),
+        ("nothing", "returned None"),
+        ("needs", "needs 'solution'"),
+    ],
+)
+async def test_an_unusable_answer_names_function_and_value(name, words):
+    async with pool(name) as rewards:
+        with pytest.raises(RewardError) as caught:
+            await rewards.score(prompt(answer="a"), trajectories("a", "b"))
+    assert repr(name) in str(caught.value)
+    assert words in str(caught.value)
+
+
+# ---- functions that fail
+
+
+async def test_an_exception_carries_the_remote_traceback_and_the_worker_goes_on():
+    async with pool("raises", "length") as rewards:
+        for _ in range(2):
+            with pytest.raises(RewardError) as caught:
+                await rewards.score(prompt(group_id=4), trajectories("a"))
+    text = str(caught.value)
+    assert "reward 'raises' failed (group 4): KeyError: 'no such answer'" in text
+    assert 'rewards_functions.py", line' in text and "in inner" in text
+    assert "worker.py" not in text
+
+
+async def test_sys_exit_is_an_exception_too():
+    async with pool("leaves") as rewards:
+        with pytest.raises(RewardError, match="SystemExit: 3"):
+            await rewards.score(prompt(), trajectories("a"))
+
+
+@pytest.mark.parametrize(("name", "how"), [("exits", "exited with status 7"), ("segfaults", "killed by SIGSEGV")])
+async def test_a_crash_names_function_and_status_and_the_worker_is_replaced(name, how):
+    async with pool(name) as rewards:
+        pids = set()
+        for _ in range(2):
+            with pytest.raises(RewardCrash) as caught:
+                await rewards.score(prompt(), trajectories("a"))
+            assert f"reward {name!r} crashed" in str(caught.value) and how in str(caught.value)
+            pids.add(next(word for word in str(caught.value).split() if word.isdigit() and int(word) > 7))
+    assert len(pids) == 2
+
+
+async def test_a_deadline_kills_the_worker_names_it_and_the_next_call_works():
+    async with pool("by_order", timeout_s=0.3) as rewards:
+        before = (await rewards.score(prompt(), trajectories("go")))[0].reward
+        started = time.perf_counter()
+        with pytest.raises(RewardTimeout) as caught:
+            await rewards.score(prompt(group_id=9), trajectories("sleep"))
+        assert time.perf_counter() - started < 5
+        assert f"reward 'by_order' did not answer within 0.3 s (group 9); its worker {before:.0f}" in str(caught.value)
+        after = (await rewards.score(prompt(), trajectories("go")))[0].reward
+    assert after != before
+    assert not psutil.pid_exists(int(before))
+
+
+@pytest.mark.parametrize(("policy", "component", "reward"), [("none", None, 3.0), ("zero", 0.0, 3.0)])
+async def test_the_error_policy_counts_instead_of_failing(policy, component, reward, caplog):
+    recorder = Recorder()
+    async with pool("exits", "raises", "length", on_error=policy, recorder=recorder) as rewards:
+        scored = await rewards.score(prompt(), trajectories("abc"))
+    assert scored[0].components == {"exits": component, "raises": component, "length": 3.0}
+    assert scored[0].reward == reward
+    metrics = recorder.drain()
+    assert metrics["reward/exits/errors"] == metrics["reward/raises/errors"] == 1
+    assert "status 7" in caplog.text and "KeyError" in caplog.text
+
+
+async def test_nothing_applicable_is_no_reward():
+    async with pool("raises", on_error="none") as rewards:
+        assert (await rewards.score(prompt(), trajectories("a")))[0].reward is None
+
+
+async def test_a_failing_function_does_not_wait_for_a_slow_one():
+    async with pool("raises", "sleeps", workers=2, timeout_s=30) as rewards:
+        started = time.perf_counter()
+        with pytest.raises(RewardError, match="KeyError"):
+            await rewards.score(prompt(), trajectories("a"))
+        assert time.perf_counter() - started < 10
+
+
+async def test_a_fork_that_comes_back_does_not_answer():
+    async with pool("comes_back_twice") as rewards:
+        answers = [(await rewards.score(prompt(), trajectories("a")))[0].reward for _ in range(3)]
+    assert answers == [1.0, 1.0, 1.0]
+
+
+async def test_a_stale_answer_is_discarded():
+    """The reply to an older request lies in front of the reply that is waited for."""
+    async with pool("counts") as rewards:
+        worker = next(iter(rewards._alive))
+        worker._reader.feed_data(pack(Kind.RESULT, 1, 7) + b"[666.0]")
+        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
+
+
+@pytest.mark.parametrize(("name", "words"), [("closes_everything", "closed the protocol"), ("vandal", "not ours")])
+async def test_a_worker_that_breaks_its_socket_is_replaced(name, words):
+    async with pool(name, "length") as rewards:
+        with pytest.raises(RewardCrash, match=words):
+            await rewards.score(prompt(), trajectories("a"))
+        with pytest.raises(RewardCrash, match=words):
+            await rewards.score(prompt(), trajectories("a"))
+
+
+async def test_prints_go_to_stderr_and_do_not_disturb(capfd):
+    async with pool("prints") as rewards:
+        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
+    out, err = capfd.readouterr()
+    assert out == ""
+    for line in ("a line on stdout", "a line on stderr", "raw bytes on descriptor 1"):
+        assert line in err
+
+
+async def test_signal_alarm_works():
+    async with pool("alarmed") as rewards:
+        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
+
+
+async def test_ten_megabytes_each_way_of_a_call():
+    text = "x" * 10_000_000
+    async with pool("length", "match") as rewards:
+        scored = await rewards.score(prompt(answer=text), trajectories(text))
+    assert scored[0].components == {"length": 1e7, "match": 1.0}
+
+
+# ---- opening
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (f"{FILE}:lenght", "did you mean 'length'"),
+        (f"{FILE}:NOT_A_FUNCTION", "not a function"),
+        ("/nowhere/rewards.py:f", "there is no file /nowhere/rewards.py"),
+        ("no_such_package.rewards:f", "No module named 'no_such_package'"),
+        ("just_a_name", "is not an address"),
+    ],
+)
+async def test_a_function_that_cannot_be_loaded_fails_the_start(address, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        async with RewardPool([RewardSpec(address)], workers=2):
+            raise AssertionError("opened")
+    assert address in str(caught.value)
+
+
+async def test_an_import_error_of_the_users_file_names_path_and_cause(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("import math\nimport not_there_at_all\n")
+    with pytest.raises(ConfigError) as caught:
+        await pool_of(f"{file}:f").__aenter__()
+    assert str(file) in str(caught.value)
+    assert "ModuleNotFoundError: No module named 'not_there_at_all'" in str(caught.value)
+    assert 'broken.py", line 2' in str(caught.value)
+
+
+async def test_a_crash_during_the_import_fails_the_start(tmp_path):
+    file = tmp_path / "crashing.py"
+    file.write_text("import os\nos._exit(5)\n")
+    with pytest.raises(RewardCrash, match=r"exited with status 5 while it loaded .*crashing.py:f"):
+        await pool_of(f"{file}:f").__aenter__()
+
+
+async def test_neighbours_of_the_users_file_can_be_imported(tmp_path):
+    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 4.0\n")
+    (tmp_path / "user.py").write_text(
+        "import neighbour_of_reward\ndef f(completions): return [neighbour_of_reward.VALUE for _ in completions]\n"
+    )
+    async with pool_of(f"{tmp_path / 'user.py'}:f") as rewards:
+        assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 4.0
+
+
+async def test_a_worker_that_cannot_be_replaced_fails_everybody(tmp_path):
+    file = tmp_path / "changing.py"
+    file.write_text("import os\ndef f(completions): os._exit(1)\n")
+    async with pool_of(f"{file}:f") as rewards:
+        file.write_text("1/0\n")
+        with pytest.raises(RewardCrash):
+            await rewards.score(prompt(), trajectories("a"))
+        with pytest.raises(RewardError, match=r"cannot be replaced.*ZeroDivisionError"):
+            await rewards.score(prompt(), trajectories("a"))
+
+
+async def test_equal_names_are_refused():
+    with pytest.raises(ConfigError, match="named 'length'"):
+        await pool("length", "length").__aenter__()
+    await asyncio.sleep(0)
+    assert not psutil.Process().children()
+
+
+async def test_used_new_or_closed_or_opened_twice():
+    rewards = pool("length")
+    with pytest.raises(LifecycleError, match="new"):
+        await rewards.score(prompt(), trajectories("a"))
+    async with rewards:
+        with pytest.raises(LifecycleError):
+            await rewards.__aenter__()
+    with pytest.raises(LifecycleError, match="closed"):
+        await rewards.score(prompt(), trajectories("a"))
+    await rewards.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0}])
+def test_settings_that_make_no_sense(settings):
+    with pytest.raises(ConfigError):
+        RewardPool([], **settings)
+
+
+def test_workers_import_nothing_heavy():
+    heavy = ("torch", "numpy", "pydantic", "anyio")
+    code = f"import sys, asyncrl.rewards.worker; print([m for m in {heavy} if m in sys.modules])"
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def pool_of(address):
+    return RewardPool([RewardSpec(address)])

@@ -1,0 +1,300 @@
+"""The reward pool's processes: who waits for whom, what cancellation and closing leave, whose death takes whom."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+import uvloop
+from rewards_helpers import pool, prompt, trajectories
+
+from asyncrl.errors import LifecycleError, RewardTimeout
+from asyncrl.rewards.calls import RewardSpec
+from asyncrl.rewards.pool import RewardPool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def only_worker():
+    (child,) = psutil.Process().children()
+    return child
+
+
+async def until(condition):
+    """Wait for something outside of this process; the test's own deadline is the bound."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  what is waited for has no event: another process ends
+            await asyncio.sleep(0.01)
+
+
+async def score_into(results, rewards, word, key):
+    scored = await rewards.score(prompt(), trajectories(word))
+    results.append((key, scored[0].reward))
+
+
+# ---- waiting
+
+
+async def test_callers_are_served_in_the_order_in_which_they_asked():
+    served = []
+    async with pool("by_order") as rewards, asyncio.TaskGroup() as group:
+        for key in range(8):
+            group.create_task(score_into(served, rewards, "nap", key))
+    assert [key for key, _ in served] == list(range(8))
+
+
+async def test_two_workers_share_the_work():
+    served = []
+    async with pool("by_order", workers=2) as rewards, asyncio.TaskGroup() as group:
+        for key in range(8):
+            group.create_task(score_into(served, rewards, "nap", key))
+    pids = [pid for _, pid in served]
+    assert len(set(pids)) == 2
+    assert min(pids.count(pid) for pid in set(pids)) >= 3
+
+
+async def test_a_slow_call_of_one_group_does_not_disturb_another():
+    async with pool("by_order", workers=2, timeout_s=0.5) as rewards, asyncio.TaskGroup() as group:
+        order = []
+
+        async def slow():
+            with pytest.raises(RewardTimeout):
+                await rewards.score(prompt(), trajectories("sleep"))
+            order.append("slow")
+
+        group.create_task(slow())
+        await until(lambda: rewards._recorder.active_waits())
+        for _ in range(10):
+            await rewards.score(prompt(), trajectories("go"))
+        order.append("ten others")
+    assert order == ["ten others", "slow"]
+
+
+async def test_a_blocked_function_does_not_block_the_loop():
+    lags = []
+
+    async def tick():
+        while True:
+            due = time.perf_counter() + 0.005
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - due)
+
+    async with pool("sleeps", timeout_s=1.0) as rewards, anyio.create_task_group() as ticker:
+        ticker.start_soon(tick)
+        with pytest.raises(RewardTimeout):
+            await rewards.score(prompt(), trajectories("a"))
+        ticker.cancel_scope.cancel()
+    assert len(lags) > 50
+    assert sorted(lags)[int(len(lags) * 0.9)] < 0.1
+
+
+# ---- cancellation
+
+
+def at_work(rewards, pid):
+    """Whether worker `pid` has a request."""
+    return any(wait.on == f"reward worker {pid}" for wait in rewards._recorder.active_waits())
+
+
+async def test_a_natively_cancelled_caller_leaves_no_stale_answer():
+    async with pool("by_order") as rewards:
+        before = only_worker().pid
+        task = asyncio.ensure_future(rewards.score(prompt(), trajectories("nap")))
+        await until(lambda: at_work(rewards, before))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid != before
+
+
+async def test_a_caller_in_a_cancelled_scope_leaves_no_stale_answer():
+    async with pool("by_order") as rewards:
+        before = only_worker().pid
+        async with anyio.create_task_group() as group:
+            group.start_soon(rewards.score, prompt(), trajectories("sleep"))
+            await until(lambda: at_work(rewards, before))
+            group.cancel_scope.cancel()
+        assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid != before
+
+
+async def test_a_caller_cancelled_in_the_queue_takes_no_worker_with_it():
+    async with pool("by_order") as rewards, asyncio.TaskGroup() as group:
+        before = only_worker().pid
+        first = group.create_task(rewards.score(prompt(), trajectories("nap")))
+        queued = [group.create_task(rewards.score(prompt(), trajectories("go"))) for _ in range(3)]
+        await until(lambda: at_work(rewards, before))
+        queued[0].cancel()
+        queued[1].cancel()
+        assert (await first)[0].reward == before
+        assert (await queued[2])[0].reward == before
+
+
+async def test_every_moment_of_a_cancellation():
+    """Cancel after 0, 1, 2, ... turns of the loop: the pool serves the next caller every time."""
+    async with pool("by_order") as rewards:
+        for turns in range(25):
+            task = asyncio.ensure_future(rewards.score(prompt(), trajectories("nap")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            async with asyncio.timeout(10):
+                assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid
+
+
+# ---- closing
+
+
+async def test_closing_while_callers_wait_and_work_fails_them_all():
+    async with anyio.create_task_group() as group:
+        errors = []
+
+        async def call():
+            try:
+                await rewards.score(prompt(), trajectories("sleep"))
+            except LifecycleError as error:
+                errors.append(str(error))
+
+        async with pool("by_order") as rewards:
+            for _ in range(3):
+                group.start_soon(call)
+            await until(lambda: len(rewards._recorder.active_waits()) == 3)
+    assert len(errors) == 3
+    assert all("closed while" in error for error in errors)
+    assert not psutil.Process().children()
+
+
+async def test_an_error_or_a_cancellation_in_the_block_leaves_nothing():
+    with pytest.raises(ZeroDivisionError):
+        async with pool("length", workers=2):
+            _ = 1 / 0
+    with anyio.move_on_after(0.2):
+        async with pool("length", workers=2):
+            await anyio.sleep_forever()
+
+    async def forever():
+        async with pool("sleeps") as rewards:
+            await rewards.score(prompt(), trajectories("a"))
+
+    task = asyncio.ensure_future(forever())
+    await until(lambda: psutil.Process().children())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not psutil.Process().children()
+
+
+async def test_a_cancelled_opening_leaves_nothing(tmp_path):
+    file = tmp_path / "slow_import.py"
+    file.write_text("import time\ntime.sleep(60)\ndef f(completions): pass\n")
+    with anyio.move_on_after(0.3) as scope:
+        async with RewardPool([RewardSpec(f"{file}:f")], workers=2):
+            raise AssertionError("opened")
+    assert scope.cancelled_caught
+    assert not psutil.Process().children()
+
+
+async def test_closed_by_another_task_is_an_error():
+    async with pool("length") as rewards:
+        with pytest.raises(LifecycleError, match="task that opened it"):
+            await asyncio.ensure_future(rewards.__aexit__(None, None, None))
+
+
+async def open_score_close():
+    async with pool("length") as rewards:
+        assert (await rewards.score(prompt(), trajectories("abc")))[0].reward == 3.0
+
+
+async def test_a_hundred_cycles_leave_nothing():
+    await open_score_close()
+    gc.collect()
+    me = psutil.Process()
+    before = (me.num_fds(), threading.active_count(), len(asyncio.all_tasks()), me.children())
+    for _ in range(100):
+        await open_score_close()
+    await asyncio.sleep(0)
+    assert (me.num_fds(), threading.active_count(), len(asyncio.all_tasks()), me.children()) == before
+
+
+def test_it_works_under_uvloop():
+    async def run():
+        me = psutil.Process()
+        await open_score_close()
+        before = me.num_fds()
+        await open_score_close()
+        async with pool("by_order", timeout_s=0.2) as rewards:
+            with pytest.raises(RewardTimeout):
+                await rewards.score(prompt(), trajectories("sleep"))
+            assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid
+        await asyncio.sleep(0.01)
+        assert me.num_fds() == before
+        assert not me.children()
+
+    uvloop.run(run())
+
+
+# ---- deaths
+
+
+async def test_a_worker_killed_while_idle_is_replaced():
+    async with pool("by_order") as rewards:
+        before = only_worker()
+        before.send_signal(signal.SIGKILL)
+        await until(lambda: not alive(before.pid))
+        assert (await rewards.score(prompt(), trajectories("go")))[0].reward not in (None, float(before.pid))
+
+
+async def test_the_children_of_a_killed_worker_die_with_it(tmp_path):
+    note = tmp_path / "pid"
+    async with pool("spawns", timeout_s=1.0) as rewards:
+        with pytest.raises(RewardTimeout):
+            await rewards.score(prompt(), trajectories(str(note)))
+    await until(lambda: not alive(int(note.read_text())))
+
+
+PARENT = f"""
+import asyncio, os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from rewards_helpers import pool, prompt, trajectories
+
+async def main():
+    async with pool("by_order", workers=2) as rewards:
+        async def tell():
+            await asyncio.sleep(0.1)
+            print(*[p.pid for p in rewards._alive], flush=True)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(rewards.score(prompt(), trajectories("sleep")))
+            group.create_task(tell())
+
+asyncio.run(main())
+"""
+
+
+def test_killing_the_parent_kills_its_workers_even_at_work():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2 and all(map(psutil.pid_exists, workers))
+        parent.kill()
+    asyncio.run(until(lambda: not any(map(alive, workers))))
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_ctrl_c_reaches_us_and_not_the_workers():
+    async with pool("length"):
+        assert os.getpgid(only_worker().pid) != os.getpgid(0)
