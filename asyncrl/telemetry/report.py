@@ -145,7 +145,7 @@ def _timeline(path: Path, steps: list[int], times: list[float]) -> dict[str, Any
         lead += f" The trace was full before the run ended: {other['dropped_events']:,} later events were not stored."
     if hidden:
         lead += f" {hidden} further rows of overlapping spans are in trace.json."
-    shown_marks = [[moment, step] for moment, step in marks if start < moment <= end]
+    shown_marks = [[moment, step] for moment, step in marks if start < moment <= end + 1e3]
     return {"start": start, "end": end, "rows": rows, "names": table, "steps": shown_marks, "lead": lead}
 
 

@@ -80,6 +80,12 @@ function smooth(values) {
   });
 }
 
+// Up and down more than four times its range: only such a curve is smoothed, a schedule is drawn as it is.
+function noisy(values) {
+  const way = values.slice(1).reduce((sum, value, i) => sum + Math.abs(value - values[i]), 0);
+  return way > 4 * (Math.max(...values) - Math.min(...values));
+}
+
 function path(xs, ys, x, y) {
   let text = "";
   ys.forEach((value, i) => {
@@ -161,7 +167,7 @@ function drawBand(root, steps, band, x, y) {
 
 function drawLine(root, steps, values, colour, x, y) {
   const points = values.map((value, i) => [steps[i], value]).filter(([, value]) => value !== null);
-  const many = points.length > 100 && points.some(([, value]) => !Number.isInteger(value));
+  const many = points.length > 100 && noisy(points.map(([, value]) => value));
   root.append(svg("path", { d: path(steps, values, x, y), fill: "none", stroke: colour, "stroke-width": many ? 1 : 1.8, "stroke-linejoin": "round", opacity: many ? 0.3 : 1 }));
   if (many) root.append(svg("path", { d: path(steps, smooth(values), x, y), fill: "none", stroke: colour, "stroke-width": 2 }));
   if (points.length <= 40) for (const [step, value] of points) root.append(svg("circle", { cx: x(step), cy: y(value), r: points.length <= 12 ? 3 : 2, fill: colour }));
