@@ -1,0 +1,190 @@
+"""Reading rows from JSONL, parquet and saved `datasets` directories; rendering through a real chat template."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts_files import open_rows
+from asyncrl.data.tokenizing import encode_prompt
+from asyncrl.errors import DataError
+
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "info": {"kind": "sum"}},
+    {"prompt": "2+2=", "answer": "4", "info": {"kind": "sum"}},
+    {"prompt": "ü?", "answer": None, "info": {"kind": "odd"}},
+]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['tool_calls'] is defined %}!{% endif %}"
+    "{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% if not loop.last or add_generation_prompt %}</>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A real fast tokenizer, built here: one token per character, BOS before raw text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = {chr(c): c - 31 for c in range(32, 127)} | {"\n": 96, "[BOS]": 0, "[UNK]": 97}
+    inner = Tokenizer(models.WordLevel(alphabet, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", bos_token="[BOS]")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def text_of(tokenizer: Any, prompt: Any, **options: Any) -> str:
+    return str(tokenizer.decode(encode_prompt(prompt, tokenizer=tokenizer, **options)))
+
+
+def test_jsonl_parquet_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
+    import datasets
+    import orjson
+
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n\r\n".join(orjson.dumps(row) for row in ROWS) + b"\n")
+    (tmp_path / "a.json").write_bytes(orjson.dumps(ROWS))
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved", num_shards=2)
+    for name in ("a.jsonl", "a.json", "a.parquet", "saved"):
+        rows = open_rows(tmp_path / name)
+        assert [dict(rows[index]) for index in range(len(rows))] == ROWS, name
+
+
+def test_a_filtered_and_reordered_datasets_directory(tmp_path: Path) -> None:
+    import datasets
+
+    made = datasets.Dataset.from_list(ROWS).select([2, 0])
+    made.save_to_disk(tmp_path / "picked")
+    rows = open_rows(tmp_path / "picked")
+    assert [rows[index]["prompt"] for index in range(len(rows))] == ["ü?", "1+1="]
+
+
+def test_several_splits_are_named(tmp_path: Path) -> None:
+    import datasets
+
+    one = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
+    with pytest.raises(DataError, match=r"several splits \(test, train\); name one of them"):
+        open_rows(tmp_path / "both")
+    assert len(open_rows(tmp_path / "both" / "test")) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3 is not valid JSON"),
+        ("x.jsonl", b'{"prompt": "a"}\n[1]\n', "line 2 holds list"),
+        ("x.json", b'[{"prompt": "a"}, 3]', "row 2 holds int"),
+        ("x.json", b"[", "not valid JSON"),
+        ("x.parquet", b"no parquet", "not a readable parquet"),
+        ("x.csv", b"prompt\na\n", "has the ending '.csv'; expected .jsonl, .json or .parquet"),
+        ("d/state.json", b"{", "not a readable datasets directory"),
+        ("d/state.json", b'{"_data_files": [{"filename": "gone.arrow"}]}', "cannot be read"),
+        ("d/other", b"", "without state.json"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    place = path.parent if "/" in name else path
+    with pytest.raises(DataError) as caught:
+        open_rows(place)
+    assert message in str(caught.value) and str(place) in str(caught.value)
+
+
+def test_a_missing_file_says_what_is_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist .* \.jsonl or \.parquet"):
+        open_rows(tmp_path / "gone.jsonl")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes")
+def test_an_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "dir.jsonl")
+    (tmp_path / "dir.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    with pytest.raises(DataError, match="loop"):
+        open_rows(tmp_path / "loop.jsonl")
+
+
+def test_strings_become_a_user_message_or_stay_raw(tokenizer: Any) -> None:
+    assert text_of(tokenizer, "hi") == "<user>hi</><assistant>"
+    assert text_of(tokenizer, "hi", system_prompt="be short") == "<system>be short</><user>hi</><assistant>"
+    assert text_of(tokenizer, "hi", template="raw") == "[BOS]hi"
+
+
+def test_messages_are_rendered(tokenizer: Any) -> None:
+    user = {"role": "user", "content": "q"}
+    own = {"role": "system", "content": "own"}
+    assert text_of(tokenizer, [user]) == "<user>q</><assistant>"
+    assert text_of(tokenizer, [own, user], system_prompt="other") == "<system>own</><user>q</><assistant>"
+    begun = {"role": "assistant", "content": "The answer is"}
+    assert text_of(tokenizer, [user, begun]) == "<user>q</><assistant>The answer is"
+
+
+def test_rendered_text_is_what_the_template_itself_tokenizes(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "one\ntwo"}]
+    direct = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert encode_prompt(messages, tokenizer=tokenizer).tolist() == direct["input_ids"]
+
+
+def test_messages_out_of_arrow_lose_the_keys_that_they_never_had(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": "a", "tool_calls": "t"}, {"role": "user", "content": "q"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": messages}]), tmp_path / "m.parquet")
+    prompt = PromptSource.open(tmp_path / "m.parquet", tokenizer).next()
+    assert prompt is not None and tokenizer.decode(prompt.ids) == "<assistant>a!</><user>q</><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([{"role": "user", "content": "q"}], {"template": "raw"}, "list of messages but data.template is raw"),
+        ("q", {"template": "raw", "system_prompt": "s"}, "data.system_prompt is set but the prompt is plain text"),
+        ([{"role": "bad", "content": "q"}], {}, "the chat template refused the conversation"),
+        ([{"role": "user"}], {}, "message 1 of the prompt"),
+    ],
+)
+def test_what_cannot_be_rendered(tokenizer: Any, prompt: Any, options: Any, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        encode_prompt(prompt, tokenizer=tokenizer, **options)
+    assert message in str(caught.value)
+
+
+def test_without_a_template(tokenizer: Any) -> None:
+    import copy
+
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    assert text_of(bare, "hi") == "[BOS]hi"
+    for prompt, options in [([{"role": "user", "content": "q"}], {}), ("q", {"template": "chat"})]:
+        with pytest.raises(DataError, match="no chat template"):
+            encode_prompt(prompt, tokenizer=bare, **options)  # type: ignore[arg-type]
+
+
+def test_a_source_over_a_file_with_a_real_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS[:2]), tmp_path / "a.parquet")
+    cursor = PromptSource.open(
+        tmp_path / "a.parquet", tokenizer, DataConfig(shuffle=False, template="raw"), max_epochs=1
+    )
+    prompts = list(iter(cursor.next, None))
+    assert [tokenizer.decode(p.ids) for p in prompts] == ["[BOS]1+1=", "[BOS]2+2="]
+    assert prompts[0].columns == {"answer": "2", "info": {"kind": "sum"}}
+
+
+def test_no_torch_at_import_time() -> None:
+    program = (
+        "import sys, asyncrl.data.prompts; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pyarrow', 'datasets')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
