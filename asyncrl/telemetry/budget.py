@@ -89,7 +89,7 @@ def kind_of(name: str) -> str:
 
 
 def lane_budget(window: Window, lane: str) -> LaneBudget:
-    """Split the window's wall time for one lane. Cost: about 2 us per interval."""
+    """Split the window's wall time for one lane. Cost: about 1 us per interval."""
     wall = window.end - window.start
     if wall <= 0:
         return LaneBudget(lane, 0.0)

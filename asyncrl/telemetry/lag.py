@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -126,7 +127,7 @@ async def monitor(
     starves behind a busy loop is accounted for.
     """
     clock = recorder.clock
-    with BlockSampler(clock, interval + blocked_s) as sampler:
+    with BlockSampler(time.perf_counter, interval + blocked_s) as sampler:
         while True:
             expected = clock() + interval
             await anyio.sleep(interval)
