@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 
 from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .flat import FlatParameters
+from .norms import replace_norms
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -37,9 +38,16 @@ class PolicyModel:
         for buffer in module.buffers():  # rotary tables stay float32: they were computed so
             assert not buffer.requires_grad
         module.requires_grad_(True)
+        replace_norms(module)
         self.flat = FlatParameters(module, self.dtype)
         self.decoder: nn.Module = module.get_decoder()
         self.head: nn.Linear = module.get_output_embeddings()
+        embedding = module.get_input_embeddings().weight
+        self._head_index = next(i for i, p in enumerate(self.flat.parameters) if p is self.head.weight)
+        # Multiply-adds of one token's forward, attention's own left out: an embedding that is only looked up has none.
+        self.matmul_parameters = sum(
+            p.numel() for p in self.flat.parameters if p.ndim >= 2 and (p is not embedding or p is self.head.weight)
+        )
 
     @property
     def config(self):  # type: ignore[no-untyped-def]
@@ -48,6 +56,11 @@ class PolicyModel:
     @property
     def device(self) -> torch.device:
         return self.flat.master.device
+
+    @property
+    def head_gradient(self) -> Tensor:
+        """The head's part of the flat gradient: [V, E], float32 or wider (also the embedding's where they are tied)."""
+        return self.flat.view(self.flat.grad, self._head_index)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
@@ -82,5 +95,7 @@ def refuse_unsupported(module: PreTrainedModel) -> None:
             raise ConfigError(f"model.path: {type(module).__name__} transforms its logits ({key}); this is not supported yet")
     if "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise ConfigError(f"model.path: {type(module).__name__} has sliding-window layers; use a full-attention model")
+    if getattr(module.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"model.path: {type(module).__name__} has a bias in its head; this is not supported yet")
     if module.get_output_embeddings() is None or not hasattr(module, "get_decoder"):
         raise ConfigError(f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head")

@@ -1,0 +1,156 @@
+"""Loading a policy: a Hugging Face directory, a hub id, a GGUF file, or a config.json with seeded random weights.
+
+Weights are always loaded as float32 (the masters); `ModelConfig.dtype` decides what the products are computed in. What
+would silently compute something else than the checkpoint means is refused here, before anything is trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import ConfigError
+
+from .policy import PolicyModel
+from .tree_attention import TreePlan
+
+_PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.5}  # of the logits' own scale
+
+
+def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0) -> tuple[PolicyModel, Any]:
+    """(policy, tokenizer). `seed` keys the random weights of `random_init`. Errors: ConfigError."""
+    module = _build_module(config, seed)
+    _check_tied(module)
+    module.to(torch.device(device))
+    policy = PolicyModel(module, config.dtype)
+    _probe(policy)
+    return policy, load_tokenizer(config)
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer of `model.tokenizer`, or the model's own. Errors: ConfigError where there is none."""
+    source = config.tokenizer or _path(config)
+    gguf = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer is None else {}
+    try:
+        return AutoTokenizer.from_pretrained(source, **gguf)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"model.tokenizer: no tokenizer could be loaded from {source!r} ({_short(error)}); "
+            "put tokenizer.json beside the model, or name a directory or hub id in model.tokenizer"
+        ) from error
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of trainable parameters, tied ones once, from the configuration alone: nothing is allocated."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(load_model_config(config))
+    module.tie_weights()
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
+    """The transformers configuration behind `model.path`, repaired where it came from a GGUF file."""
+    path = _path(config)
+    gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(path, **gguf)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model.path: no model configuration in {path!r} ({_short(error)})") from error
+    return _repair(found)
+
+
+def _path(config: ModelConfig) -> str:
+    if config.path is None:
+        raise ConfigError("model.path is not set; name a directory or hub id of a Hugging Face causal language model")
+    path = Path(config.path)
+    looks_local = path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1
+    if looks_local and not path.expanduser().is_dir():
+        raise ConfigError(f"model.path: there is no directory {config.path!r}")
+    if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
+        found = sorted(p.name for p in path.glob("*.gguf"))
+        raise ConfigError(f"model.gguf_file: no {config.gguf_file!r} in {config.path!r}; GGUF files there: {found}")
+    return str(path.expanduser()) if looks_local else config.path
+
+
+def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
+    if config.random_init:
+        settings = load_model_config(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        return module
+    path = _path(config)
+    load_model_config(config)
+    gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, **gguf
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"model.path: the weights of {path!r} could not be loaded ({_short(error)})") from error
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ConfigError(
+            f"model.path: {path!r} holds no weights for {missing[:3]} ({len(missing)} in all); transformers would have "
+            "left them random. Use a complete checkpoint, or model.random_init=true"
+        )
+    _repair(module.config)
+    return module
+
+
+def _repair(config: PretrainedConfig) -> PretrainedConfig:
+    """GGUF stores the norm's epsilon as float32 (9.999999747378752e-06) and marks the loaded weights as quantized."""
+    if hasattr(config, "quantization_config"):
+        method = config.quantization_config
+        method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
+        if getattr(method, "value", method) != "gguf":
+            raise ConfigError(f"model.path: the checkpoint is quantized ({method}); training needs its full weights")
+        del config.quantization_config
+    epsilon = getattr(config, "rms_norm_eps", None)
+    if epsilon is not None:
+        config.rms_norm_eps = float(f"{epsilon:.6g}")
+    return config
+
+
+def _check_tied(module: PreTrainedModel) -> None:
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if getattr(module.config, "tie_word_embeddings", False) and head.weight is not embedding.weight:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} says tie_word_embeddings, but head and embedding are two tensors"
+        )
+    for part in module.modules():  # the repaired epsilon must reach the modules, which copied it when they were built
+        if isinstance(getattr(part, "variance_epsilon", None), float):
+            part.variance_epsilon = float(f"{part.variance_epsilon:.6g}")  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _probe(policy: PolicyModel) -> None:
+    """The model's own forward must give the logits that `PolicyModel.logits` gives, else the head hides a transform."""
+    config, device = policy.config, policy.device
+    count = 5
+    tokens = torch.arange(count, device=device) * 7 % int(config.vocab_size)
+    positions = torch.arange(count, device=device)
+    module: nn.Module = policy.module
+    module.eval()
+    own = module(
+        input_ids=tokens[None], position_ids=positions[None], use_cache=False, attention_plan=TreePlan([0], [count])
+    ).logits[0]
+    ours = policy.logits(policy.hidden(tokens, positions, TreePlan([0], [count])))
+    if own.shape != ours.shape or not torch.isfinite(ours).all():
+        raise ConfigError(f"model.path: {type(module).__name__} gives logits that are not finite, or of another shape")
+    scale = max(float(ours.abs().max()), 1e-6)
+    difference = float((own.to(ours.dtype) - ours).abs().max()) / scale
+    if difference > _PROBE_TOLERANCE[policy.dtype] * 0.1:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} transforms its logits after the head (relative difference "
+            f"{difference:.2g}); such a model is not supported yet"
+        )
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
