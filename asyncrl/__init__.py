@@ -1,0 +1,32 @@
+"""asyncio-native runtime for reinforcement-learning post-training of language models.
+
+`Runtime`, `load_config`, `Config`, `SamplingParams` and `Trajectory` are the public names; they are imported on first use,
+so that `import asyncrl` costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.config.load import load_config as load_config
+    from asyncrl.config.schema import Config as Config
+    from asyncrl.runtime.runtime import Runtime as Runtime
+    from asyncrl.types import SamplingParams as SamplingParams
+    from asyncrl.types import Trajectory as Trajectory
+
+_PLACES = {
+    "Runtime": "asyncrl.runtime.runtime",
+    "load_config": "asyncrl.config.load",
+    "Config": "asyncrl.config.schema",
+    "SamplingParams": "asyncrl.types",
+    "Trajectory": "asyncrl.types",
+}
+__all__ = ["Config", "Runtime", "SamplingParams", "Trajectory", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"asyncrl has no attribute {name!r}; public names: {', '.join(_PLACES)}")
+    return getattr(import_module(_PLACES[name]), name)

@@ -154,7 +154,8 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
             section, _, key = name.partition(".")
             values = tree.get(section)
             if isinstance(values, dict) and isinstance(values.get(key), str):
-                values[key] = anchored(values[key])
+                anchor = code if ".py:" in values[key] else anchored  # a function may stand where a file does
+                values[key] = anchor(values[key])
     reward = tree.get("reward")
     if isinstance(reward, dict) and "functions" in reward:
         given = reward["functions"]

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 import orjson
 
+from asyncrl.config.imports import load_object
 from asyncrl.errors import DataError
 
 Row: TypeAlias = Mapping[str, Any]
@@ -79,6 +80,22 @@ def open_rows(path: str | os.PathLike[str]) -> Rows:
     except OSError as error:
         raise DataError(f"the prompt file {place} cannot be read: {error}") from error
     raise DataError(f"the prompt file {place} has the ending {suffix!r}; expected .jsonl, .json or .parquet")
+
+
+def load_rows(source: str | os.PathLike[str] | Sequence[Row]) -> Rows:
+    """Rows from a list, a file or directory (`open_rows`), or a function `file.py:function` / `module:function`.
+
+    The function takes no argument and returns a sequence of rows; a `reasoning_gym` data set is one line of it.
+    Errors: `DataError`, `ConfigError` where the function cannot be imported.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return ListRows(source)
+    if not isinstance(source, str) or ":" not in source or Path(source).exists():
+        return open_rows(source)
+    rows = load_object(source)()
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        raise DataError(f"{source} returned {type(rows).__name__}; expected a list of rows (mappings of column to value)")
+    return ListRows(rows, source)
 
 
 def digest(rows: Rows, column: str) -> int:

@@ -23,12 +23,10 @@ from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import write_report
 from asyncrl.telemetry.rollouts import RolloutWriter
-from asyncrl.telemetry.sinks import JsonlSink, Sink, Sinks, TensorBoardSink, WandbSink
+from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory
-
-_OPTIONAL = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
 
 
 class Journal:
@@ -50,13 +48,18 @@ class Journal:
         self.history: list[tuple[int, dict[str, float]]] = []
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
         resume = version if config.resume else None
-        sinks: list[Sink] = []
+        sinks: Sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
         if directory is not None:
-            sinks.append(JsonlSink(directory.metrics, resume))
-            sinks += [_OPTIONAL[name](directory.path, config.run.name, to_plain(config)) for name in config.telemetry.sinks]
+            sinks = open_sinks(
+                config.telemetry.sinks,
+                directory.path,
+                name=config.run.name,
+                config=to_plain(config),
+                resume_step=resume,
+            )
             self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume)
-        self._sinks = Sinks(sinks)
+        self._sinks = sinks
 
     def __enter__(self) -> Journal:
         self.live.__enter__()
@@ -89,8 +92,13 @@ class Journal:
             self.live.step(version, line)
             if self._rollouts is not None:
                 trained_at = version - self._config.algorithm.updates_per_batch
+                advantages = {
+                    (group_id, member): float(value)
+                    for group_id, values in report.advantages.items()
+                    for member, value in enumerate(values)
+                }
                 await self._rollouts.write_async(
-                    version, report.groups, trained_version=trained_at, advantages=report.advantages
+                    version, report.groups, trained_version=trained_at, advantages=advantages
                 )
         elif extra:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
@@ -105,7 +113,7 @@ class Journal:
             if telemetry.trace:
                 write_trace(self._recorder, directory.trace)
             if telemetry.report:
-                write_report(directory.path, outcome=outcome)
+                write_report(directory.path, name=self._config.run.name, result=outcome)
 
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(write)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from asyncrl.algorithms.registry import build_advantage, build_loss
-from asyncrl.concurrency.lane import Lane, SimulatedLane, ThreadLane
+from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
 from asyncrl.config.resolve import slots
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
@@ -24,7 +25,7 @@ from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
-from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
+from asyncrl.ports import Engine, Environment, Reward, Trainer, WeightSink
 from asyncrl.pumps.pipeline import GroupBook, Rooms
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
@@ -34,6 +35,7 @@ from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import SamplingParams
 from asyncrl.weights.shared import SharedWeights
 
+from .dry import ByteTokenizer
 from .memory import check_memory
 
 
@@ -53,6 +55,20 @@ class Built:
     policy: PolicyModel | None
     core: TorchTrainer | None
     peak_flops: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What differs between a real and a dry run."""
+
+    engine: Engine
+    trainer: Trainer
+    sinks: tuple[WeightSink, ...]
+    lanes: tuple[Any, ...]
+    tokenizer: Any
+    policy: PolicyModel | None = None
+    core: TorchTrainer | None = None
+    peak_flops: float | None = None
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -78,8 +94,6 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Rate of a 1024^3 GEMM in the matmul dtype, FLOP/s: the yardstick of `perf/mfu`. Takes some 50 ms on two cores."""
-    import time
-
     size = 1024 if device.type == "cpu" else 8192
     a = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
@@ -108,12 +122,11 @@ class Builder:
                 f"engine.kind={self.config.engine.kind} with train.kind={self.config.train.kind}: both are dry_run or none is"
             )
         ledger = await self.stack.enter_async_context(self._ledger(turn))
-        built = await (self._dry(version) if dry else self._real())
-        engine, trainer, sinks, lanes, tokenizer, policy, core, flops = built
+        parts = await (self._dry(version) if dry else self._real())
         reward = await self.stack.enter_async_context(self._reward(overrides))
         environment = overrides.environment or load_environment(
             self.config.rollout.environment,
-            tokenizer=tokenizer,
+            tokenizer=parts.tokenizer,
             sampling=sampling_params(self.config),
             seed=self.config.seed,
         )
@@ -124,11 +137,11 @@ class Builder:
             recorder=self.recorder,
             ledger=ledger,
             stash=stash,
-            engine=engine,
+            engine=parts.engine,
             environment=environment,
             reward=reward,
-            trainer=trainer,
-            sinks=sinks,
+            trainer=parts.trainer,
+            sinks=parts.sinks,
             loss=build_loss(
                 algorithm.loss,
                 epsilon=algorithm.epsilon,
@@ -140,7 +153,7 @@ class Builder:
             advantage=build_advantage(algorithm.advantage),
             book=GroupBook(ledger, stash),
         )
-        return Built(rooms, lanes, tokenizer, policy, core, flops)
+        return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.peak_flops)
 
     def _ledger(self, turn: int) -> Any:
         rollout = self.config.rollout
@@ -166,7 +179,7 @@ class Builder:
         reward = self.config.reward
         return RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
 
-    async def _dry(self, version: int) -> tuple[Any, ...]:
+    async def _dry(self, version: int) -> _Parts:
         config, costs = self.config, self.config.dry_run
         train_lane = await self.stack.enter_async_context(SimulatedLane("device", self.recorder))
         engine_lane = train_lane
@@ -175,18 +188,22 @@ class Builder:
         trainer = DryRunTrainer(
             train_lane, self.recorder, train_token_s=costs.train_token_s, finish_s=costs.finish_s, version=version
         )
+        assert config.engine.max_sequences is not None
         engine = DryRunEngine(
             engine_lane,
             self.recorder,
             max_sequences=config.engine.max_sequences,
+            max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+            version_source=lambda: trainer.version,
             decode_step_s=costs.decode_step_s,
             length_sigma=costs.length_sigma,
-            version=lambda: trainer.version,
+            seed=config.seed,
         )
         await self.stack.enter_async_context(engine)
-        return engine, trainer, (engine,), tuple({id(x): x for x in (train_lane, engine_lane)}.values()), None, None, None, None
+        lanes = (train_lane,) if engine_lane is train_lane else (train_lane, engine_lane)
+        return _Parts(engine, trainer, (engine,), lanes, ByteTokenizer())
 
-    async def _real(self) -> tuple[Any, ...]:
+    async def _real(self) -> _Parts:
         config = self.config
         device = choose_device(config.model.device, self.world.local_rank)
         threads = config.threads or os.cpu_count() or 1
@@ -214,7 +231,7 @@ class Builder:
         )
         await self.stack.enter_async_context(engine)
         sinks = (SharedWeights(policy, engine, lane),)
-        return engine, trainer, sinks, (lane,), tokenizer, policy, core, flops
+        return _Parts(engine, trainer, sinks, (lane,), tokenizer, policy, core, flops)
 
     def _load(self, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, float]:
         config = self.config

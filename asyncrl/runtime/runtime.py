@@ -25,19 +25,22 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import Watchdog
-from asyncrl.config.resolve import resolve, slots
+from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts_files import load_rows
+from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.distributed.world import World
-from asyncrl.errors import AsyncrlError, ConfigError, LedgerError, LifecycleError
+from asyncrl.errors import ConfigError, LedgerError, LifecycleError
 from asyncrl.ports import Environment
 from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import Group, LedgerStatistics, Prompt, SamplingParams, Trajectory
+from asyncrl.types import LedgerStatistics, Prompt, SamplingParams, Trajectory
 
+from . import dry
 from .directory import RunDirectory
 from .journal import Journal
 from .rooms import Builder, Built, Overrides
@@ -152,7 +155,7 @@ class Runtime:
         for line in self.resume_changes:
             self._journal.live.note(f"resume: {line}")
         stack.push_async_exit(self._finalize)
-        self._watchdog = stack.enter_context(self._make_watchdog())
+        self._watchdog = await stack.enter_async_context(self._make_watchdog())
         self._graph = Graph(rooms, self._prompts, held_out, self._at_version, self._on_step)
         self._supervisor = await stack.enter_async_context(Supervisor())
         self._supervisor.start("event loop lag", monitor, recorder)  # for ever: cancelled when the block ends
@@ -166,29 +169,32 @@ class Runtime:
 
     def _load_prompts(self) -> tuple[PromptSource | None, list[Prompt]]:
         config = self.config
-        source: Any = self._rows if self._rows is not None else config.data.train
-        if source is None:
+        tokenizer = self.built.tokenizer
+        rows: Any = self._rows if self._rows is not None else config.data.train
+        if rows is None and config.train.kind == "dry_run":
+            rows = dry.rows()
+        if rows is None:
             return None, []
         prompts = PromptSource(
-            source,
+            load_rows(rows),
+            tokenizer,
             config.data,
-            self.built.tokenizer,
             seed=config.seed,
-            max_epochs=config.train.max_epochs,
             rank=self.world.rank,
             world_size=self.world.size,
+            max_epochs=config.train.max_epochs,
         )
         held_out: list[Prompt] = []
         if config.data.eval is not None and config.evaluate.every is not None:
             data = config.data.model_copy(update={"shuffle": False})
-            rows = PromptSource(config.data.eval, data, self.built.tokenizer, seed=config.seed, max_epochs=1)
-            held_out = list(iter(rows.next, None))
+            source = PromptSource(load_rows(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
+            held_out = list(iter(source.next, None))
         return prompts, held_out
 
     def _make_watchdog(self) -> Watchdog:
         return Watchdog(
             self.config.watchdog,
-            self.recorder,
+            recorder=self.recorder,
             lanes=self.built.lanes,
             progress=self._progress,
             work_remains=lambda: self._graph.busy,
@@ -214,6 +220,17 @@ class Runtime:
             await self._at_version(self._rooms.trainer.version)
         await self._graph.run(self._supervisor)
         return self.summary()
+
+    def announce(self) -> None:
+        """A few plain lines on what starts, and the warnings of the configuration."""
+        config, note = self.config, self._journal.live.note
+        where = self.directory.path if self.directory else "no run directory"
+        note(
+            f"{config.run.name}: preset {config.preset}, {config.rollout.groups_per_step} groups x {config.rollout.group_size} "
+            f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
+        )
+        for warning in warnings(config):
+            note(f"note: {warning}")
 
     def summary(self) -> RunSummary:
         return RunSummary(
@@ -334,6 +351,12 @@ class Runtime:
             return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
         ids = encode_prompt(prompt, self.config.data, self.tokenizer)
         return Prompt(group_id=group_id, ids=np.asarray(ids, np.int32), prompt=prompt, columns=columns)
+
+    async def finish(self) -> RunSummary:
+        """No more groups will be submitted: train what is here (a smaller last step included); `steps()` ends."""
+        self._check_open("finish")
+        await self._graph.drain()
+        return self.summary()
 
     async def steps(self) -> AsyncIterator[StepReport]:
         """Every step committed from now on, until the training ends or the Runtime closes."""

@@ -1,0 +1,39 @@
+"""`--dry-run`: what would run, before anything is allocated."""
+
+from __future__ import annotations
+
+from asyncrl.config.describe import to_yaml
+from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
+from asyncrl.config.schema import Config
+from asyncrl.distributed.world import World
+
+from .memory import predicted, table
+
+
+def plan(config: Config) -> str:
+    """The resolved configuration with predicted memory, staleness bound and slots, as text. Errors: `ConfigError`."""
+    world = World.from_env()
+    config = resolve(config, world.size)
+    per_step = config.rollout.groups_per_step * config.rollout.group_size
+    lines = [
+        to_yaml(config).rstrip(),
+        "",
+        f"slots: {slots(config)} groups ({slots(config) * config.rollout.group_size} sequences) over {world.size} rank(s)",
+        f"per step: {config.rollout.groups_per_step} groups x {config.rollout.group_size} = {per_step} sequences",
+        f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
+    ]
+    if config.train.kind == "torch":
+        lines += ["predicted memory of one rank:", table(predicted(config))]
+    lines += [f"note: {warning}" for warning in warnings(config)]
+    return "\n".join(lines)
+
+
+def print_plan(config: Config) -> None:
+    """Print it, and write it where the run directory would be, as `plan.txt`."""
+    from pathlib import Path
+
+    text = plan(config)
+    print(text)
+    directory = Path(config.run.dir) / config.run.name
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "plan.txt").write_text(text + "\n")

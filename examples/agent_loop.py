@@ -1,0 +1,55 @@
+"""Train from a hand-written agent loop: your event loop, your judge, your order of things.
+
+    python examples/agent_loop.py            # the quickstart's model; prints the reward of every step
+
+The loop asks a question, samples a group of answers, judges them in plain Python and hands the group back. Training runs
+beside it in the same event loop. `submit` waits where the trainer is behind: that is all the flow control there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from asyncrl import Runtime, load_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from quickstart_model import reward, rows
+
+CONFIG = Path(__file__).with_name("agent_loop.yaml")
+AGENTS = 24
+
+
+async def agent(runtime: Runtime, questions: list[dict[str, str]]) -> None:
+    while questions:
+        row = questions.pop()
+        group = await runtime.generate(row["prompt"], n=8)
+        answers = [str(trajectory.completion) for trajectory in group]
+        scores = reward([row["prompt"]] * len(group), answers, None, [row["answer"]] * len(group))
+        await runtime.submit(group, scores)
+
+
+async def main(steps: int = 20) -> list[float]:
+    config = load_config([CONFIG])
+    questions = rows(count=steps * config.rollout.groups_per_step)
+    rewards: list[float] = []
+
+    async def watch(runtime: Runtime) -> None:
+        async for step in runtime.steps():
+            rewards.append(step.metrics["reward/mean"])
+            print(f"version {step.version}: reward {rewards[-1]:.3f}, oldest group {step.metrics['staleness/max']:.0f}")
+
+    async with Runtime(config, write=False) as runtime:
+        async with asyncio.TaskGroup() as watchers:
+            watcher = watchers.create_task(watch(runtime))
+            async with asyncio.TaskGroup() as agents:
+                for _ in range(AGENTS):
+                    agents.create_task(agent(runtime, questions))
+            await runtime.finish()
+            await watcher
+    return rewards
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
