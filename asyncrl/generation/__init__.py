@@ -1,0 +1,1 @@
+"""Engines: sampling tokens from the policy, behind `ports.Engine`."""

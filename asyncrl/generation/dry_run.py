@@ -1,0 +1,120 @@
+"""An engine without a model: continuous batching with made-up tokens, costs on the lane. For tests and dry runs.
+
+Everything about a request (length, tokens, log-probs) is a function of its seed and the engine's seed alone, never of
+arrival. A decode step costs `decode_step_s` of the lane's time (virtual, real or none: the lane decides) however many
+sequences it serves, as a step that is bound by reading the weights does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import FinishReason, Generation, Int32Array
+
+from .owner import WHO, Job, OwnedEngine
+
+SMALLEST = 1e-6  # keeps logarithms of keyed uniform numbers finite
+
+
+@dataclass(slots=True)
+class _Row:
+    """A made-up completion, decided at admission; only the versions come step by step."""
+
+    tokens: Int32Array  # [C]
+    logprobs: npt.NDArray[np.float32]  # [C]
+    reason: FinishReason
+    versions: list[int]
+
+
+class DryRunEngine(OwnedEngine):
+    """Implements `ports.Engine` and `ports.WeightSink`.
+
+    median_length: of completions, in tokens; half of a request's max_tokens by default. length_sigma: standard
+    deviation of the logarithm of the length; 0 gives every completion the median. version_source: the policy version
+    now; read once per decode step, inside the closure.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        recorder: Recorder,
+        *,
+        max_sequences: int,
+        max_context: int,
+        version_source: Callable[[], int],
+        decode_step_s: float = 0.01,
+        length_sigma: float = 0.5,
+        median_length: int | None = None,
+        seed: int = 0,
+        vocabulary: int = 256,
+        eos_token_id: int = 0,
+    ) -> None:
+        super().__init__(lane, recorder, max_sequences=max_sequences, max_context=max_context)
+        self._version_source = version_source
+        self._decode_step_s = decode_step_s
+        self._length_sigma = length_sigma
+        self._median_length = median_length
+        self._seed = seed
+        self._vocabulary = vocabulary
+        self._eos = eos_token_id
+        self._rows: dict[int, _Row] = {}
+        self._free = list(range(max_sequences - 1, -1, -1))
+
+    def _draw(self, job: Job) -> _Row:
+        sampling = job.request.sampling
+        random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
+        median = self._median_length or max(1, sampling.max_tokens // 2)
+        drawn = max(1, round(median * math.exp(self._length_sigma * random.standard_normal())))
+        stops = drawn < sampling.max_tokens and not sampling.ignore_eos
+        length = drawn if stops else sampling.max_tokens
+        tokens = random.integers(0, self._vocabulary, length).astype(np.int32)
+        tokens[tokens == self._eos] = (self._eos + 1) % self._vocabulary
+        if stops:
+            tokens[-1] = sampling.stop_token_ids[0] if sampling.stop_token_ids else self._eos
+        logprobs = np.log(np.maximum(random.random(length), SMALLEST)).astype(np.float32)
+        return _Row(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
+
+    async def _prepare(self) -> None:
+        """Nothing to allocate."""
+
+    def _add(self, job: Job) -> int:
+        slot = self._free.pop()
+        self._rows[slot] = self._draw(job)
+        return slot
+
+    def _remove(self, job: Job) -> None:
+        del self._rows[job.slot]
+        self._free.append(job.slot)
+
+    def _decode(self) -> list[int]:
+        version = self._version_source()
+        ended = []
+        for slot, row in self._rows.items():
+            row.versions.append(version)
+            if len(row.versions) == row.tokens.size:
+                ended.append(slot)
+        return ended
+
+    async def _turn(self) -> list[tuple[Job, Generation]]:
+        rows = len(self._rows)
+        with self.recorder.span("decode", track=WHO, sequences=rows):
+            ended = await self.lane.run(self._decode, name="engine/decode", cost=self._decode_step_s)
+        self._tokens += rows
+        self._decode_steps += 1
+        self.recorder.observe("engine/decode_batch", rows)
+        self.recorder.count("engine/tokens", rows)
+        return [(self._running[slot], self._generation(self._rows[slot])) for slot in ended]
+
+    def _generation(self, row: _Row) -> Generation:
+        versions = np.array(row.versions, dtype=np.int32)
+        return Generation(row.tokens, row.logprobs, row.logprobs.copy(), versions, row.reason)
+
+    async def _refresh(self) -> int:
+        return await self.lane.run(self._version_source, name="engine/weights")

@@ -1,0 +1,235 @@
+"""The key/value cache of the embedded engine, and the two attention plans over it.
+
+One buffer `[layers, 2, rows, K, positions, D]` is allocated at the start and never grows. Running sequences occupy rows
+[0..n) without holes, so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for
+grouped heads (the G = H / K queries that share a key head travel as G query positions of one attention call).
+
+Rows of very different length would attend over each other's padding; `split_rows` cuts [0..n) into a few runs of
+similar length, each its own call. All rows grow by one a step, so the cut stays good until a row comes or goes.
+
+The buffer starts as zeros, not as garbage: padding is masked by adding -inf, and NaN in never written memory would
+pass that mask.
+
+Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from asyncrl.types import Int64Array
+
+SPLIT_GAIN_BYTES = (
+    1_500_000  # padding a layer must be spared before one more attention call pays (about 70 us of reading)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Numbers of one cache. `positions` is the longest context a row can hold."""
+
+    layers: int
+    rows: int
+    heads: int  # K
+    positions: int
+    head_size: int  # D
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.rows * self.heads * self.positions * self.head_size * dtype.itemsize
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU through calloc, so that pages nobody uses never become resident (torch.zeros writes them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    integer = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
+
+
+class KVCache:
+    """Storage and row moves. Only the lane may call it."""
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.data = _lazy_zeros(
+            (shape.layers, 2, shape.rows, shape.heads, shape.positions, shape.head_size), dtype, device
+        )
+        self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
+        self.values = [self.data[layer, 1] for layer in range(shape.layers)]
+        self.flat_keys = [keys.view(-1, shape.head_size) for keys in self.keys]
+        self.flat_values = [values.view(-1, shape.head_size) for values in self.values]
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of one row in one layer, keys and values."""
+        return 2 * self.shape.heads * self.shape.head_size * self.data.element_size()
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of row `source` into row `target`, all layers."""
+        if length and source != target:
+            self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+    def save(self, row: int, length: int) -> Tensor:
+        """A copy [layers, 2, K, length, D] that outlives the row."""
+        return self.data[:, :, row, :, :length].clone()
+
+    def restore(self, saved: Tensor, row: int) -> None:
+        self.data[:, :, row, :, : saved.shape[3]] = saved
+
+
+def split_rows(length_n: Int64Array, gain: int) -> list[int]:
+    """Cut rows [0..n) into runs of similar length: the ends of the runs, ascending, the last is n.
+
+    A cut is made where it spares more than `gain` padded positions, best first, on both sides again.
+    """
+    ends: list[int] = []
+
+    def cut(start: int, stop: int) -> None:
+        lengths = length_n[start:stop]
+        if stop - start > 1:
+            left = np.maximum.accumulate(lengths)[:-1]
+            right = np.maximum.accumulate(lengths[::-1])[::-1][1:]
+            count = np.arange(1, stop - start)
+            cost = left * count + right * (stop - start - count)
+            best = int(cost.argmin())
+            if int(lengths.max()) * (stop - start) - int(cost[best]) > gain:
+                cut(start, start + best + 1)
+                cut(start + best + 1, stop)
+                return
+        ends.append(stop)
+
+    cut(0, int(length_n.size))
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows [start..stop), one attention call over the first `length` positions; additive mask [rows, 1, 1, length]."""
+
+    start: int
+    stop: int
+    length: int
+    mask: Tensor | None
+
+
+class DecodePlan:
+    """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
+
+    def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int]) -> None:
+        self.cache = cache
+        shape = cache.shape
+        rows = np.arange(position_n.size)[:, None] * shape.heads + np.arange(shape.heads)
+        place = rows * shape.positions + position_n[:, None]  # [n, K] rows of the flat buffer
+        self.place = torch.from_numpy(place.reshape(-1)).to(cache.device)
+        length_n = torch.from_numpy(position_n + 1).to(cache.device)
+        self.runs = []
+        for start, stop in pairwise([0, *ends]):
+            own = position_n[start:stop] + 1
+            longest, mask = int(own.max()), None
+            if int(own.min()) < longest:
+                column = torch.arange(longest, device=cache.device)
+                mask = torch.zeros(stop - start, 1, 1, longest, dtype=cache.data.dtype, device=cache.device)
+                mask.masked_fill_((column >= length_n[start:stop, None])[:, None, None], float("-inf"))
+            self.runs.append(_Run(start, stop, longest, mask))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        cache = self.cache
+        size = cache.shape.head_size
+        cache.flat_keys[layer].index_copy_(0, self.place, key.reshape(-1, size))
+        cache.flat_values[layer].index_copy_(0, self.place, value.reshape(-1, size))
+        n, heads = query.shape[0], query.shape[1]
+        grouped = query.reshape(n, cache.shape.heads, -1, size)  # [n, K, G, D]: G queries share a key head
+        keys, values = cache.keys[layer], cache.values[layer]
+        parts = [
+            scaled_dot_product_attention(
+                grouped[run.start : run.stop],
+                keys[run.start : run.stop, :, : run.length],
+                values[run.start : run.stop, :, : run.length],
+                attn_mask=run.mask,
+                scale=scaling,
+            )
+            for run in self.runs
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.reshape(n, heads, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens [start..start + length) of the sequence in `row`, to be written behind what the row already holds."""
+
+    slot: int
+    row: int
+    start: int
+    length: int
+
+
+class ExtendPlan:
+    """Packed segments one after another: each writes its keys and values and attends causally over its own row.
+
+    Neighbouring segments that start at 0 and have equal length share one attention call: sort them so.
+    """
+
+    def __init__(self, cache: KVCache, segments: list[Segment]) -> None:
+        self.cache = cache
+        self.segments = segments
+        self.offsets = np.cumsum([0, *(segment.length for segment in segments)]).tolist()
+        self.groups: list[tuple[int, int]] = []  # [first, last) segments of one attention call
+        for index, segment in enumerate(segments):
+            previous = segments[index - 1] if index else None
+            joins = previous is not None and previous.start == segment.start == 0 and previous.length == segment.length
+            if joins:
+                self.groups[-1] = (self.groups[-1][0], index + 1)
+            else:
+                self.groups.append((index, index + 1))
+        self.masks = {index: self._mask(segment) for index, segment in enumerate(segments) if segment.start}
+
+    def _mask(self, segment: Segment) -> Tensor:
+        """Additive [length, start + length]: causal behind a start that is visible as a whole."""
+        device, dtype = self.cache.device, self.cache.data.dtype
+        end = segment.start + segment.length
+        own = torch.arange(segment.start, end, device=device).unsqueeze(1)
+        mask = torch.zeros(segment.length, end, dtype=dtype, device=device)
+        return mask.masked_fill_(torch.arange(end, device=device) > own, float("-inf"))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        cache = self.cache
+        for segment, offset in zip(self.segments, self.offsets, strict=False):
+            own = slice(offset, offset + segment.length)
+            there = slice(segment.start, segment.start + segment.length)
+            cache.keys[layer][segment.row, :, there] = key[own].transpose(0, 1)
+            cache.values[layer][segment.row, :, there] = value[own].transpose(0, 1)
+        out = torch.empty_like(query)
+        for first, last in self.groups:
+            own = slice(self.offsets[first], self.offsets[last])
+            if first in self.masks:
+                out[own] = self._continue(layer, first, query[own], scaling)
+            else:
+                q, k, v = (
+                    tensor[own].unflatten(0, (last - first, -1)).transpose(1, 2) for tensor in (query, key, value)
+                )
+                fresh = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+                out[own] = fresh.transpose(1, 2).flatten(0, 1)
+        return out
+
+    def _continue(self, layer: int, index: int, query: Tensor, scaling: float) -> Tensor:
+        """[length, H, D] of a segment behind a cached start, over the row's keys; grouped heads are not expanded."""
+        segment, shape = self.segments[index], self.cache.shape
+        end = segment.start + segment.length
+        group = query.shape[1] // shape.heads
+        # [K, G, end, D], with stride 0 in G
+        keys = self.cache.keys[layer][segment.row, :, None, :end].expand(-1, group, -1, -1)
+        values = self.cache.values[layer][segment.row, :, None, :end].expand(-1, group, -1, -1)
+        grouped = query.unflatten(1, (shape.heads, group)).permute(1, 2, 0, 3)  # [K, G, length, D]
+        attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=self.masks[index], scale=scaling)
+        return attended.permute(2, 0, 1, 3).flatten(1, 2)

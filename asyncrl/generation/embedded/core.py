@@ -1,0 +1,261 @@
+"""What the embedded engine does on the lane: two kinds of bounded closures over one policy model.
+
+    prefill(): at most `prefill_tokens` tokens of sequences whose cache is behind, packed         (compute-bound)
+    decode():  one token for every running sequence, the last known token of each being the input
+
+A sequence is ready to decode when its row holds all its known tokens but the last one. A new sequence is behind by its
+prompt less one token; with `kv_after_update: recompute` every sequence is behind by all of it after a weight update:
+one mechanism serves both, and sampling happens in one place only.
+
+Versions: each closure reads `policy.version` once, at its start. No other closure runs meanwhile, so it names the
+weights of everything that the closure computes and samples (invariant 5b).
+
+Shared prompts: sequences with equal `prefix_key` hold equal prompts, so the keys and values of the prompt are computed
+once per (key, version) and copied into the rows of the others, from a row that is still alive or from a saved copy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from asyncrl.types import GenerationRequest, Int64Array
+
+from .cache import SPLIT_GAIN_BYTES, DecodePlan, ExtendPlan, KVCache, Segment, split_rows
+from .sampling import Sampled, Sampler
+from .sequences import Sequences
+
+HEAD_ROWS = 128  # rows whose logits exist at the same time: bounds [rows, V] float32 buffers
+
+
+class Policy(Protocol):
+    """The part of `models.policy.PolicyModel` that sampling needs."""
+
+    version: int
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: ExtendPlan | DecodePlan) -> Tensor: ...
+
+    def logits(self, hidden_NE: Tensor) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Prefix:
+    """Who holds the keys and values of a shared prompt, computed under the current version."""
+
+    length: int  # positions: the prompt less its last token
+    holders: set[int] = field(default_factory=set)  # slots
+    saved: Tensor | None = None  # [layers, 2, K, length, D], once the last holder is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One decode step: slots that ended by a stop token and by length. `rows == 0`: a prefill must come first."""
+
+    rows: int
+    stopped: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+
+
+class Core:
+    """The running batch. `add` and `remove` belong to the owner task, between closures; all else to the lane."""
+
+    def __init__(
+        self, policy: Policy, cache: KVCache, sequences: Sequences, *, prefill_tokens: int, recompute: bool
+    ) -> None:
+        self.policy = policy
+        self.cache = cache
+        self.sequences = sequences
+        self.sampler = Sampler()
+        self.prefill_tokens = prefill_tokens
+        self.recompute = recompute
+        self.version = policy.version
+        self.tokens_prefilled = 0
+        self.tokens_copied = 0
+        self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
+        self._pending: list[Callable[[], None]] = []  # row copies that the next closure makes before anything else
+        self._ends: list[int] | None = None  # runs of similar length; None after a row came or went
+
+    # -- between closures, on the loop --------------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """A running sequence needs prefill before it can decode."""
+        columns = self.sequences
+        rows = columns.rows
+        return bool((columns.cached[rows] < columns.length[rows] - 1).any())
+
+    def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
+        self._ends = None
+        return self.sequences.add(request, stop_ids)
+
+    def remove(self, slot: int, *, keep_prefix: bool) -> None:
+        """Free the slot. `keep_prefix`: a waiting request shares its prompt, so a copy outlives the last holder."""
+        columns = self.sequences
+        key, row = columns.prefix_key[slot], int(columns.row_of[slot])
+        prefix = self._prefixes.get(key) if key is not None else None
+        if key is not None and prefix is not None and slot in prefix.holders:
+            prefix.holders.discard(slot)
+            if not prefix.holders and prefix.saved is None:
+                if keep_prefix and prefix.length <= self.prefill_tokens:
+                    self._pending.append(lambda: self._save(key, prefix, row))
+                else:
+                    del self._prefixes[key]
+        move = columns.remove(slot)
+        if move is not None:
+            self._pending.append(lambda: self.cache.copy_row(*move))
+        self._ends = None
+
+    # -- on the lane --------------------------------------------------------------------------------------------------
+
+    def sync(self) -> int:
+        """Notice a new version and make the pending row copies; every closure begins with it. Returns the version."""
+        version = self.policy.version
+        for copy in self._pending:
+            copy()
+        self._pending.clear()
+        if version != self.version:
+            self.version = version
+            self._prefixes.clear()
+            columns = self.sequences
+            rows = columns.rows
+            # `keep` restarts a prompt that is half prefilled, so that a prompt never mixes versions.
+            stale = rows if self.recompute else rows[columns.cached[rows] < columns.prompt[rows] - 1]
+            columns.cached[stale] = 0
+        return version
+
+    def prefill(self) -> int:
+        """Bring sequences forward by at most `prefill_tokens` tokens. Returns the tokens computed."""
+        self._enter()
+        with torch.no_grad():
+            self.sync()
+            segments = self._segments()
+            if segments:
+                self._extend(segments)
+                self._share()
+        total = sum(segment.length for segment in segments)
+        self.tokens_prefilled += total
+        return total
+
+    def decode(self) -> Decoded:
+        """One token for every running sequence."""
+        self._enter()
+        with torch.no_grad():
+            version = self.sync()
+            if self.behind:
+                return Decoded(0)
+            columns = self.sequences
+            slots = columns.rows.copy()
+            position = columns.length[slots] - 1
+            if self._ends is None:
+                self._ends = split_rows(position + 1, SPLIT_GAIN_BYTES // self.cache.bytes_per_position)
+            plan = DecodePlan(self.cache, position, self._ends)
+            device = self.cache.device
+            tokens = torch.from_numpy(columns.tokens[slots, position]).to(device)
+            hidden = self.policy.hidden(tokens, torch.from_numpy(position).to(device), plan)
+            sampled = self._sample(hidden, slots)
+            stopped, ended = columns.append(slots, sampled, version)
+        return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
+
+    def _enter(self) -> None:
+        if self.policy.module.training:  # walking all modules costs a millisecond, asking costs nothing
+            self.policy.module.eval()
+
+    def _sample(self, hidden: Tensor, slots: Int64Array) -> Sampled:
+        parts = []
+        for start in range(0, slots.size, HEAD_ROWS):
+            own = slots[start : start + HEAD_ROWS]
+            logits = self.policy.logits(hidden[start : start + HEAD_ROWS])
+            parts.append(self.sampler.sample(logits, self.sequences.parameters(own)))
+        if len(parts) == 1:
+            return parts[0]
+        return Sampled(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.sampled_logprobs for part in parts]),
+        )
+
+    def _segments(self) -> list[Segment]:
+        """What to compute now: sequences that are behind, oldest row first, within the budget; prompts shared."""
+        columns, budget = self.sequences, self.prefill_tokens
+        rows = columns.rows
+        segments: list[Segment] = []
+        computing: set[str] = set()  # prompts that a segment of this closure computes
+        for slot in rows[columns.cached[rows] < columns.length[rows] - 1].tolist():
+            key = columns.prefix_key[slot]
+            if key is not None and columns.cached[slot] < columns.prompt[slot] - 1:
+                if key in self._prefixes:
+                    self._copy_prefix(slot, key)
+                elif key in computing:
+                    continue  # copied as soon as the first of them is through
+                else:
+                    computing.add(key)
+            start = int(columns.cached[slot])
+            length = min(int(columns.length[slot]) - 1 - start, budget)
+            if length > 0:
+                segments.append(Segment(slot, int(columns.row_of[slot]), start, length))
+                budget -= length
+        segments.sort(key=lambda segment: (segment.start, segment.length))  # equal ones share an attention call
+        return segments
+
+    def _extend(self, segments: list[Segment]) -> None:
+        columns, device = self.sequences, self.cache.device
+        tokens = np.concatenate([columns.tokens[s.slot, s.start : s.start + s.length] for s in segments])
+        positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in segments])
+        plan = ExtendPlan(self.cache, segments)
+        self.policy.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), plan)
+        for segment in segments:
+            columns.cached[segment.slot] = segment.start + segment.length
+            self._register(segment.slot)
+
+    def _register(self, slot: int) -> None:
+        """The row of `slot` holds its whole prompt under the current version: others may copy it."""
+        columns = self.sequences
+        key, length = columns.prefix_key[slot], int(columns.prompt[slot]) - 1
+        if key is not None and length > 0 and columns.cached[slot] >= length:
+            self._prefixes.setdefault(key, Prefix(length)).holders.add(slot)
+
+    def _share(self) -> None:
+        """Copy prompts that just became complete into the rows that wait for them."""
+        columns = self.sequences
+        rows = columns.rows
+        for slot in rows[columns.cached[rows] < columns.prompt[rows] - 1].tolist():
+            key = columns.prefix_key[slot]
+            if key is not None and key in self._prefixes:
+                self._copy_prefix(slot, key)
+
+    def _copy_prefix(self, slot: int, key: str) -> None:
+        columns, prefix = self.sequences, self._prefixes[key]
+        row = int(columns.row_of[slot])
+        if prefix.holders:
+            source = int(columns.row_of[next(iter(prefix.holders))])
+            self.cache.copy_row(source, row, prefix.length)
+        else:
+            assert prefix.saved is not None
+            self.cache.restore(prefix.saved, row)
+        prefix.saved = None  # the row is a holder now
+        prefix.holders.add(slot)
+        columns.cached[slot] = prefix.length
+        self.tokens_copied += prefix.length
+
+    def _save(self, key: str, prefix: Prefix, row: int) -> None:
+        """Keep a prompt whose last holder is going, within `prefill_tokens` saved positions, oldest out first."""
+        if self._prefixes.get(key) is not prefix or prefix.holders:
+            return
+        prefix.saved = self.cache.save(row, prefix.length)
+        self._prefixes.move_to_end(key)
+        saved = [name for name, entry in self._prefixes.items() if entry.saved is not None]
+        total = sum(self._prefixes[name].length for name in saved)
+        for name in saved:
+            if total <= self.prefill_tokens:
+                break
+            total -= self._prefixes[name].length
+            del self._prefixes[name]

@@ -1,0 +1,161 @@
+"""Continuous batching over the trainer's own model, in this process.
+
+Policy of the owner task: keep the decode batch full. Waiting requests are admitted as soon as a row is free; whoever is
+behind (a new prompt, a cache to rebuild) is brought forward before the next decode step. Training closures go first by
+the lane's own priorities. Room for prompt and completion is reserved at admission: nothing is ever preempted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.errors import GenerationError
+from asyncrl.generation.owner import WHO, Job, OwnedEngine
+from asyncrl.types import FinishReason, Generation, GenerationRequest
+
+from .cache import CacheShape, KVCache
+from .core import Core, Decoded
+from .sequences import Sequences
+from .stops import StopStrings, Tokenizer
+
+if TYPE_CHECKING:
+    from asyncrl.models.policy import PolicyModel
+    from asyncrl.telemetry.recorder import Recorder
+
+
+def cache_shape(config: Any, max_sequences: int, max_context: int) -> CacheShape:
+    """The cache of a Hugging Face causal LM `config`; `.nbytes(dtype)` predicts its memory."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return CacheShape(
+        layers=text.num_hidden_layers,
+        rows=max_sequences,
+        heads=getattr(text, "num_key_value_heads", None) or heads,
+        positions=max_context,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+
+
+def eos_token_ids(policy: PolicyModel, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's, and those of the model's generation config."""
+    ids: set[int] = set()
+    for source in (tokenizer, getattr(policy.module, "generation_config", None)):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+    return tuple(sorted(ids))
+
+
+class EmbeddedEngine(OwnedEngine):
+    """Implements `ports.Engine` and `ports.WeightSink` on a model shared with the trainer, on the trainer's lane.
+
+    max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request.
+    prefill_tokens: most tokens computed by one prefill closure.
+    kv_after_update: what happens to the cached keys and values of running sequences when the version changes.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        tokenizer: Tokenizer | None,
+        lane: Lane,
+        recorder: Recorder,
+        *,
+        max_sequences: int,
+        max_context: int,
+        prefill_tokens: int = 2048,
+        kv_after_update: Literal["keep", "recompute"] = "keep",
+    ) -> None:
+        super().__init__(lane, recorder, max_sequences=max_sequences, max_context=max_context)
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens is {prefill_tokens}, expected at least 1")
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self._prefill_tokens = prefill_tokens
+        self._recompute = kv_after_update == "recompute"
+        self._vocabulary = int(policy.config.get_text_config().vocab_size)
+        self._eos = eos_token_ids(policy, tokenizer)
+        self._stop_strings: dict[int, StopStrings] = {}  # by slot
+        self._core: Core | None = None
+
+    async def __aenter__(self) -> EmbeddedEngine:
+        await super().__aenter__()
+        return self
+
+    def check(self, request: GenerationRequest) -> None:
+        super().check(request)
+        low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+        if low < 0 or high >= self._vocabulary:
+            raise GenerationError(
+                f"this request cannot be served: its prompt holds token ids from {low} to {high}, but the model's "
+                f"vocabulary is [0, {self._vocabulary}): was it made with another tokenizer?"
+            )
+        if any(request.sampling.stop) and self.tokenizer is None:
+            raise GenerationError("this request cannot be served: it has stop strings, but the engine has no tokenizer")
+
+    def statistics(self) -> dict[str, float]:
+        core = self._core
+        return super().statistics() | {
+            "prefill_tokens": float(core.tokens_prefilled if core else 0),
+            "copied_tokens": float(core.tokens_copied if core else 0),
+        }
+
+    # -- the batch ----------------------------------------------------------------------------------------------------
+
+    async def _prepare(self) -> None:
+        self._core = await self.lane.run(self._open_core, name="engine/open")
+
+    def _open_core(self) -> Core:
+        """On the lane: its device's memory is allocated by its owner."""
+        shape = cache_shape(self.policy.config, self.max_sequences, self.max_context)
+        cache = KVCache(shape, self.policy.dtype, self.policy.device)
+        columns = Sequences(self.max_sequences, self.max_context)
+        return Core(self.policy, cache, columns, prefill_tokens=self._prefill_tokens, recompute=self._recompute)
+
+    @property
+    def core(self) -> Core:
+        assert self._core is not None, "the owner task prepares the core before anything else"
+        return self._core
+
+    def _add(self, job: Job) -> int:
+        sampling = job.request.sampling
+        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
+        slot = self.core.add(job.request, tuple(dict.fromkeys(stop_ids)))
+        if any(sampling.stop):
+            assert self.tokenizer is not None  # `check` refused it otherwise
+            self._stop_strings[slot] = StopStrings(self.tokenizer, sampling.stop)
+        return slot
+
+    def _remove(self, job: Job) -> None:
+        key = job.request.prefix_key
+        wanted = key is not None and any(other.request.prefix_key == key for other in self._waiting)
+        self._stop_strings.pop(job.slot, None)
+        self.core.remove(job.slot, keep_prefix=wanted)
+
+    async def _turn(self) -> list[tuple[Job, Generation]]:
+        core = self.core
+        if core.behind:
+            with self.recorder.span("prefill", track=WHO, sequences=len(self._running)):
+                tokens = await self.lane.run(core.prefill, name="engine/prefill")
+            self.recorder.count("engine/prefill_tokens", tokens)
+            return []
+        with self.recorder.span("decode", track=WHO, sequences=len(self._running)):
+            decoded = await self.lane.run(core.decode, name="engine/decode")
+        if not decoded.rows:  # the weights changed just before, and the caches must be rebuilt first
+            return []
+        self._tokens += decoded.rows
+        self._decode_steps += 1
+        self.recorder.observe("engine/decode_batch", decoded.rows)
+        self.recorder.count("engine/tokens", decoded.rows)
+        return self._ended(core, decoded)
+
+    def _ended(self, core: Core, decoded: Decoded) -> list[tuple[Job, Generation]]:
+        reasons = dict.fromkeys(decoded.ended, FinishReason.LENGTH)
+        reasons |= dict.fromkeys(decoded.stopped, FinishReason.STOP)
+        for slot, stop in self._stop_strings.items():
+            if reasons.get(slot) is not FinishReason.STOP and stop.hit(core.sequences.completion(slot)):
+                reasons[slot] = FinishReason.STOP
+        return [(self._running[slot], core.sequences.generation(slot, reason)) for slot, reason in reasons.items()]
+
+    async def _refresh(self) -> int:
+        return await self.lane.run(self.core.sync, name="engine/weights")

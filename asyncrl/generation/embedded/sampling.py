@@ -1,0 +1,209 @@
+"""Turning logits into tokens: keyed randomness, inverse-CDF sampling, both log-prob columns.
+
+Guarantees
+* The uniform number of token `i` of a request depends on (seed, i) alone: never on arrival, row or neighbours.
+* A token of probability zero is never sampled, not even when rounding makes the CDF end early.
+* `logprobs` = log softmax(logits / T) over the whole vocabulary; `sampled_logprobs` = the same after top-k and top-p,
+  renormalised. Greedy rows (T = 0): the first is taken at T = 1, the second is 0, for the choice was certain.
+* NaN or infinite logits raise `DivergenceError`; nothing is sampled from them.
+
+Cost per row without filters: one scaling, one softmax and one block sum over the vocabulary; the CDF itself is walked
+in two levels (blocks, then one block), so no cumulative sum runs over the vocabulary and nothing is sorted. Rows with
+top-k or top-p pay for a partial sort of their own.
+
+Shape legend: N rows, V vocabulary, B blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.errors import DivergenceError
+from asyncrl.types import Float32Array, Int64Array
+
+BLOCK = 256  # vocabulary entries per block of the two-level CDF
+FIRST_TRY = 256  # sorted candidates looked at before a top-p row pays for a sort of the whole vocabulary
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def _mix(state: UInt64Array) -> UInt64Array:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64 bits, good on a mere counter."""
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def seed_array(seeds: list[int] | tuple[int, ...] | int) -> UInt64Array:
+    """Any Python ints -> uint64, modulo 2^64."""
+    values = [seeds] if isinstance(seeds, int) else seeds
+    return np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in values], dtype=np.uint64)
+
+
+def keyed_uniform(seed_N: UInt64Array, index_N: Int64Array) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1) with 53 bits, a pure function of (seed, index). [N], [N] -> [N]."""
+    counter = index_N.astype(np.uint64)
+    with np.errstate(over="ignore"):  # wrapping around is the arithmetic of the generator
+        key = _mix(seed_N + _GOLDEN)
+        bits = _mix(key + (counter + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """Per-row sampling numbers, all [N] on the host. `uniform` in [0, 1)."""
+
+    temperature: Float32Array  # 0 is greedy
+    top_k: Int64Array  # 0 is off
+    top_p: Float32Array  # 1 is off
+    uniform: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Columns of one decode step, [N] on the host."""
+
+    tokens: Int64Array
+    logprobs: Float32Array
+    sampled_logprobs: Float32Array
+
+
+class Sampler:
+    """Owns one probability buffer, reused every step (fresh buffers cost page faults). Lives on the lane."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def _probabilities(self, logits_NV: Tensor) -> Tensor:
+        rows, vocabulary = logits_NV.shape
+        buffer = self._buffer
+        if (
+            buffer is None
+            or buffer.shape[0] < rows
+            or buffer.shape[1] != vocabulary
+            or buffer.dtype != logits_NV.dtype
+            or buffer.device != logits_NV.device
+        ):
+            buffer = self._buffer = torch.empty_like(logits_NV)
+        return torch.softmax(logits_NV, dim=-1, out=buffer[:rows])
+
+    def sample(self, logits_NV: Tensor, params: RowParams) -> Sampled:
+        """Sample one token per row. `logits_NV` [N, V] float32 or float64 is overwritten.
+
+        Raises DivergenceError where a row holds NaN or +inf.
+        """
+        device = logits_NV.device
+        greedy = params.temperature == 0
+        temperature = np.where(greedy, np.float32(1.0), params.temperature)
+        if (temperature != 1).any():
+            scale = torch.from_numpy(temperature).to(device=device, dtype=logits_NV.dtype)
+            logits_NV.div_(scale.unsqueeze(1))
+        probs_NV = self._probabilities(logits_NV)
+        uniform = torch.from_numpy(params.uniform).to(device)
+        token_N = _inverse_cdf(probs_NV, uniform)
+        filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1))
+        mass_N: Tensor | None = None
+        if filtered.any():
+            index = torch.from_numpy(np.flatnonzero(filtered)).to(device)
+            chosen, mass = _filtered(probs_NV, index, params, filtered, uniform[index])
+            token_N = token_N.index_copy(0, index, chosen)
+            mass_N = torch.ones_like(uniform).index_copy_(0, index, mass)
+        if greedy.any():
+            mask = torch.from_numpy(greedy).to(device)
+            token_N = torch.where(mask, logits_NV.argmax(dim=-1), token_N)
+        chosen_N = probs_NV.gather(1, token_N.unsqueeze(1)).squeeze(1).double()
+        logp_N = _exact_log(chosen_N, logits_NV, probs_NV, token_N)
+        sampled_N = logp_N if mass_N is None else logp_N - mass_N.log()
+        host = torch.stack((token_N.double(), logp_N, sampled_N)).cpu().numpy()
+        sampled = host[2].astype(np.float32)
+        sampled[greedy] = 0.0
+        return Sampled(host[0].astype(np.int64), host[1].astype(np.float32), sampled)
+
+
+def _exact_log(chosen_N: Tensor, logits_NV: Tensor, probs_NV: Tensor, token_N: Tensor) -> Tensor:
+    """log of the chosen probabilities, float64 [N]. A greedy token always has one that is far above underflow."""
+    if not bool(torch.isfinite(chosen_N).all()):
+        bad = (~torch.isfinite(chosen_N)).nonzero().flatten().tolist()
+        raise DivergenceError(
+            f"the model's logits are not finite in {len(bad)} of {chosen_N.numel()} sequences (rows {bad[:8]}): "
+            "the weights have diverged; lower the learning rate or resume from an earlier checkpoint"
+        )
+    return chosen_N.log()
+
+
+def _inverse_cdf(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """First index whose cumulative probability exceeds u x total, in two levels. [N, V], float64 [N] -> int64 [N].
+
+    Sums above the block level are float64. The target is held strictly below the last cumulative value, so the search
+    always ends on an entry that adds something, that is, one of positive probability.
+    """
+    vocabulary = probs_NV.shape[1]
+    whole = vocabulary // BLOCK
+    if whole < 4:  # a tiny vocabulary: one level
+        return _search(probs_NV.double().cumsum(1), uniform_N)[0]
+    sums = probs_NV[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(-1)
+    if vocabulary % BLOCK:
+        sums = torch.cat((sums, probs_NV[:, whole * BLOCK :].sum(-1, keepdim=True)), 1)
+    cumulative = sums.double().cumsum(1)
+    block, target = _search(cumulative, uniform_N)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
+    columns = block.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
+    inside = probs_NV.gather(1, columns.clamp(max=vocabulary - 1)).double()
+    inside.masked_fill_(columns >= vocabulary, 0.0)
+    within = _search_value(inside.cumsum(1), target - before)
+    return (block * BLOCK + within).clamp_(max=vocabulary - 1)
+
+
+def _search(cumulative: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first entry above u x total, and that target. float64 [N, B], [N] -> int64 [N], float64 [N]."""
+    target = uniform_N * cumulative[:, -1]
+    return _search_value(cumulative, target), target
+
+
+def _search_value(cumulative: Tensor, target_N: Tensor) -> Tensor:
+    last = cumulative[:, -1]
+    below = torch.nextafter(last, torch.zeros_like(last))
+    target = torch.minimum(target_N, below).clamp_(min=0.0).unsqueeze(1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=cumulative.shape[1] - 1)
+
+
+def _filtered(
+    probs_NV: Tensor, index_R: Tensor, params: RowParams, filtered: npt.NDArray[np.bool_], uniform_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sample the R rows that have top-k or top-p: tokens int64 [R], and the mass of the softmax kept, float64 [R].
+
+    Order as in transformers and vLLM: top-k first, then the smallest set of the renormalised rest that reaches top-p.
+    """
+    device, vocabulary = probs_NV.device, probs_NV.shape[1]
+    top_k = params.top_k[filtered]
+    k_R = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary)).to(device)
+    p_R = torch.from_numpy(params.top_p[filtered].astype(np.float64)).to(device)
+    probs_RV = probs_NV[index_R]
+    count = min(vocabulary, FIRST_TRY)
+    while True:
+        values, order = torch.topk(probs_RV, count, dim=1, sorted=True)
+        kept = values.double()
+        rank = torch.arange(count, device=device)
+        kept.masked_fill_(rank >= k_R.unsqueeze(1), 0.0)
+        cumulative = kept.cumsum(1)
+        # Mass that top-p refers to: of the top-k candidates, or of the whole row where top-k is off.
+        total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
+        enough = (k_R <= count) | ((p_R < 1) & (cumulative[:, -1] >= p_R * total))
+        if count == vocabulary or bool(enough.all()):
+            break
+        count = vocabulary
+    outside = (cumulative - kept) >= (p_R * total).unsqueeze(1)
+    outside[:, 0] = False  # the most probable token always stays
+    kept.masked_fill_(outside & (p_R < 1).unsqueeze(1), 0.0)
+    cumulative = kept.cumsum(1)
+    place, _ = _search(cumulative, uniform_R)
+    return order.gather(1, place.unsqueeze(1)).squeeze(1), cumulative[:, -1]

@@ -1,0 +1,125 @@
+"""Host-side columns of the sequences that are running: one slot each, numpy, allocated once.
+
+A *slot* is where a sequence's columns lie from admission to its end; its *row* is where its keys and values lie now.
+Rows are kept compact, slots never move. The owner task and the lane take turns: while a closure runs, nobody else
+looks in here.
+
+Shape legend: R slots, C longest context.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array
+
+from .sampling import RowParams, Sampled, keyed_uniform, seed_array
+
+NO_TOKEN = -1
+
+
+class Sequences:
+    """Columns by slot, and the map rows -> slots. Room for prompt and completion is there from the start."""
+
+    def __init__(self, capacity: int, max_context: int) -> None:
+        self.capacity = capacity
+        self.tokens = np.zeros((capacity, max_context), dtype=np.int64)
+        self.logprobs = np.zeros((capacity, max_context), dtype=np.float32)
+        self.sampled_logprobs = np.zeros((capacity, max_context), dtype=np.float32)
+        self.versions = np.zeros((capacity, max_context), dtype=np.int32)
+        self.prompt = np.zeros(capacity, dtype=np.int64)  # prompt length
+        self.length = np.zeros(capacity, dtype=np.int64)  # known tokens, prompt included
+        self.cached = np.zeros(capacity, dtype=np.int64)  # positions whose keys and values the row holds
+        self.limit = np.zeros(capacity, dtype=np.int64)  # prompt + max_tokens
+        self.seed = np.zeros(capacity, dtype=np.uint64)
+        self.temperature = np.ones(capacity, dtype=np.float32)
+        self.top_k = np.zeros(capacity, dtype=np.int64)
+        self.top_p = np.ones(capacity, dtype=np.float32)
+        self.stops = np.full((capacity, 2), NO_TOKEN, dtype=np.int64)
+        self.prefix_key: list[str | None] = [None] * capacity
+        self.row_of = np.full(capacity, -1, dtype=np.int64)
+        self._slot_of_row = np.full(capacity, -1, dtype=np.int64)
+        self._free = list(range(capacity - 1, -1, -1))
+        self.count = 0
+
+    @property
+    def rows(self) -> Int64Array:
+        """Slots of the rows [0..n), a view."""
+        return self._slot_of_row[: self.count]
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
+        """Take a slot and the next row. The caller has checked that there is room."""
+        slot, row = self._free.pop(), self.count
+        sampling, size = request.sampling, int(request.prompt_ids.size)
+        self.tokens[slot, :size] = request.prompt_ids
+        self.prompt[slot] = self.length[slot] = size
+        self.cached[slot] = 0
+        self.limit[slot] = size + sampling.max_tokens
+        self.seed[slot] = seed_array(request.seed)[0]
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        if len(stop_ids) > self.stops.shape[1]:
+            wider = np.full((self.capacity, len(stop_ids)), NO_TOKEN, dtype=np.int64)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[slot] = NO_TOKEN
+        self.stops[slot, : len(stop_ids)] = stop_ids
+        self.prefix_key[slot] = request.prefix_key
+        self._slot_of_row[row] = slot
+        self.row_of[slot] = row
+        self.count += 1
+        return slot
+
+    def remove(self, slot: int) -> tuple[int, int, int] | None:
+        """Free a slot. The last row must move into its row: (source row, target row, positions), or None."""
+        row, last = int(self.row_of[slot]), self.count - 1
+        self.row_of[slot] = -1
+        self.prefix_key[slot] = None
+        self._free.append(slot)
+        self.count = last
+        if row == last:
+            return None
+        moved = int(self._slot_of_row[last])
+        self._slot_of_row[row] = moved
+        self.row_of[moved] = row
+        return last, row, int(self.cached[moved])
+
+    def parameters(self, slots: Int64Array) -> RowParams:
+        """Sampling numbers of the next token of each slot."""
+        index = self.length[slots] - self.prompt[slots]
+        return RowParams(
+            self.temperature[slots], self.top_k[slots], self.top_p[slots], keyed_uniform(self.seed[slots], index)
+        )
+
+    def append(self, slots: Int64Array, sampled: Sampled, version: int) -> tuple[Int64Array, Int64Array]:
+        """Store one token per slot. Returns the slots that hit a stop token, and those that only ran out of room."""
+        place = self.length[slots]
+        self.tokens[slots, place] = sampled.tokens
+        self.logprobs[slots, place] = sampled.logprobs
+        self.sampled_logprobs[slots, place] = sampled.sampled_logprobs
+        self.versions[slots, place] = version
+        self.cached[slots] = place
+        self.length[slots] = place + 1
+        stopped = (sampled.tokens[:, None] == self.stops[slots]).any(axis=1)
+        ended = (place + 1 >= self.limit[slots]) & ~stopped
+        return slots[stopped], slots[ended]
+
+    def completion(self, slot: int) -> Int64Array:
+        """Sampled tokens so far, a view."""
+        return self.tokens[slot, self.prompt[slot] : self.length[slot]]
+
+    def generation(self, slot: int, reason: FinishReason) -> Generation:
+        """Copies of the columns of a sequence that ended."""
+        own = slice(int(self.prompt[slot]), int(self.length[slot]))
+        return Generation(
+            token_ids=self.tokens[slot, own].astype(np.int32),
+            logprobs=self.logprobs[slot, own].copy(),
+            sampled_logprobs=self.sampled_logprobs[slot, own].copy(),
+            versions=self.versions[slot, own].copy(),
+            finish_reason=reason,
+        )

@@ -1,0 +1,303 @@
+"""What every engine shares: one owner task, waiting requests, lifecycle, and the promise that no waiter ever hangs.
+
+    generate() --> waiting --admit (arrival order, while there is room)--> running --turns--> result to the caller
+                      \\_____ caller cancelled: taken out at once _____/  \\__ or at the next boundary __/
+
+Only the owner task touches the running batch. A *turn* is one closure on the lane; between two turns the owner drops
+aborted sequences, answers weight updates, admits and delivers. Whatever ends the owner (closing, an error, a
+cancellation) fails everybody who waits, and an error leaves through `async with engine` as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.errors import EngineClosed, GenerationError, LifecycleError
+from asyncrl.types import Generation, GenerationRequest
+
+if TYPE_CHECKING:
+    from asyncrl.telemetry.recorder import Recorder
+
+WHO = "engine"
+
+
+class State(Enum):
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request and the future its caller waits for. `slot` is the engine's own number while it runs."""
+
+    request: GenerationRequest
+    future: asyncio.Future[Generation]
+    slot: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class _Update:
+    version: int
+    future: asyncio.Future[None]
+
+
+class OwnedEngine(ABC):
+    """Base of the engines in this process; see the module docstring. Subclasses fill in the batch."""
+
+    def __init__(self, lane: Lane, recorder: Recorder, *, max_sequences: int, max_context: int) -> None:
+        if max_sequences < 1 or max_context < 2:
+            raise ValueError(
+                f"an engine needs room for one sequence of two tokens; got max_sequences={max_sequences}, "
+                f"max_context={max_context}"
+            )
+        self.lane = lane
+        self.recorder = recorder
+        self.max_sequences = max_sequences
+        self.max_context = max_context
+        self._state = State.NEW
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, Job] = {}  # by slot
+        self._aborted: list[Job] = []
+        self._updates: list[_Update] = []
+        self._wake = anyio.Event()
+        self._failure: BaseException | None = None
+        self._tasks: TaskGroup | None = None
+        self._opened_in: asyncio.Task[Any] | None = None
+        self._tokens = 0
+        self._decode_steps = 0
+        self._finished = 0
+        self._aborts = 0
+
+    # -- what a subclass gives ----------------------------------------------------------------------------------------
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what would disturb others once it runs. Subclasses may ask for more."""
+        sampling, size = request.sampling, int(request.prompt_ids.size)
+        problem = None
+        if size < 1:
+            problem = "the prompt is empty"
+        elif sampling.max_tokens < 1:
+            problem = f"max_tokens is {sampling.max_tokens}, expected at least 1"
+        elif size + sampling.max_tokens > self.max_context:
+            problem = (
+                f"{size} prompt tokens and max_tokens={sampling.max_tokens} are {size + sampling.max_tokens} tokens, "
+                f"but a sequence has room for max_context={self.max_context}: shorten the prompt, lower max_tokens, or "
+                "open the engine with a larger max_context"
+            )
+        elif not (0 <= sampling.temperature < float("inf")):
+            problem = f"temperature is {sampling.temperature}, expected a finite number of at least 0"
+        elif not (0 < sampling.top_p <= 1):
+            problem = f"top_p is {sampling.top_p}, expected 0 < top_p <= 1"
+        elif sampling.top_k < 0:
+            problem = f"top_k is {sampling.top_k}, expected at least 0"
+        if problem is not None:
+            raise GenerationError(f"this request cannot be served: {problem}")
+
+    @abstractmethod
+    async def _prepare(self) -> None:
+        """What the owner does first, on the lane if it needs one."""
+
+    @abstractmethod
+    def _add(self, job: Job) -> int:
+        """Take the request into the batch; there is room. Returns its slot."""
+
+    @abstractmethod
+    def _remove(self, job: Job) -> None:
+        """Free what `_add` took."""
+
+    @abstractmethod
+    async def _turn(self) -> list[tuple[Job, Generation]]:
+        """One closure on the lane for the running batch. Returns the sequences that ended."""
+
+    @abstractmethod
+    async def _refresh(self) -> int:
+        """A turn that only notices the weights. Returns their version."""
+
+    # -- the port -----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._state is not State.NEW:
+            raise LifecycleError(f"this engine is {self._state.value}: an engine is opened once; make a new one")
+        self._state = State.OPEN
+        self._opened_in = asyncio.current_task()
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._own, name=WHO)
+        return self
+
+    async def __aexit__(self, *exc: Any) -> bool | None:
+        if self._tasks is None:
+            return None
+        if asyncio.current_task() is not self._opened_in:
+            raise LifecycleError("an engine is closed in the task that opened it; this is another one")
+        tasks, self._tasks = self._tasks, None
+        self._state = State.CLOSED
+        tasks.cancel_scope.cancel()
+        # A cancellation that our own failed owner caused must be given back to its scope; anything else goes on as it
+        # came.
+        ours = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
+        try:
+            await tasks.__aexit__(*(exc if ours else (None, None, None)))
+        except BaseExceptionGroup:
+            if self._failure is None:
+                raise
+        finally:
+            self._end(None)  # also where the owner was cancelled before its first step
+        if self._failure is not None:
+            raise self._failure from self._failure.__cause__
+        return None
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one sequence; see `ports.Engine`. Errors: `GenerationError`, `EngineClosed`."""
+        self._require_open()
+        self.check(request)
+        job = Job(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._wake.set()
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._abort(job)
+            raise
+
+    async def update_weights(self, version: int) -> None:
+        """Returns once the model holds `version` or a later one and no closure that began before is still running.
+
+        GenerationError: the model is still older. The weights are shared, so this call follows the optimizer step.
+        """
+        self._require_open()
+        update = _Update(version, asyncio.get_running_loop().create_future())
+        self._updates.append(update)
+        self._wake.set()
+        await update.future
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            "running": float(len(self._running)),
+            "waiting": float(len(self._waiting)),
+            "tokens": float(self._tokens),
+            "decode_steps": float(self._decode_steps),
+            "finished": float(self._finished),
+            "aborted": float(self._aborts),
+        }
+
+    # -- the owner ----------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._failure is not None:
+            raise self._reason()
+        if self._state is not State.OPEN:
+            raise EngineClosed(
+                "the engine was never opened: use it inside `async with engine`"
+                if self._state is State.NEW
+                else "the engine is closed"
+            )
+
+    def _abort(self, job: Job) -> None:
+        """The caller gave up. A waiting request is gone at once, a running one at the next boundary."""
+        if job.slot >= 0:
+            self._aborted.append(job)
+            self._wake.set()
+        elif job in self._waiting:
+            self._waiting.remove(job)
+            self._aborts += 1
+
+    async def _own(self) -> None:
+        try:
+            await self._prepare()
+            while True:
+                self._wake = anyio.Event()
+                with self.recorder.work(WHO, "admit"):
+                    self._drop_aborted()
+                    self._admit()
+                if self._updates:
+                    await self._answer_updates()
+                elif self._running:
+                    ended = await self._turn()
+                    with self.recorder.work(WHO, "deliver"):
+                        for job, generation in ended:
+                            self._deliver(job, generation)
+                else:
+                    with self.recorder.wait(WHO, "a request", on="its callers", cause="requests"):
+                        await self._wake.wait()
+        except BaseException as error:
+            self._end(error)
+            raise
+        finally:
+            self._end(None)
+
+    def _drop_aborted(self) -> None:
+        for job in self._aborted:
+            if job.slot >= 0:
+                self._take_out(job)
+                self._aborts += 1
+        self._aborted.clear()
+
+    async def _answer_updates(self) -> None:
+        version = await self._refresh()
+        updates, self._updates = self._updates, []
+        for update in updates:
+            if update.future.done():
+                continue
+            if version >= update.version:
+                update.future.set_result(None)
+            else:
+                update.future.set_exception(
+                    GenerationError(
+                        f"asked for weights of version {update.version}, but the shared model holds version {version}: "
+                        "publish after the optimizer step has ended"
+                    )
+                )
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.max_sequences:
+            job = self._waiting.popleft()
+            job.slot = self._add(job)
+            self._running[job.slot] = job
+        self.recorder.gauge("engine/running", len(self._running))
+        self.recorder.gauge("engine/waiting", len(self._waiting))
+
+    def _take_out(self, job: Job) -> None:
+        self._remove(job)
+        del self._running[job.slot]
+        job.slot = -1
+
+    def _deliver(self, job: Job, generation: Generation) -> None:
+        self._take_out(job)
+        self._finished += 1
+        if not job.future.done():  # done: its caller was cancelled while the last step ran
+            job.future.set_result(generation)
+
+    def _end(self, error: BaseException | None) -> None:
+        """The owner is done: nobody may wait any longer. Called for the reason, and again for what came after it."""
+        failed = error is not None and not isinstance(error, asyncio.CancelledError)
+        if failed and self._failure is None:
+            self._failure = error
+        self._state = State.CLOSED
+        jobs = [*self._running.values(), *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        futures: list[asyncio.Future[Any]] = [job.future for job in jobs]
+        futures += [update.future for update in self._updates]
+        self._updates = []
+        for future in futures:
+            if not future.done():
+                future.set_exception(self._reason())
+
+    def _reason(self) -> GenerationError:
+        """A fresh exception for each waiter (they get tracebacks of their own), with the failure as its cause."""
+        if self._failure is None:
+            return EngineClosed("the engine closed while this request was waiting")
+        reason = GenerationError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
+        reason.__cause__ = self._failure
+        return reason
