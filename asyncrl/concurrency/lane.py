@@ -151,6 +151,11 @@ class ThreadLane:
         """The running closure's name and its start (`time.monotonic`), from any thread; None while idle."""
         return self._current
 
+    @property
+    def thread_id(self) -> int | None:
+        """Identity of the thread, so that the watchdog can show where a closure is; None before it starts."""
+        return None if self._thread is None else self._thread.ident
+
     def statistics(self) -> dict[str, float]:
         """`submitted` closures so far, `queued` and `running` now."""
         return {

@@ -221,8 +221,8 @@ class Reservation:
             if lost:
                 raise LedgerError(
                     f"a partial step ({self.claimed} of {self.groups_per_step} places) was committed at turn "
-                    f"{self.turn}, but then group {lost[0].group_id} (deadline {lost[0].deadline}) cannot be trained in time: "
-                    "commit a partial step only when no group is live"
+                    f"{self.turn}, but then group {lost[0].group_id} (deadline {lost[0].deadline}) cannot be trained "
+                    "in time: commit a partial step only when no group is live"
                 )
         self.entries = {group_id: e for group_id, e in self.entries.items() if not e.claimed}
         self.held[self.turn] = self.claimed
@@ -247,8 +247,8 @@ class Reservation:
         """True if slots came free: every rank has acknowledged the weights that follow `turn`."""
         if not self.acknowledged[rank] <= turn < self.turn:
             raise LedgerError(
-                f"turn {turn} was released by rank {rank}, which has acknowledged {self.acknowledged[rank]}; the ledger "
-                f"is at {self.turn}: a step is released once, after its commit"
+                f"turn {turn} was released by rank {rank}, which has acknowledged {self.acknowledged[rank]}; the "
+                f"ledger is at {self.turn}: a step is released once, after its commit"
             )
         self.acknowledged[rank] = turn + 1
         over = [t for t in self.held if t < self.open_turn()]

@@ -1,0 +1,87 @@
+"""What the watchdog prints: who waits for whom since when, lanes, tasks, and the stacks of all threads."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from .describe import describe_tasks
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+
+
+class DumpedLane(Protocol):
+    name: str
+
+    def current(self) -> tuple[str, float] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """A picture of the process, taken from any thread."""
+
+    headline: str
+    recorder: Recorder
+    lanes: Sequence[DumpedLane]
+    loop: asyncio.AbstractEventLoop | None
+    loop_thread: int
+    details: Sequence[Callable[[], str]] = ()
+
+    def emit(self, limit_s: float) -> None:
+        """Print to stderr, for at most `limit_s` seconds: a pipe that nobody reads must not stop the watchdog."""
+        writer = threading.Thread(target=self._print, name="asyncrl-watchdog-dump", daemon=True)
+        writer.start()
+        writer.join(limit_s)
+
+    def _print(self) -> None:
+        # The headline first and alone: if anything below goes wrong, it has been said.
+        print(f"\n=== asyncrl watchdog: {self.headline} ===", file=sys.stderr, flush=True)
+        for section in (self._waits, self._lanes, self._details, self._tasks, self._threads):
+            try:
+                text = section()
+            except Exception as exc:  # a dump of a process in trouble prints what it can get
+                text = f"({section.__name__.strip('_')} could not be read: {type(exc).__name__}: {exc})"
+            print(text, file=sys.stderr, flush=True)
+        print("=== end of the watchdog's dump ===", file=sys.stderr, flush=True)
+
+    def _waits(self) -> str:
+        now = self.recorder.clock()
+        return _section("waits", [wait.describe(now) for wait in self.recorder.active_waits()])
+
+    def _lanes(self) -> str:
+        lines = []
+        for lane in self.lanes:
+            current = lane.current()
+            if current is None:
+                lines.append(f"lane {lane.name!r} is idle")
+            else:
+                lines.append(f"lane {lane.name!r} runs {current[0]!r} for {time.monotonic() - current[1]:.1f} s")
+        return _section("lanes", lines)
+
+    def _details(self) -> str:
+        return _section("state", [detail() for detail in self.details])
+
+    def _tasks(self) -> str:
+        if self.loop is None:
+            return _section("tasks", [])
+        return _section("tasks", describe_tasks(asyncio.all_tasks(self.loop)))
+
+    def _threads(self) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        blocks = []
+        for ident, frame in sys._current_frames().items():
+            role = " (event loop)" if ident == self.loop_thread else ""
+            stack = "".join(traceback.format_stack(frame)).rstrip()
+            blocks.append(f"thread {names.get(ident, '?')!r}{role}:\n{stack}")
+        return _section("threads", blocks)
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{title}:", *(f"  {line}" for line in lines or ["(none)"])])

@@ -1,0 +1,140 @@
+"""The supervisor: the one task group of a run.
+
+    async with Supervisor() as supervisor:
+        supervisor.start("rollout pump", rollout)       any pump fails  -> all others are cancelled and awaited,
+        supervisor.start("train pump", train)                              then its exception is raised here
+                                                        one pump ends   -> the others go on, to the last
+
+Guarantees. The exception that comes out is the first one that really happened, not a group around it and not the
+cancellations it caused; it carries a note with the pump's name, and a note for every other failure. A pump that is
+cancelled by a stranger is a failure too: it would otherwise vanish without a word while everybody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import TypeVarTuple, Unpack
+
+import anyio
+from anyio.abc import TaskGroup
+
+from ..errors import LifecycleError
+
+Args = TypeVarTuple("Args")
+
+
+class SupervisorState(Enum):
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Supervisor:
+    """See the module docstring. Opened and closed in the same task."""
+
+    def __init__(self) -> None:
+        self.state = SupervisorState.NEW
+        self._group: TaskGroup | None = None
+        self._owner: asyncio.Task[object] | None = None
+        self._running: dict[str, int] = {}
+        self._failures: list[BaseException] = []  # in the order in which they happened
+
+    async def __aenter__(self) -> Supervisor:
+        if self.state is not SupervisorState.NEW:
+            raise LifecycleError(f"the supervisor was opened twice (it is {self.state.value})")
+        self._owner = asyncio.current_task()
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        self.state = SupervisorState.OPEN
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if self.state is not SupervisorState.OPEN or self._group is None:
+            raise LifecycleError(f"the supervisor was closed while it is {self.state.value}")
+        if asyncio.current_task() is not self._owner:
+            self._group.cancel_scope.cancel()
+            raise LifecycleError("the supervisor was closed in another task than the one that opened it")
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            self._note_failure(error)
+        swallowed: bool | None = None
+        unknown: BaseException | None = None
+        try:
+            swallowed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+        except BaseException as exc:
+            unknown = exc
+        finally:
+            self.state = SupervisorState.CLOSED
+        # Raised outside of the handler: inside, the exception would get the group that contains it as its context.
+        if self._failures:
+            raise self._verdict()
+        if unknown is not None:
+            raise unknown
+        return bool(swallowed)
+
+    def start(self, name: str, pump: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
+        """Run `pump(*args)` until it ends, under this name."""
+        if self.state is not SupervisorState.OPEN or self._group is None:
+            raise LifecycleError(f"the supervisor is {self.state.value}: it cannot start {name!r}")
+        self._running[name] = self._running.get(name, 0) + 1
+        self._group.start_soon(self._run, name, pump, args, name=name)
+
+    def cancel(self) -> None:
+        """Ask every pump and the body to stop. The block then ends without an exception."""
+        if self._group is not None:
+            self._group.cancel_scope.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with `error`, as if a pump had raised it now. On the loop's thread only."""
+        self._note_failure(error)
+        self.cancel()
+
+    def running(self) -> list[str]:
+        """Names of the pumps that have not ended."""
+        return [name for name, count in self._running.items() if count]
+
+    async def _run(self, name: str, pump: Callable[..., Awaitable[object]], args: tuple[object, ...]) -> None:
+        try:
+            await pump(*args)
+        except asyncio.CancelledError:
+            if self._cancelled_on_purpose():
+                raise
+            error = LifecycleError(f"{name} was cancelled by somebody else than its supervisor")
+            self._note_failure(error, name)
+            raise error from None
+        except BaseException as exc:
+            self._note_failure(exc, name)
+            raise
+        finally:
+            self._running[name] -= 1
+
+    def _cancelled_on_purpose(self) -> bool:
+        assert self._group is not None and self._owner is not None
+        if self._group.cancel_scope.cancel_called or self._owner.cancelling():
+            return True
+        return anyio.current_effective_deadline() == -math.inf  # a scope around the whole supervisor
+
+    def _note_failure(self, error: BaseException, name: str | None = None) -> None:
+        for leaf in _leaves(error):
+            if any(leaf is known for known in self._failures):
+                continue
+            if name is not None:
+                leaf.add_note(f"in {name}")
+            self._failures.append(leaf)
+
+    def _verdict(self) -> BaseException:
+        first, *others = self._failures
+        for other in others:
+            notes = "; ".join(getattr(other, "__notes__", ()))
+            first.add_note(f"afterwards also: {type(other).__name__}: {other}" + (f" ({notes})" if notes else ""))
+        self._failures = []  # the exception's traceback refers to this frame
+        return first
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The real exceptions inside nested groups, in order; cancellations left out."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for child in error.exceptions for leaf in _leaves(child)]
+    return [] if isinstance(error, asyncio.CancelledError) else [error]

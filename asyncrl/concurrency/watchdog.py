@@ -1,0 +1,260 @@
+"""The watchdog: an OS thread that notices when nothing moves, says who waits for whom, and ends the run.
+
+It speaks when the event loop or a lane is wedged, because it is neither. What it looks for:
+
+  * the loop has not answered a ping for `loop_timeout_s`; the frame that holds it is named
+  * one closure has held a lane for `lane_timeout_s`; the closure and its frame are named
+  * the progress tuple has not changed for `stall_timeout_s` while work remains; the waits are listed
+  * an ordered shutdown (`shutdown_deadline`) has not ended within `abort_grace_s`
+
+First it prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the process has not ended
+in an orderly way within `abort_grace_s`, it ends it hard with exit code 4. With `hard_exit=False` (embedded in somebody
+else's process) it never ends the process.
+
+A closure that holds the GIL stops this thread too (a runaway regular expression does). For that case, with `hard_exit`,
+the interpreter's C-level alarm (`faulthandler`) prints all stacks and ends the process with code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..config.schema import WatchdogConfig
+from ..errors import LifecycleError, StallError
+from ..telemetry.lag import top_user_frame
+from .dump import Dump
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+
+_DUMP_LIMIT_S = 2.0
+
+
+class WatchedLane(Protocol):
+    """What the watchdog reads of a lane; both from its own thread."""
+
+    name: str
+
+    def current(self) -> tuple[str, float] | None: ...
+
+
+class WatchdogState(Enum):
+    NEW = "new"
+    WATCHING = "watching"
+    ENDING = "ending"  # the run was asked to end, or a shutdown was ordered: only the deadline counts
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class _Since:
+    """How long a value has been the same, on the watchdog's own clock."""
+
+    value: Any = None
+    since: float = 0.0
+
+    def seconds(self, value: Any, now: float) -> float:
+        if value != self.value:
+            self.value, self.since = value, now
+        return now - self.since
+
+
+class Watchdog:
+    """`async with Watchdog(...)` on the loop to be watched. Closing ends the watch, also one that counts down.
+
+    Open it first and close it last, around the lanes and the supervisor: it must outlive what it watches, or a wedged
+    closure hangs the supervisor's exit unwatched. Lanes may be new when they are passed in.
+
+    config: intervals and timeouts in seconds (section `watchdog` of the configuration).
+    progress: a tuple of counters that changes whenever something was generated, scored or trained. Like `work_remains`
+        and `details` it is called on the watchdog's thread, so it may only read.
+    work_remains: False while standing still is right (before the start, after the last step, an idle embedded run).
+    on_stall: called once, on the loop, with the error that should end the run.
+    details: sentences for the dump, such as a ledger's `describe`.
+    """
+
+    def __init__(
+        self,
+        config: WatchdogConfig,
+        *,
+        recorder: Recorder,
+        progress: Callable[[], tuple[Any, ...]],
+        work_remains: Callable[[], bool],
+        on_stall: Callable[[StallError], object],
+        lanes: Sequence[WatchedLane] = (),
+        details: Sequence[Callable[[], str]] = (),
+        hard_exit: bool = True,
+    ) -> None:
+        self.state = WatchdogState.NEW
+        self._config = config
+        self._recorder = recorder
+        self._progress = progress
+        self._work_remains = work_remains
+        self._on_stall = on_stall
+        self._lanes = lanes
+        self._details = details
+        self._hard_exit = hard_exit
+        shortest = min(config.loop_timeout_s, config.lane_timeout_s, config.stall_timeout_s, config.abort_grace_s)
+        self._period = min(config.interval_s, shortest / 4)
+        self._lost = 0.0  # seconds in which this thread did not run either (process stopped, machine asleep)
+        self._pinged = 0
+        self._answered = 0
+        self._ping_sent = 0.0
+        self._progress_since = _Since()
+        self._lane_since: dict[str, _Since] = {}
+        self._deadline: float | None = None
+        self._why_ending = ""
+        self._lock = threading.Lock()  # guards state, _deadline, _why_ending
+        self._stop = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._thread: threading.Thread | None = None
+
+    async def __aenter__(self) -> Watchdog:
+        if self.state is not WatchdogState.NEW:
+            raise LifecycleError(f"the watchdog was opened twice (it is {self.state.value})")
+        self.state = WatchdogState.WATCHING
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the watch. Closing twice is fine."""
+        with self._lock:
+            self.state = WatchdogState.CLOSED
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_DUMP_LIMIT_S + 1.0)
+        if self._hard_exit and self._thread is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def shutdown_deadline(self, reason: str) -> None:
+        """An ordered shutdown begins now: it has `abort_grace_s` until `close`. The first call counts."""
+        with self._lock:
+            if self.state is not WatchdogState.WATCHING:
+                return
+            self.state = WatchdogState.ENDING
+            self._why_ending = reason
+            self._deadline = self._now() + self._config.abort_grace_s
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        before = time.monotonic()
+        while not self._stop.wait(self._period):
+            now = time.monotonic()
+            # If this thread itself stood still, everybody did: that time must not be held against the loop.
+            self._lost += max(0.0, now - before - 4 * self._period)
+            before = now
+            self._arm_alarm()
+            try:
+                trouble = self._look()
+            except Exception as exc:  # a broken counter must end the run by name, not silence the watch
+                trouble = f"the watchdog's own questions failed: {type(exc).__name__}: {exc}"
+            if trouble is not None:
+                self._raise_alarm(trouble)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._lost
+
+    def _look(self) -> str | None:
+        """One sentence about the first thing that is wrong, or None."""
+        if self.state is WatchdogState.ENDING:
+            if self._deadline is None or self._now() < self._deadline:
+                return None
+            return f"shutdown ({self._why_ending}) did not end within {self._config.abort_grace_s:g} s"
+        return self._look_at_loop() or self._look_at_lanes() or self._look_at_progress()
+
+    def _look_at_loop(self) -> str | None:
+        assert self._loop is not None
+        now = self._now()
+        if self._answered == self._pinged:
+            self._pinged += 1
+            self._ping_sent = now
+            try:
+                self._loop.call_soon_threadsafe(self._answer, self._pinged)
+            except RuntimeError:  # the loop is closed: nobody will answer, and closing is up to its owner
+                self._answered = self._pinged
+            return None
+        silent = now - self._ping_sent
+        if silent <= self._config.loop_timeout_s:
+            return None
+        return f"the event loop has been silent for {silent:.1f} s in {self._frame_of(self._loop_thread)}"
+
+    def _look_at_lanes(self) -> str | None:
+        now = self._now()
+        for lane in self._lanes:
+            current = lane.current()
+            held = self._lane_since.setdefault(lane.name, _Since()).seconds(current, now)
+            if current is not None and held > self._config.lane_timeout_s:
+                where = self._frame_of(getattr(lane, "thread_id", None))
+                return f"lane {lane.name!r} has been held by closure {current[0]!r} for {held:.1f} s in {where}"
+        return None
+
+    def _look_at_progress(self) -> str | None:
+        now = self._now()
+        # While no work remains the time starts anew, so that an idle stretch is not charged to what comes after it.
+        value = self._progress() if self._work_remains() else object()
+        still = self._progress_since.seconds(value, now)
+        if still <= self._config.stall_timeout_s:
+            return None
+        waits = self._recorder.active_waits()
+        first = waits[0].describe(self._recorder.clock()) if waits else "nobody has a recorded wait"
+        return f"nothing was generated, scored or trained for {still:.1f} s while work remains: {first}"
+
+    def _answer(self, number: int) -> None:
+        self._answered = number
+
+    def _frame_of(self, thread_id: int | None) -> str:
+        return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code of ours"
+
+    def _raise_alarm(self, trouble: str) -> None:
+        last = self.state is WatchdogState.ENDING
+        ends = last and self._hard_exit
+        headline = trouble + ("; ending the process with exit code 4" if ends else "")
+        dump = Dump(headline, self._recorder, self._lanes, self._loop, self._loop_thread, self._details)
+        dump.emit(_DUMP_LIMIT_S)
+        if self._stop.is_set():
+            return  # the run ended in an orderly way while the dump was written
+        if ends:
+            # The only place that ends the process without cleaning up, and only here is it right: the run was asked to
+            # end and did not, so cleanup code is what hangs. Any exception or sys.exit would wait for the same thing.
+            os._exit(StallError.exit_code)
+        if last:
+            self._stop.set()  # embedded: said once, and ending the process is for its owner
+        with self._lock:
+            if self.state is WatchdogState.WATCHING:
+                self.state = WatchdogState.ENDING
+                self._why_ending = trouble
+                self._deadline = self._now() + self._config.abort_grace_s
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._on_stall, StallError(trouble))
+        except RuntimeError:
+            return  # the loop is closed: there is nobody to tell, the deadline does the rest
+
+    def _arm_alarm(self) -> None:
+        if not self._hard_exit or sys.__stderr__ is None:
+            return
+        limit = max(self._config.loop_timeout_s, self._config.lane_timeout_s) + self._config.abort_grace_s
+        try:
+            faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+        except (ValueError, OSError):  # stderr has no file descriptor: then the alarm would have nowhere to speak
+            self._arm_alarm = _unavailable  # type: ignore[method-assign]
+
+
+def _unavailable() -> None:
+    """Stands in for the C-level alarm where stderr is not a file."""

@@ -1,0 +1,195 @@
+"""The supervisor: first failure wins, everybody is awaited, nobody vanishes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import anyio
+import pytest
+
+from asyncrl.concurrency.clock import run_virtual
+from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.errors import LifecycleError, RewardError
+
+
+def notes(exc: BaseException) -> str:
+    return "\n".join(getattr(exc, "__notes__", ()))
+
+
+async def sleeps(seconds: float, log: list[str] | None = None, label: str = "") -> None:
+    try:
+        await anyio.sleep(seconds)
+        if log is not None:
+            log.append(f"{label} done")
+    except asyncio.CancelledError:
+        if log is not None:
+            with anyio.CancelScope(shield=True):
+                await asyncio.sleep(0)  # cleanup that takes its time is awaited too
+            log.append(f"{label} cancelled")
+        raise
+
+
+async def fails(after: float, error: BaseException) -> None:
+    await anyio.sleep(after)
+    raise error
+
+
+def test_the_end_of_one_pump_does_not_stop_the_others() -> None:
+    async def main() -> tuple[list[str], float]:
+        log: list[str] = []
+        async with Supervisor() as supervisor:
+            supervisor.start("a", sleeps, 1.0, log, "a")
+            supervisor.start("b", sleeps, 3.0, log, "b")
+            await anyio.sleep(2)
+            assert supervisor.running() == ["b"]
+        return log, asyncio.get_running_loop().time()
+
+    assert run_virtual(main) == (["a done", "b done"], 3.0)
+
+
+def test_the_first_failure_cancels_and_awaits_the_rest_and_comes_out_bare_with_its_name() -> None:
+    error = RewardError("no")
+
+    async def main() -> None:
+        log: list[str] = []
+        with pytest.raises(RewardError) as caught:
+            async with Supervisor() as supervisor:
+                supervisor.start("slow pump", sleeps, 100.0, log, "slow")
+                supervisor.start("score pump", fails, 1.0, error)
+        assert caught.value is error
+        assert "in score pump" in notes(error)
+        assert error.__context__ is None and error.__cause__ is None
+        assert log == ["slow cancelled"]
+        assert asyncio.get_running_loop().time() == 1.0
+
+    run_virtual(main)
+
+
+def test_a_failure_during_the_shutdown_is_a_note_of_the_first() -> None:
+    async def fails_in_cleanup() -> None:
+        try:
+            await anyio.sleep(100)
+        finally:
+            raise OSError("disk full")
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="first") as caught:
+            async with Supervisor() as supervisor:
+                supervisor.start("publish pump", fails_in_cleanup)
+                supervisor.start("train pump", fails, 1.0, ValueError("first"))
+        assert "in train pump" in notes(caught.value)
+        assert "afterwards also: OSError: disk full (in publish pump)" in notes(caught.value)
+
+    run_virtual(main)
+
+
+def test_a_group_raised_by_a_pump_is_unwrapped_too() -> None:
+    async def pump() -> None:
+        async with anyio.create_task_group() as outer, anyio.create_task_group() as inner:
+            inner.start_soon(fails, 1.0, KeyError("deep"))
+            outer.start_soon(sleeps, 100.0)
+
+    async def main() -> None:
+        with pytest.raises(KeyError, match="deep") as caught:
+            async with Supervisor() as supervisor:
+                supervisor.start("rollout pump", pump)
+        assert "in rollout pump" in notes(caught.value)
+
+    run_virtual(main)
+
+
+def test_a_failure_of_the_body_cancels_the_pumps() -> None:
+    async def main() -> None:
+        log: list[str] = []
+        with pytest.raises(KeyError):
+            async with Supervisor() as supervisor:
+                supervisor.start("a", sleeps, 100.0, log, "a")
+                await anyio.sleep(1)
+                raise KeyError("body")
+        assert log == ["a cancelled"]
+
+    run_virtual(main)
+
+
+def test_a_pump_cancelled_by_a_stranger_is_a_failure_with_its_name() -> None:
+    async def suicidal() -> None:
+        await anyio.sleep(1)
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        with pytest.raises(LifecycleError, match="train pump was cancelled"):
+            async with Supervisor() as supervisor:
+                supervisor.start("train pump", suicidal)
+                supervisor.start("other", sleeps, 100.0)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("how", ["native", "scope"])
+def test_cancelling_the_owner_is_a_cancellation_not_a_failure(how: str) -> None:
+    async def main() -> None:
+        log: list[str] = []
+        scope = anyio.CancelScope()
+
+        async def owner() -> None:
+            with scope:
+                async with Supervisor() as supervisor:
+                    supervisor.start("a", sleeps, 100.0, log, "a")
+                    await anyio.sleep(50)
+
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(owner())
+            await anyio.sleep(1)
+            task.cancel() if how == "native" else scope.cancel()
+        assert log == ["a cancelled"]
+        assert task.cancelled() is (how == "native")
+
+    run_virtual(main)
+
+
+def test_cancel_ends_the_block_quietly() -> None:
+    async def main() -> float:
+        async with Supervisor() as supervisor:
+            supervisor.start("a", sleeps, 100.0)
+            await anyio.sleep(1)
+            supervisor.cancel()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main) == 1.0
+
+
+def test_fail_ends_the_run_with_the_given_error() -> None:
+    async def main() -> None:
+        log: list[str] = []
+        with pytest.raises(TimeoutError, match="watchdog"):
+            async with Supervisor() as supervisor:
+                supervisor.start("a", sleeps, 100.0, log, "a")
+                asyncio.get_running_loop().call_later(2, supervisor.fail, TimeoutError("watchdog"))
+        assert log == ["a cancelled"]
+
+    run_virtual(main)
+
+
+def test_base_exceptions_come_out_too() -> None:
+    class Base(BaseException):
+        pass
+
+    async def main() -> None:
+        with pytest.raises(Base):
+            async with Supervisor() as supervisor:
+                supervisor.start("a", fails, 1.0, Base())
+
+    run_virtual(main)
+
+
+async def test_three_states() -> None:
+    supervisor = Supervisor()
+    with pytest.raises(LifecycleError, match="new"):
+        supervisor.start("early", sleeps, 1.0)
+    async with supervisor:
+        with pytest.raises(LifecycleError, match="twice"):
+            await supervisor.__aenter__()
+    with pytest.raises(LifecycleError, match="closed"):
+        supervisor.start("late", sleeps, 1.0)
+    with pytest.raises(LifecycleError, match="twice"):
+        await supervisor.__aenter__()

@@ -1,0 +1,326 @@
+"""The watchdog in real processes: wedged loop or lane, stall, hanging shutdown, a held GIL; and when it keeps quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.concurrency.watchdog import Watchdog, WatchdogState
+from asyncrl.config.schema import WatchdogConfig
+from asyncrl.errors import LifecycleError, StallError
+from asyncrl.telemetry.recorder import Recorder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A run with a watchdog of short timeouts. `body()` is the test's own; SHORT names the timeout under test.
+PROGRAM = """
+import asyncio, os, re, sys, threading, time
+import anyio
+from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.concurrency.watchdog import Watchdog
+from asyncrl.config.schema import WatchdogConfig
+from asyncrl.errors import StallError
+from asyncrl.telemetry.recorder import Recorder
+
+timeouts = dict(interval_s=0.05, loop_timeout_s=30, lane_timeout_s=30, stall_timeout_s=30, abort_grace_s=0.4)
+progress = (0, 0)
+
+{body}
+
+async def main():
+    recorder = Recorder(nvtx=False)
+    lane = ThreadLane("trainer", recorder, close_timeout_s=20)
+    supervisor = Supervisor()
+    watchdog = Watchdog(
+        WatchdogConfig(**{{**timeouts, **SHORT}}), recorder=recorder, lanes=[lane], hard_exit=HARD,
+        progress=lambda: progress, work_remains=lambda: True, on_stall=supervisor.fail,
+        details=[lambda: "turn 7: 3 of 4 places claimed"],
+    )
+    async with watchdog, lane, supervisor:
+        await body(recorder, lane, supervisor, watchdog)
+
+try:
+    asyncio.run(main())
+except StallError as error:
+    print("ended by StallError:", error, flush=True)
+    sys.exit(error.exit_code)
+"""
+
+
+def run_program(tmp_path: Path, body: str, timeout_s: float = 30.0) -> tuple[subprocess.CompletedProcess[str], float]:
+    path = tmp_path / "users_program.py"
+    path.write_text(PROGRAM.format(body=textwrap.dedent(body)))
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return done, time.perf_counter() - began
+
+
+def test_a_wedged_loop_is_named_and_the_process_ended(tmp_path: Path) -> None:
+    done, took = run_program(
+        tmp_path,
+        """
+        SHORT, HARD = dict(loop_timeout_s=0.4), True
+
+        def reward_with_a_sleep():
+            time.sleep(60)
+
+        async def body(recorder, lane, supervisor, watchdog):
+            await anyio.sleep(0.2)
+            reward_with_a_sleep()
+        """,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "the event loop has been silent for" in done.stderr
+    assert "users_program.py" in done.stderr and "reward_with_a_sleep" in done.stderr
+    assert "ending the process with exit code 4" in done.stderr
+    assert "(event loop)" in done.stderr and "turn 7: 3 of 4 places claimed" in done.stderr
+    assert took < 25
+
+
+def test_a_wedged_lane_is_named_and_the_process_ended(tmp_path: Path) -> None:
+    done, _ = run_program(
+        tmp_path,
+        """
+        SHORT, HARD = dict(lane_timeout_s=0.4), True
+
+        def stuck_kernel():
+            time.sleep(60)
+
+        async def body(recorder, lane, supervisor, watchdog):
+            supervisor.start("train pump", lambda: lane.run(stuck_kernel, name="microbatch"))
+            await anyio.sleep(60)
+        """,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "lane 'trainer' has been held by closure 'microbatch'" in done.stderr
+    assert "stuck_kernel" in done.stderr
+    assert "task 'train pump'" in done.stderr
+
+
+def test_a_stall_says_who_waits_for_whom_and_ends_the_run_in_order(tmp_path: Path) -> None:
+    done, _ = run_program(
+        tmp_path,
+        """
+        SHORT, HARD = dict(stall_timeout_s=0.4, abort_grace_s=20), True
+
+        async def train(recorder):
+            with recorder.wait("train pump", "a whole group", on="score pump", cause="group"):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    print("train pump cleaned up", flush=True)
+
+        async def body(recorder, lane, supervisor, watchdog):
+            supervisor.start("train pump", train, recorder)
+            await anyio.sleep(60)
+        """,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "nothing was generated, scored or trained for" in done.stderr
+    assert "train pump waits for a whole group from score pump since" in done.stderr
+    assert "Event.wait" in done.stderr
+    assert "train pump cleaned up" in done.stdout and "ended by StallError" in done.stdout
+    assert "ending the process" not in done.stderr  # it ended by itself
+
+
+def test_a_shutdown_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
+    done, took = run_program(
+        tmp_path,
+        """
+        SHORT, HARD = {}, True
+
+        async def body(recorder, lane, supervisor, watchdog):
+            watchdog.shutdown_deadline("SIGTERM")
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(60)
+        """,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "shutdown (SIGTERM) did not end within 0.4 s" in done.stderr
+    assert took < 25
+
+
+def test_children_and_strangers_are_left_alone(tmp_path: Path) -> None:
+    """The hard end concerns this process only: a process it started lives on until it notices by itself."""
+    marker = tmp_path / "child_lives"
+    done, _ = run_program(
+        tmp_path,
+        f"""
+        import subprocess
+        SHORT, HARD = dict(loop_timeout_s=0.3), True
+
+        async def body(recorder, lane, supervisor, watchdog):
+            code = "import sys, pathlib; sys.stdin.read(); pathlib.Path({str(marker)!r}).touch()"
+            child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                     stderr=subprocess.DEVNULL)
+            time.sleep(60)
+        """,
+    )
+    assert done.returncode == 4, done.stderr
+    deadline = time.perf_counter() + 20
+    while not marker.exists():  # its stdin closed with the parent; then it ends in its own time
+        assert time.perf_counter() < deadline
+        time.sleep(0.05)
+
+
+def test_a_held_gil_ends_the_process_too(tmp_path: Path) -> None:
+    done, took = run_program(
+        tmp_path,
+        """
+        SHORT, HARD = dict(loop_timeout_s=0.6, lane_timeout_s=0.6), True
+
+        def catastrophic():
+            re.match(r"(a+)+$", "a" * 64 + "b")
+
+        async def body(recorder, lane, supervisor, watchdog):
+            await anyio.sleep(0.3)
+            catastrophic()
+        """,
+    )
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    assert "catastrophic" in done.stderr and "Timeout" in done.stderr
+    assert took < 25
+
+
+def test_embedded_it_never_ends_the_process(tmp_path: Path) -> None:
+    done, _ = run_program(
+        tmp_path,
+        """
+        SHORT, HARD = dict(loop_timeout_s=0.3, abort_grace_s=0.2), False
+
+        async def body(recorder, lane, supervisor, watchdog):
+            await anyio.sleep(0.1)
+            time.sleep(1.2)  # far beyond loop_timeout and abort_grace
+            await anyio.sleep(60)
+        """,
+    )
+    assert done.returncode == 4, done.stderr  # the program's own reaction to the error
+    assert "ended by StallError: the event loop has been silent" in done.stdout
+    assert "ending the process" not in done.stderr
+
+
+def test_a_quiet_run_hears_nothing(tmp_path: Path) -> None:
+    done, _ = run_program(
+        tmp_path,
+        """
+        SHORT, HARD = dict(stall_timeout_s=0.8, loop_timeout_s=0.8, lane_timeout_s=0.8), True
+
+        async def body(recorder, lane, supervisor, watchdog):
+            global progress
+            for i in range(40):
+                progress = (i, 0)
+                await lane.run(lambda: time.sleep(0.01), name="microbatch")
+                await anyio.sleep(0.03)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+# -- in this process -----------------------------------------------------------------------------------------------
+
+
+def short(**timeouts: float) -> WatchdogConfig:
+    values = {
+        "interval_s": 0.02,
+        "loop_timeout_s": 30,
+        "lane_timeout_s": 30,
+        "stall_timeout_s": 30,
+        "abort_grace_s": 30,
+    }
+    return WatchdogConfig(**{**values, **timeouts})  # type: ignore[arg-type]
+
+
+async def test_standing_still_without_work_is_no_stall(capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[StallError] = []
+    work = False
+    done = anyio.Event()
+
+    def on_stall(error: StallError) -> None:
+        heard.append(error)
+        done.set()
+
+    watchdog = Watchdog(
+        short(stall_timeout_s=0.1),
+        recorder=Recorder(nvtx=False),
+        progress=lambda: (1, 2),
+        work_remains=lambda: work,
+        on_stall=on_stall,
+        hard_exit=False,
+    )
+    async with watchdog:
+        await anyio.sleep(0.3)
+        assert heard == []
+        work = True
+        with anyio.fail_after(10):
+            await done.wait()
+    assert len(heard) == 1 and "while work remains" in str(heard[0])
+    assert "asyncrl watchdog" in capsys.readouterr().err
+
+
+async def test_a_broken_counter_ends_the_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[StallError] = []
+    done = anyio.Event()
+
+    def broken() -> tuple[int, ...]:
+        raise ZeroDivisionError("oops")
+
+    def on_stall(error: StallError) -> None:
+        heard.append(error)
+        done.set()
+
+    async with Watchdog(
+        short(),
+        recorder=Recorder(nvtx=False),
+        progress=broken,
+        work_remains=lambda: True,
+        on_stall=on_stall,
+        hard_exit=False,
+    ):
+        with anyio.fail_after(10):
+            await done.wait()
+    assert "ZeroDivisionError: oops" in str(heard[0])
+    assert "=== asyncrl watchdog" in capsys.readouterr().err
+
+
+async def test_closing_ends_the_thread_and_a_countdown() -> None:
+    before = threading.active_count()
+    watchdog = Watchdog(
+        short(abort_grace_s=0.05),
+        recorder=Recorder(nvtx=False),
+        progress=lambda: (0,),
+        work_remains=lambda: True,
+        on_stall=lambda error: pytest.fail(str(error)),
+        hard_exit=True,  # if closing did not end the countdown, this would end the test run
+    )
+    async with watchdog:
+        watchdog.shutdown_deadline("test")
+        with pytest.raises(LifecycleError, match="twice"):
+            await watchdog.__aenter__()
+    watchdog.close()
+    await asyncio.sleep(0.2)
+    assert watchdog.state is WatchdogState.CLOSED
+    assert threading.active_count() == before
+
+
+async def test_lanes_tell_their_thread() -> None:
+    async with ThreadLane("x") as lane:
+        assert lane.thread_id == await lane.run(threading.get_ident, name="id")
