@@ -23,8 +23,8 @@ from .fields import Knob, knobs, nearest_name, sections
 from .schema import Config, RewardFunctionConfig
 from .text import parse_file, parse_scalar
 
-PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer")  # whole values
-CODE = ("rollout.environment",)  # `file.py:name`; the reward functions are handled with them
+# A path, or `file.py:name`. The reward functions are handled with them.
+PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer", "rollout.environment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,11 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
         file, colon, name = value.rpartition(":")
         return f"{whole(file)}:{name}" if colon and file.endswith(".py") else value
 
-    for names, anchored in ((PATHS, whole), (CODE, code)):
-        for name in names:
-            section, _, key = name.partition(".")
-            values = tree.get(section)
-            if isinstance(values, dict) and isinstance(values.get(key), str):
-                anchor = code if ".py:" in values[key] else anchored  # a function may stand where a file does
-                values[key] = anchor(values[key])
+    for place in PATHS:
+        section, _, key = place.partition(".")
+        values = tree.get(section)
+        if isinstance(values, dict) and isinstance(values.get(key), str):
+            values[key] = code(whole(values[key]))
     reward = tree.get("reward")
     if isinstance(reward, dict) and "functions" in reward:
         given = reward["functions"]

@@ -245,9 +245,7 @@ class PromptSource:
             return self._cache[index]
         config, prompt = self.config, self._raw_prompt(index)
         try:
-            ids = encode_prompt(
-                prompt, tokenizer=self._tokenizer, template=config.template, system_prompt=config.system_prompt
-            )
+            ids = encode_prompt(prompt, config, self._tokenizer)
         except DataError as error:
             raise DataError(f"{self._place(index)}: {error}") from error
         length = int(ids.size)

@@ -60,8 +60,10 @@ class TableRows:
 
 
 def open_rows(path: str | os.PathLike[str]) -> Rows:
-    """Read a file or directory by its form. Errors: `DataError` that names the path, what was found and what is "
-    "read."""
+    """Read a file or directory by its form.
+
+    Errors: `DataError` that names the path, what was found and what is expected.
+    """
     place = Path(path).expanduser()
     suffix = place.suffix.lower()
     try:
@@ -70,8 +72,7 @@ def open_rows(path: str | os.PathLike[str]) -> Rows:
         if not place.exists():
             raise DataError(
                 f"the prompt file {place} does not exist (looked from {Path.cwd()}); expected a .jsonl or .parquet "
-                "file, or "
-                "a directory written by datasets.save_to_disk (a data set of the hub is saved there first)"
+                "file, or a directory written by datasets.save_to_disk (a data set of the hub is saved there first)"
             )
         if suffix == ".parquet":
             return _open_parquet(place)
@@ -94,7 +95,9 @@ def load_rows(source: str | os.PathLike[str] | Sequence[Row]) -> Rows:
         return open_rows(source)
     rows = load_object(source)()
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
-        raise DataError(f"{source} returned {type(rows).__name__}; expected a list of rows (mappings of column to value)")
+        raise DataError(
+            f"{source} returned {type(rows).__name__}; expected a list of rows (mappings of column to value)"
+        )
     return ListRows(rows, source)
 
 

@@ -6,14 +6,13 @@ The tokenizer is any object of the Hugging Face form; two of its methods are use
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
-
-Template = Literal["auto", "chat", "raw"]
 
 
 class Tokenizer(Protocol):
@@ -30,14 +29,13 @@ def has_chat_template(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def as_messages(
-    prompt: str | Messages, *, tokenizer: Any, template: Template = "auto", system_prompt: str | None = None
-) -> Messages | None:
+def as_messages(prompt: str | Messages, config: DataConfig, tokenizer: Any) -> Messages | None:
     """The conversation that the chat template renders, or None where the prompt is tokenized as it stands.
 
     A system prompt goes before every conversation that does not begin with a system message of its own.
     Errors: `DataError` for a message list without a template, a raw message list, or a system prompt before raw text.
     """
+    template, system_prompt = config.template, config.system_prompt
     renders = has_chat_template(tokenizer)
     if template == "chat" and not renders:
         raise DataError("data.template is chat but the tokenizer has no chat template; use data.template=raw")
@@ -76,15 +74,13 @@ def render(messages: Messages, tokenizer: Any) -> str:
         raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
 
 
-def encode_prompt(
-    prompt: str | Messages, *, tokenizer: Any, template: Template = "auto", system_prompt: str | None = None
-) -> Int32Array:
+def encode_prompt(prompt: str | Messages, config: DataConfig, tokenizer: Any) -> Int32Array:
     """Token ids [P]. Rendered text gets no more special tokens (the template wrote them); raw text gets the usual ones.
 
     Errors: `DataError` for an empty or malformed prompt, and as `as_messages` and `render`.
     """
     check_prompt(prompt)
-    messages = as_messages(prompt, tokenizer=tokenizer, template=template, system_prompt=system_prompt)
+    messages = as_messages(prompt, config, tokenizer)
     if messages is None:
         assert isinstance(prompt, str)
         ids = tokenizer.encode(prompt)

@@ -93,7 +93,7 @@ def test_paths_are_found_next_to_their_file_or_left_alone(tmp_path: Path, monkey
         write(folder / name, "")
     (folder / "model").mkdir()
     text = (
-        "data: {train: train.jsonl, eval: missing.jsonl}\nmodel: {path: model, tokenizer: org/hub}\nrun: {dir: model}\n"
+        "data: {train: train.jsonl, eval: "rewards.py:rows"}\nmodel: {path: model, tokenizer: org/hub, gguf_file: model}\nrun: {dir: model}\n"
         "reward: [rewards.py:f, other.py:g, {function: rewards.py:h}, 'package.module:i']\n"
         "rollout: {environment: 'env.py:E'}\n"
     )
@@ -101,7 +101,7 @@ def test_paths_are_found_next_to_their_file_or_left_alone(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     config = load_config([config_file.relative_to(tmp_path)])
     assert config.data.train == str(folder / "train.jsonl")
-    assert config.data.eval == "missing.jsonl"
+    assert config.data.eval == f"{folder}/rewards.py:rows"
     assert (config.model.path, config.model.tokenizer) == (str(folder / "model"), "org/hub")
     assert config.run.dir == "model"
     functions = [f.function for f in config.reward.functions]

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.data.prompts_files import open_rows
+from asyncrl.data.prompts_files import load_rows, open_rows
 from asyncrl.data.tokenizing import encode_prompt
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "info": {"kind": "sum"}},
@@ -46,7 +46,7 @@ def tokenizer() -> Any:
 
 
 def text_of(tokenizer: Any, prompt: Any, **options: Any) -> str:
-    return str(tokenizer.decode(encode_prompt(prompt, tokenizer=tokenizer, **options)))
+    return str(tokenizer.decode(encode_prompt(prompt, DataConfig(**options), tokenizer)))
 
 
 def test_jsonl_parquet_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_messages_are_rendered(tokenizer: Any) -> None:
 def test_rendered_text_is_what_the_template_itself_tokenizes(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "one\ntwo"}]
     direct = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    assert encode_prompt(messages, tokenizer=tokenizer).tolist() == direct["input_ids"]
+    assert encode_prompt(messages, DataConfig(), tokenizer).tolist() == direct["input_ids"]
 
 
 def test_messages_out_of_arrow_lose_the_keys_that_they_never_had(tokenizer: Any, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_messages_out_of_arrow_lose_the_keys_that_they_never_had(tokenizer: Any,
 )
 def test_what_cannot_be_rendered(tokenizer: Any, prompt: Any, options: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        encode_prompt(prompt, tokenizer=tokenizer, **options)
+        encode_prompt(prompt, DataConfig(**options), tokenizer)
     assert message in str(caught.value)
 
 
@@ -169,7 +169,7 @@ def test_without_a_template(tokenizer: Any) -> None:
     assert text_of(bare, "hi") == "[BOS]hi"
     for prompt, options in [([{"role": "user", "content": "q"}], {}), ("q", {"template": "chat"})]:
         with pytest.raises(DataError, match="no chat template"):
-            encode_prompt(prompt, tokenizer=bare, **options)  # type: ignore[arg-type]
+            encode_prompt(prompt, DataConfig(**options), bare)  # type: ignore[arg-type]
 
 
 def test_a_source_over_a_file_with_a_real_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
@@ -180,6 +180,21 @@ def test_a_source_over_a_file_with_a_real_tokenizer(tokenizer: Any, tmp_path: Pa
     prompts = list(iter(cursor.next, None))
     assert [tokenizer.decode(p.ids) for p in prompts] == ["[BOS]1+1=", "[BOS]2+2="]
     assert prompts[0].columns == {"answer": "2", "info": {"kind": "sum"}}
+
+
+def test_rows_from_a_function_a_list_or_a_path(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text("def rows():\n    return [{'prompt': 'a'}]\n\ndef wrong():\n    return [3]\n")
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "odd:name.parquet")
+    assert dict(load_rows(f"{tmp_path}/made.py:rows")[0]) == {"prompt": "a"}
+    assert (
+        len(load_rows(ROWS))
+        == len(load_rows(tmp_path / "odd:name.parquet"))
+        == len(load_rows(f"{tmp_path}/odd:name.parquet"))
+    )
+    with pytest.raises(DataError, match=r"made\.py:wrong returned list; expected a list of rows"):
+        load_rows(f"{tmp_path}/made.py:wrong")
+    with pytest.raises(ConfigError, match=r"made\.py has no 'row'; did you mean 'rows'"):
+        load_rows(f"{tmp_path}/made.py:row")
 
 
 def test_no_torch_at_import_time() -> None:

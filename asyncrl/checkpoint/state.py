@@ -1,0 +1,79 @@
+"""What lies beside the model in a checkpoint: `state/trainer.pt` and `state/run.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from asyncrl.errors import CheckpointError
+
+Writer = Callable[[Path], None]  # writes its files into the (temporary) directory it is given
+
+STATE = "state"
+_PLAIN = (torch.Tensor, str, bytes, int, float, bool, type(None))
+
+
+def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Writer:
+    """Writes both files of the resumable state.
+
+    `trainer`: nested dictionaries, lists and tuples of **host** tensors, numbers, strings and bytes: nothing that would
+    need unpickling of code. `run`: what JSON holds (version, turn, prompt cursor, admitted but untrained group ids,
+    counters, the resolved configuration). Errors of the writer: `CheckpointError` that names the entry.
+    """
+
+    def write(directory: Path) -> None:
+        check_plain(trainer, "trainer")
+        folder = directory / STATE
+        folder.mkdir(exist_ok=True)
+        (folder / "run.json").write_bytes(orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
+        torch.save(dict(trainer), folder / "trainer.pt")
+
+    return write
+
+
+def check_plain(value: Any, name: str) -> None:
+    """Errors: `CheckpointError` for an entry that `torch.load(weights_only=True)` would refuse, or a tensor "
+    "elsewhere."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_plain(key, f"{name} (a key)")
+            check_plain(item, f"{name}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            check_plain(item, f"{name}[{index}]")
+    elif isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise CheckpointError(f"{name} is a tensor on {value.device}; hand over a copy on the host")
+    elif type(value) not in _PLAIN:
+        raise CheckpointError(
+            f"{name} is {type(value).__module__}.{type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
+            "bytes, lists and dictionaries alone, so that loading it runs no code"
+        )
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """The dictionary of `run.json`. Errors: `CheckpointError`."""
+    path = directory / STATE / "run.json"
+    try:
+        run = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(run, dict):
+        raise CheckpointError(f"{path} holds {type(run).__name__}; expected an object")
+    return run
+
+
+def read_trainer(directory: Path) -> dict[str, Any]:
+    """The dictionary of `trainer.pt`, tensors on the host; runs no pickled code. Errors: `CheckpointError`."""
+    path = directory / STATE / "trainer.pt"
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises OSError, RuntimeError, EOFError and UnpicklingError here
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a dictionary")
+    return loaded

@@ -1,0 +1,269 @@
+"""Checkpoints in a directory: written aside, made durable, renamed into place, old ones removed last.
+
+    checkpoints/
+      step_40/                 model and tokenizer in Hugging Face form (`from_pretrained` takes it as it is)
+        state/trainer.pt       optimizer, schedule, random state          (state.py)
+        state/run.json         version, turn, prompt cursor, counters, configuration
+        state/manifest.json    size of every file, checked when it is loaded
+      latest -> step_40
+      .tmp-...                 a save in progress, or what a killed one left: ignored, removed by the next save
+
+Guarantees
+- a directory named `step_N` is whole, at every moment and after a kill or a power cut;
+- a save that fails (full disk, no permission, a writer that raises) changes nothing but its own temporary directory,
+  which it removes, and raises `CheckpointError` with the path and the cause;
+- checkpoints are removed only after a newer one is in place, and never the one that `latest` names.
+
+One process writes a store at a time; within it saves take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import orjson
+
+from asyncrl.errors import CheckpointError
+
+from .atomic import point_at, put_in_place, remove_tree, sync_directory, sync_tree
+from .state import STATE, Writer, read_run, read_trainer
+
+T = TypeVar("T")
+
+LATEST = "latest"
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+_TEMPORARY = ".tmp-"
+_MANIFEST = f"{STATE}/manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save did."""
+
+    version: int
+    path: Path
+    files: int  # the manifest included
+    bytes: int
+    removed: tuple[int, ...] = ()  # versions that retention removed
+    not_removed: tuple[str, ...] = ()  # old directories that could not be removed, and why; the save is complete
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk; `path` is what `from_pretrained` takes."""
+
+    version: int
+    path: Path
+    run: dict[str, Any]  # run.json; empty where the save wrote none
+
+    def trainer(self) -> dict[str, Any]:
+        """The dictionary of trainer.pt, tensors on the host (blocking; large). Errors: `CheckpointError`."""
+        return read_trainer(self.path)
+
+
+class CheckpointStore:
+    """`keep`: checkpoints kept, the newest; 0 keeps all."""
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
+        if keep < 0:
+            raise CheckpointError(f"keep is {keep}; expected 0 (all) or more")
+        self.directory = Path(directory)
+        self._keep = keep
+        self._turn = threading.Lock()
+
+    def path(self, version: int) -> Path:
+        return self.directory / f"step_{version}"
+
+    def versions(self) -> list[int]:
+        """Versions of the whole checkpoints here, ascending."""
+        try:
+            names = [entry.name for entry in os.scandir(self.directory) if entry.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
+        return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+
+    def latest_version(self) -> int | None:
+        """The version that `latest` names; the highest one where the link is missing or names nothing; None if "
+        "empty."""
+        versions = self.versions()
+        with contextlib.suppress(OSError):
+            match = _STEP.fullmatch(os.readlink(self.directory / LATEST))
+            if match and int(match[1]) in versions:
+                return int(match[1])
+        return versions[-1] if versions else None
+
+    def save(self, version: int, *writers: Writer) -> Saved:
+        """Write a checkpoint: each of `writers` puts its files into the temporary directory it is given. Blocks.
+
+        Saving a version again replaces it. Errors: `CheckpointError`; earlier checkpoints are as they were.
+        """
+        with self._turn:
+            token = f"{os.getpid()}-{os.urandom(4).hex()}"
+            temporary = self.directory / f"{_TEMPORARY}step_{version}-{token}"
+            aside = self.directory / f"{_TEMPORARY}old-{token}"
+            what = "create"
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._remove_leftovers()
+                temporary.mkdir()
+                what = "write"
+                for writer in writers:
+                    writer(temporary)
+                sizes = _finish(temporary)
+                what = "rename into place"
+                put_in_place(temporary, self.path(version), aside)
+                what = f"point {self.directory / LATEST} at"
+                point_at(self.directory / LATEST, f"step_{version}", self.directory / f"{_TEMPORARY}{LATEST}-{token}")
+            except BaseException as error:
+                self._clean(temporary)
+                if isinstance(error, Exception):
+                    raise self._failure(what, version, error) from error
+                raise
+            removed, not_removed = self._retain(version, aside)
+        return Saved(version, self.path(version), len(sizes), sum(sizes.values()), removed, not_removed)
+
+    async def save_in_thread(self, version: int, *writers: Writer) -> Saved:
+        """`save` on a thread of its own. The writers must own what they write (host copies).
+
+        A cancelled caller waits until the write ended, then the cancellation goes on; a failed write is raised first.
+        """
+        return await _in_thread(lambda: self.save(version, *writers))
+
+    def load(self, version: int) -> Checkpoint:
+        """The checkpoint of one version, its files checked against the manifest. Errors: `CheckpointError`."""
+        path = self.path(version)
+        if not path.is_dir():
+            found = ", ".join(map(str, self.versions())) or "none"
+            raise CheckpointError(f"there is no checkpoint {path}; versions found in {self.directory}: {found}")
+        self._check(path)
+        run = read_run(path) if (path / STATE / "run.json").exists() else {}
+        return Checkpoint(version, path, run)
+
+    def load_latest(self) -> Checkpoint | None:
+        """The checkpoint that `latest` names, or None where there is none at all. Errors: `CheckpointError`."""
+        version = self.latest_version()
+        return None if version is None else self.load(version)
+
+    def _check(self, path: Path) -> None:
+        try:
+            expected: dict[str, int] = orjson.loads((path / _MANIFEST).read_bytes())
+            for name, size in expected.items():
+                found = (path / name).stat().st_size
+                if found != size:
+                    raise CheckpointError(
+                        f"{path / name} has {found} bytes; expected {size}: the checkpoint was damaged after it was "
+                        f"written; remove {path} to go on from an earlier one ({self._others(path)})"
+                    )
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {error}; remove it to go on from an earlier one "
+                f"({self._others(path)})"
+            ) from error
+
+    def _others(self, path: Path) -> str:
+        return ", ".join(f"step_{v}" for v in self.versions() if self.path(v) != path) or "none"
+
+    def _failure(self, what: str, version: int, error: Exception) -> CheckpointError:
+        place = self.path(version)
+        free = earlier = ""
+        with contextlib.suppress(OSError, CheckpointError):  # `error` is what counts
+            free = f" ({shutil.disk_usage(self.directory).free / 2**20:.1f} MiB free there)"
+            kept = self.latest_version()
+            earlier = "; there is no earlier one" if kept is None else f"; step_{kept} is there"
+        return CheckpointError(
+            f"could not {what} the checkpoint {place}: {type(error).__name__}: {error}{free}{earlier}"
+        )
+
+    def _remove_leftovers(self) -> None:
+        """Temporary directories and links of killed saves. Those of a live one cannot be here: saves take turns."""
+        for entry in list(os.scandir(self.directory)):
+            if entry.name.startswith(_TEMPORARY):
+                remove_tree(Path(entry.path))
+
+    def _clean(self, temporary: Path) -> None:
+        # The error under way matters more than one of cleaning up; the next save removes what stays.
+        with contextlib.suppress(OSError):
+            remove_tree(temporary)
+
+    def _retain(self, version: int, aside: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Remove what was replaced and all but the newest `keep`. Failures are reported, not raised: the save stands.
+
+        Higher versions than the one just written belong to a future that was given up; they do not count and stay.
+        """
+        older = [v for v in self.versions() if v <= version]
+        doomed = [v for v in older[: -self._keep] if v != version] if self._keep else []
+        removed, not_removed = [], []
+        for number in [None, *doomed]:
+            path = aside if number is None else self.path(number)
+            try:
+                if number is not None:
+                    hidden = self.directory / f"{_TEMPORARY}gone-{number}-{os.urandom(4).hex()}"
+                    os.rename(path, hidden)  # a kill in the middle of the removal leaves no half step_N
+                    path = hidden
+                    removed.append(number)
+                remove_tree(path)
+            except OSError as error:
+                not_removed.append(f"{path}: {error}")
+        with contextlib.suppress(OSError):
+            sync_directory(self.directory)
+        return tuple(removed), tuple(not_removed)
+
+
+def _finish(directory: Path) -> dict[str, int]:
+    """Write the manifest and make everything durable; sizes of all files, the manifest included."""
+    sizes = sync_tree(directory)
+    manifest = directory / _MANIFEST
+    manifest.parent.mkdir(exist_ok=True)
+    manifest.write_bytes(orjson.dumps(sizes, option=orjson.OPT_INDENT_2))
+    with manifest.open("rb") as file:
+        os.fsync(file.fileno())
+    sync_directory(manifest.parent)
+    sync_directory(directory)
+    return {**sizes, _MANIFEST: manifest.stat().st_size}
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run on a fresh thread and wait for its end, whatever happens to the caller meanwhile.
+
+    Not a pool: a run that is embedded in a foreign loop leaves no idle worker thread behind.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+        loop.call_soon_threadsafe(done.set_result, None)
+
+    thread = threading.Thread(target=work, name="asyncrl-checkpoint")
+    cancelled: asyncio.CancelledError | None = None
+    thread.start()
+    # The scope holds off anyio's cancellation, the loop a plain `Task.cancel()`, which no scope can hold off.
+    with anyio.CancelScope(shield=True):
+        while not done.done():
+            try:
+                await asyncio.wait([done])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    thread.join()
+    if errors:
+        raise errors[0]
+    if cancelled is not None:
+        raise cancelled
+    return results[0]
