@@ -93,7 +93,7 @@ def test_paths_are_found_next_to_their_file_or_left_alone(tmp_path: Path, monkey
         write(folder / name, "")
     (folder / "model").mkdir()
     text = (
-        "data: {train: train.jsonl, eval: "rewards.py:rows"}\nmodel: {path: model, tokenizer: org/hub, gguf_file: model}\nrun: {dir: model}\n"
+        "data: {train: train.jsonl, eval: 'rewards.py:rows'}\nmodel: {path: model, tokenizer: org/hub}\nrun: {dir: model}\n"
         "reward: [rewards.py:f, other.py:g, {function: rewards.py:h}, 'package.module:i']\n"
         "rollout: {environment: 'env.py:E'}\n"
     )
