@@ -40,14 +40,13 @@ async def main(steps: int = 20) -> list[float]:
             rewards.append(step.metrics["reward/mean"])
             print(f"version {step.version}: reward {rewards[-1]:.3f}, oldest group {step.metrics['staleness/max']:.0f}")
 
-    async with Runtime(config, write=False) as runtime:
-        async with asyncio.TaskGroup() as watchers:
-            watcher = watchers.create_task(watch(runtime))
-            async with asyncio.TaskGroup() as agents:
-                for _ in range(AGENTS):
-                    agents.create_task(agent(runtime, questions))
-            await runtime.finish()
-            await watcher
+    async with Runtime(config, write=False) as runtime, asyncio.TaskGroup() as watchers:
+        watcher = watchers.create_task(watch(runtime))
+        async with asyncio.TaskGroup() as agents:
+            for _ in range(AGENTS):
+                agents.create_task(agent(runtime, questions))
+        await runtime.finish()
+        await watcher
     return rewards
 
 

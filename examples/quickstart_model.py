@@ -18,11 +18,12 @@ VOCABULARY = [*SPECIAL, *LETTERS, *DIGITS, "="]
 def build(seed: int) -> tuple[Any, Any]:
     """(model, tokenizer): a Qwen3-shaped causal language model with random weights and a character-level tokenizer."""
     import torch
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()  # characters join without spaces
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -52,8 +53,7 @@ def rows(count: int = 512, seed: int = 0) -> list[dict[str, str]]:
 def reward(prompts: list[str], completions: list[str], completion_ids: Any, answer: list[str]) -> list[float]:
     """1 for the exact answer; else a share of it: the right letter, and a length near the right one."""
     scores = []
-    for completion, target in zip(completions, answer, strict=True):
-        text = completion.replace(" ", "")
+    for text, target in zip(completions, answer, strict=True):
         if text == target:
             scores.append(1.0)
             continue

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from asyncrl.config.imports import load_object
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 
@@ -23,13 +24,36 @@ _PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.
 
 
 def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0) -> tuple[PolicyModel, Any]:
-    """(policy, tokenizer). `seed` keys the random weights of `random_init`. Errors: ConfigError."""
-    module = _build_module(config, seed)
+    """(policy, tokenizer). `seed` keys the random weights of `random_init`. Errors: ConfigError.
+
+    `model.path` may also be `file.py:function` or `module:function`: it is called with the seed and returns both.
+    """
+    if is_builder(config):
+        module, tokenizer = _call_builder(config, seed)
+    else:
+        module, tokenizer = _build_module(config, seed), None
     _check_tied(module)
     module.to(torch.device(device))
     policy = PolicyModel(module, config.dtype)
     _probe(policy)
-    return policy, load_tokenizer(config)
+    return policy, load_tokenizer(config) if tokenizer is None else tokenizer
+
+
+def is_builder(config: ModelConfig) -> bool:
+    """Whether `model.path` names a function that builds the model."""
+    path = config.path or ""
+    return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
+
+
+def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]:
+    assert config.path is not None
+    built = load_object(config.path)(seed)
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], PreTrainedModel)):
+        raise ConfigError(
+            f"model.path: {config.path} returned {type(built).__name__}; expected (transformers model, tokenizer)"
+        )
+    module, tokenizer = built
+    return module.float(), tokenizer
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -48,13 +72,19 @@ def load_tokenizer(config: ModelConfig) -> Any:
 def parameter_count(config: ModelConfig) -> int:
     """Number of trainable parameters, tied ones once, from the configuration alone: nothing is allocated."""
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(load_model_config(config))
+        if is_builder(config):
+            module, _ = _call_builder(config, 0)
+        else:
+            module = AutoModelForCausalLM.from_config(load_model_config(config))
     module.tie_weights()
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The transformers configuration behind `model.path`, repaired where it came from a GGUF file."""
+    if is_builder(config):
+        with torch.device("meta"):
+            return _call_builder(config, 0)[0].config
     path = _path(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:

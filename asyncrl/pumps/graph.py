@@ -35,7 +35,7 @@ from asyncrl.transport.queue import open_queue
 from asyncrl.types import Group, Prompt, Trajectory
 
 from .evaluate import EvaluatePump
-from .pipeline import Publication, Rooms, Scoring, StepReport
+from .pipeline import Rooms, StepReport
 from .publish import PublishPump
 from .rollout import RolloutPump
 from .score import ScorePump
@@ -128,7 +128,9 @@ class Graph:
         """A whole scored group from outside. False where the ledger finds it too old."""
         rooms = self._rooms
         if self._generating or self._finished.is_set():
-            raise LifecycleError("submit: this Runtime runs its own prompts" if self._generating else "submit: the training ended")
+            raise LifecycleError(
+                "submit: this Runtime runs its own prompts" if self._generating else "submit: the training ended"
+            )
         oldest = min((t.oldest_version for t in trajectories if t.oldest_version >= 0), default=rooms.trainer.version)
         turn = oldest // rooms.config.algorithm.updates_per_batch
         ticket = await rooms.ledger.admit(prompt.group_id, turn)

@@ -63,9 +63,7 @@ def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _staleness_metrics(
-    groups: Sequence[Group], trajectories: Sequence[Trajectory], version: int
-) -> dict[str, float]:
+def _staleness_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     ages = np.array([version - group.oldest_version for group in groups])
     tokens = np.array([int(t.mask.sum()) for t in trajectories])
     spans = np.array([t.newest_version > t.oldest_version for t in trajectories])

@@ -22,6 +22,7 @@ from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSi
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
 
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """What travels from the rollout pump to the score pump (edge 3)."""

@@ -1,12 +1,12 @@
 """The run directory: what a run leaves behind, and what a new run may do with an old one.
 
-    runs/<name>/
-      config.yaml          as resolved
-      metrics.jsonl        one line a policy version
-      rollouts/step_N.jsonl
-      trace.json           opens in Perfetto
-      report.html
-      checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
+runs/<name>/
+  config.yaml          as resolved
+  metrics.jsonl        one line a policy version
+  rollouts/step_N.jsonl
+  trace.json           opens in Perfetto
+  report.html
+  checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
 """
 
 from __future__ import annotations

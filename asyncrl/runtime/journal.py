@@ -74,7 +74,12 @@ class Journal:
 
     def committed(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
         """Call at the commit of a step. Returns the report with all metrics of the step in it."""
-        metrics = {**report.metrics, **self._recorder.drain(), **self._budget.step(self._recorder.take_window()), **extra}
+        metrics = {
+            **report.metrics,
+            **self._recorder.drain(),
+            **self._budget.step(self._recorder.take_window()),
+            **extra,
+        }
         flops = metrics.pop("perf/needed_flop", math.nan)
         if self._flops and metrics.get("time/step"):
             metrics["perf/mfu"] = flops / metrics["time/step"] / self._flops
@@ -127,5 +132,3 @@ def peak_memory_gib() -> float:
     """Peak resident memory of this process in GiB (ru_maxrss is in KiB on Linux, bytes on macOS)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)
-
-

@@ -13,12 +13,12 @@ from .memory import predicted, table
 def plan(config: Config) -> str:
     """The resolved configuration with predicted memory, staleness bound and slots, as text. Errors: `ConfigError`."""
     world = World.from_env()
-    config = resolve(config, world.size)
+    config = resolve(config, world.world_size)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
         to_yaml(config).rstrip(),
         "",
-        f"slots: {slots(config)} groups ({slots(config) * config.rollout.group_size} sequences) over {world.size} rank(s)",
+        f"slots: {slots(config)} groups ({slots(config) * config.rollout.group_size} sequences) over {world.world_size} rank(s)",
         f"per step: {config.rollout.groups_per_step} groups x {config.rollout.group_size} = {per_step} sequences",
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
     ]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from asyncrl.algorithms.registry import build_advantage, build_loss
-from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
+from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.config.resolve import slots
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
@@ -22,21 +20,18 @@ from asyncrl.distributed.world import World
 from asyncrl.environments.loading import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.generation.dry_run import DryRunEngine
-from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.loading import load_policy
-from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import Engine, Environment, Reward, Trainer, WeightSink
 from asyncrl.pumps.pipeline import GroupBook, Rooms
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
-from asyncrl.training.lane_trainer import LaneTrainer
-from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import SamplingParams
-from asyncrl.weights.shared import SharedWeights
 
 from .dry import ByteTokenizer
-from .memory import check_memory
+
+if TYPE_CHECKING:
+    from asyncrl.models.policy import PolicyModel
+    from asyncrl.training.trainer import TorchTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """What differs between a real and a dry run."""
 
     engine: Engine
@@ -92,26 +87,15 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Rate of a 1024^3 GEMM in the matmul dtype, FLOP/s: the yardstick of `perf/mfu`. Takes some 50 ms on two cores."""
-    size = 1024 if device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(6):
-        started = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
-
-
 class Builder:
     """Opens everything that has to be closed on one exit stack, in dependency order."""
 
-    def __init__(self, config: Config, world: World, recorder: Recorder, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack
+    ) -> None:
         self.config = config
         self.world = world
+        self.device = device
         self.recorder = recorder
         self.stack = stack
 
@@ -158,18 +142,14 @@ class Builder:
     def _ledger(self, turn: int) -> Any:
         rollout = self.config.rollout
         assert rollout.max_staleness is not None
-        if self.world.size == 1:
-            return LocalLedger(
-                rollout.groups_per_step, rollout.max_staleness, late=rollout.late, turn=turn, recorder=self.recorder
-            )
-        return StoreLedger(
-            self.world.store,
-            self.world.rank,
-            self.world.size,
-            rollout.groups_per_step,
-            rollout.max_staleness,
-            late=rollout.late,
-            turn=turn,
+        numbers = (rollout.groups_per_step, rollout.max_staleness, rollout.late, turn)
+        if self.world.world_size == 1:
+            return LocalLedger(*numbers, recorder=self.recorder)
+        return StoreLedger.over(
+            self.world.store("ledger"),
+            *numbers,
+            rank=self.world.rank,
+            ranks=self.world.world_size,
             recorder=self.recorder,
         )
 
@@ -179,7 +159,7 @@ class Builder:
         reward = self.config.reward
         return RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
 
-    async def _dry(self, version: int) -> _Parts:
+    async def _dry(self, version: int) -> Parts:
         config, costs = self.config, self.config.dry_run
         train_lane = await self.stack.enter_async_context(SimulatedLane("device", self.recorder))
         engine_lane = train_lane
@@ -201,46 +181,9 @@ class Builder:
         )
         await self.stack.enter_async_context(engine)
         lanes = (train_lane,) if engine_lane is train_lane else (train_lane, engine_lane)
-        return _Parts(engine, trainer, (engine,), lanes, ByteTokenizer())
+        return Parts(engine, trainer, (engine,), lanes, ByteTokenizer())
 
-    async def _real(self) -> _Parts:
-        config = self.config
-        device = choose_device(config.model.device, self.world.local_rank)
-        threads = config.threads or os.cpu_count() or 1
-        check_memory(config, device)
+    async def _real(self) -> Parts:
+        from .real import open_real  # torch models and transformers are not loaded for a dry run
 
-        def on_start() -> None:
-            torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-
-        name = device.type if device.index is None else f"{device.type}{device.index}"
-        lane = await self.stack.enter_async_context(ThreadLane(name, self.recorder, on_start))
-        with self.recorder.wait("runtime", "the model", on="disk", cause="start"):
-            policy, tokenizer, core, flops = await lane.run(lambda: self._load(device), name="start/load")
-        trainer = LaneTrainer(core, lane, self.recorder)
-        engine = EmbeddedEngine(
-            policy,
-            tokenizer,
-            lane,
-            self.recorder,
-            max_sequences=config.engine.max_sequences,
-            max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
-            prefill_tokens=config.engine.prefill_tokens,
-            kv_after_update=config.engine.kv_after_update,
-        )
-        await self.stack.enter_async_context(engine)
-        sinks = (SharedWeights(policy, engine, lane),)
-        return _Parts(engine, trainer, sinks, (lane,), tokenizer, policy, core, flops)
-
-    def _load(self, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, float]:
-        config = self.config
-        policy, tokenizer = load_policy(config.model, device, config.seed)
-        core = TorchTrainer(
-            policy,
-            config.train,
-            self.world,
-            max_completion_length=config.rollout.max_tokens,
-            needs_reference=config.algorithm.kl_coef > 0,
-        )
-        return policy, tokenizer, core, measure_flops(device, policy.dtype)
+        return await open_real(self.config, self.world, self.device, self.recorder, self.stack)

@@ -1,10 +1,10 @@
 """The facade: `async with Runtime(config) as rt`, in `asyncrl.main` or inside somebody else's event loop.
 
-    states      new -> open -> closed; opened and closed in the same task
-    tasks       one task group (the supervisor); a pump that dies cancels the block and its error is raised at its end
-    at the end  clean exit: what was submitted is trained (a last, smaller step where `train.partial_final_step`)
-                error or cancellation: the open step is aborted, its groups are dropped and counted
-                always: a checkpoint of the last committed version (`checkpoint.save_final`), trace, report, books checked
+states      new -> open -> closed; opened and closed in the same task
+tasks       one task group (the supervisor); a pump that dies cancels the block and its error is raised at its end
+at the end  clean exit: what was submitted is trained (a last, smaller step where `train.partial_final_step`)
+            error or cancellation: the open step is aborted, its groups are dropped and counted
+            always: a checkpoint of the last committed version (`checkpoint.save_final`), trace, report, books checked
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.concurrency.supervisor import Supervisor
@@ -43,10 +44,8 @@ from asyncrl.types import LedgerStatistics, Prompt, SamplingParams, Trajectory
 from . import dry
 from .directory import RunDirectory
 from .journal import Journal
-from .rooms import Builder, Built, Overrides
-from .saving import Checkpointer, SavedRun
-
-EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
+from .rooms import Builder, Built, Overrides, choose_device
+from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
 
 
 class State(Enum):
@@ -115,7 +114,9 @@ class Runtime:
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
         if asyncio.current_task() is not self._task:
-            raise LifecycleError("a Runtime must be closed by the task that opened it; keep the `async with` in one task")
+            raise LifecycleError(
+                "a Runtime must be closed by the task that opened it; keep the `async with` in one task"
+            )
         if self._state is State.CLOSED:
             return None
         self._state = State.CLOSED
@@ -132,15 +133,18 @@ class Runtime:
         stack = self._stack
         self.world = World.from_env()
         embedding = self._rows is not None or self._given.data.train is None
-        self.config = config = resolve(self._given, self.world.size, embedding=embedding)
+        self.config = config = resolve(self._given, self.world.world_size, embedding=embedding)
         leader = self.world.rank == 0
         self.directory = RunDirectory(config) if self._write else None
         self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []
         self.recorder = recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
         saved = self._find_saved()
-        await stack.enter_async_context(self.world)
+        device = torch.device("cpu")
+        if config.train.kind == "torch":
+            device = choose_device(config.model.device, self.world.local_rank)
+        stack.enter_context(self.world.open(device))
         turn = saved.turn if saved else 0
-        self.built: Built = await Builder(config, self.world, recorder, stack).build(
+        self.built: Built = await Builder(config, self.world, device, recorder, stack).build(
             self._overrides, turn, saved.version if saved else 0
         )
         rooms = self.built.rooms
@@ -181,7 +185,7 @@ class Runtime:
             config.data,
             seed=config.seed,
             rank=self.world.rank,
-            world_size=self.world.size,
+            world_size=self.world.world_size,
             max_epochs=config.train.max_epochs,
         )
         held_out: list[Prompt] = []
@@ -330,7 +334,9 @@ class Runtime:
         """
         self._check_open("submit")
         if not trajectories or len(trajectories) != len(rewards):
-            raise ValueError(f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one")
+            raise ValueError(
+                f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"
+            )
         group_ids = {t.group_id for t in trajectories}
         if len(group_ids) != 1:
             raise ValueError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
@@ -378,4 +384,6 @@ class Runtime:
 
     def _check_open(self, what: str) -> None:
         if self._state is not State.OPEN:
-            raise LifecycleError(f"Runtime.{what}: the Runtime is {self._state.value}; call it inside `async with Runtime(...)`")
+            raise LifecycleError(
+                f"Runtime.{what}: the Runtime is {self._state.value}; call it inside `async with Runtime(...)`"
+            )

@@ -1,0 +1,48 @@
+"""`asyncrl bench step`: measurements against other systems on this machine; `tools/bench_step.py` is the same door.
+
+    step.py       options, the alternating runs, what is kept of each
+    job.py        one side's task as data; prompts and models, made once and cached
+    processes.py  one child process per run; the peers' own virtual environments
+    child.py      what runs in asyncrl's own child processes (the only file here that imports torch)
+    peers/        scripts that run inside a peer's environment and must not import asyncrl; the reward both sides use
+    report.py     FLOP limit, medians, table, JSON, plot
+
+The parent process imports no torch: it would only take memory and threads from the sides that are measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+USAGE = """\
+usage: asyncrl bench step [options]
+
+  step    whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
+
+`asyncrl bench step --help` lists the options; `asyncrl bench step --quick` is a smoke test of some seconds.
+"""
+
+
+def _step(arguments: Sequence[str]) -> int:
+    from .step import main as step
+
+    return step(arguments)
+
+
+BENCHES: dict[str, Callable[[Sequence[str]], int]] = {"step": _step}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0; 1 where a run failed; 2 for a wrong command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if not given or given[0].startswith("-"):  # `asyncrl bench --quick` is `asyncrl bench step --quick`
+        return _step(given)
+    bench = BENCHES.get(given[0])
+    if bench is None:
+        print(f"asyncrl bench: there is no {given[0]!r}; there is: {', '.join(BENCHES)}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    return bench(given[1:])

@@ -1,0 +1,102 @@
+"""Child processes of a benchmark: one per run, and the virtual environment of a peer, made once and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .job import BenchError
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+TRL = "1.16"
+_LAST_LINES = 25
+
+
+def environment(threads: int, *, package: bool) -> dict[str, str]:
+    """The same for both sides: this many OpenMP threads, no hub, no thread pool inside the tokenizer.
+
+    `package`: asyncrl itself can be imported, also from a clone that is not installed.
+    """
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    kept.update(
+        OMP_NUM_THREADS=str(threads),
+        MKL_NUM_THREADS=str(threads),
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+        WANDB_MODE="disabled",
+    )
+    if package:
+        kept["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return kept
+
+
+def run_json(
+    command: Sequence[str | Path], *, environment: Mapping[str, str], log: Path, timeout_s: float | None
+) -> dict[str, Any]:
+    """Run one side and return the JSON object on its last line. `log` gets the rest.
+
+    Errors: `BenchError` with the end of the log where it failed, took longer than `timeout_s`, or printed no JSON.
+    """
+    words = [str(word) for word in command]
+    with log.open("w") as file:
+        try:
+            done = subprocess.run(
+                words, env=dict(environment), stdout=subprocess.PIPE, stderr=file, text=True, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(f"{' '.join(words)} took longer than {timeout_s:.0f} s and was ended; see {log}") from error
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode != 0 or not lines or not lines[-1].startswith("{"):
+        tail = "\n".join([*log.read_text().splitlines(), *lines][-_LAST_LINES:])
+        raise BenchError(f"{' '.join(words)} ended with exit code {done.returncode}; see {log}. Its last lines:\n{tail}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def run_child(arguments: Sequence[str | Path], *, threads: int, log: Path, timeout_s: float | None) -> dict[str, Any]:
+    """asyncrl's own side: `child.py` in a fresh process of this interpreter."""
+    command = [sys.executable, "-m", "asyncrl.cli.bench.child", *arguments]
+    return run_json(command, environment=environment(threads, package=True), log=log, timeout_s=timeout_s)
+
+
+def trl_python(given: str | None, cache: Path) -> Path:
+    """The interpreter of TRL's environment: the given one, or that of `<cache>/trl-<version>`, made now if need be.
+
+    Its torch and transformers are those that this interpreter has, so that the two sides differ in nothing else.
+    Errors: `BenchError`.
+    """
+    if given:
+        python = Path(given).expanduser()
+        python = python / "bin" / "python" if python.is_dir() else python
+        if not python.exists():
+            raise BenchError(f"--trl-python: there is no interpreter {python}")
+        return python.absolute()  # not resolved: behind the link is an interpreter without the environment
+    folder = cache / f"trl-{TRL}"
+    python, complete = folder / "bin" / "python", folder / "complete.txt"
+    if complete.exists() and python.exists():
+        return python
+    print(f"making TRL's environment in {folder} (once; a few minutes)", file=sys.stderr, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "install.log"
+    torch = metadata.version("torch").split("+")[0]
+    pip: list[str | Path] = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
+    _shell([sys.executable, "-m", "venv", folder], log)
+    _shell([*pip, f"torch=={torch}"], log)  # first and pinned: an unpinned one brings gigabytes of CUDA packages
+    _shell([*pip, f"trl=={TRL}.*", "datasets", "accelerate", f"transformers=={metadata.version('transformers')}"], log)
+    frozen = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True)
+    complete.write_text(frozen.stdout)
+    return python
+
+
+def _shell(command: Sequence[str | Path], log: Path) -> None:
+    with log.open("a") as file:
+        done = subprocess.run([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        tail = "\n".join(log.read_text().splitlines()[-_LAST_LINES:])
+        raise BenchError(f"{' '.join(map(str, command))} ended with exit code {done.returncode}; see {log}:\n{tail}")

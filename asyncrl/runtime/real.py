@@ -1,0 +1,82 @@
+"""The real half of a run: one device, its lane, the policy that trainer and embedded engine share."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+import torch
+
+from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.config.schema import Config
+from asyncrl.distributed.world import World
+from asyncrl.generation.embedded.engine import EmbeddedEngine
+from asyncrl.models.loading import load_policy
+from asyncrl.models.policy import PolicyModel
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.training.lane_trainer import LaneTrainer
+from asyncrl.training.trainer import TorchTrainer
+from asyncrl.weights.shared import SharedWeights
+
+from .memory import check_memory
+from .rooms import Parts
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of a 1024^3 GEMM in the matmul dtype, FLOP/s: the yardstick of `perf/mfu`. Takes some 50 ms on two cores."""
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+async def open_real(
+    config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack
+) -> Parts:
+    """Lane, policy, trainer and engine on one device. Errors: ConfigError, PlatformError (memory)."""
+    threads = config.threads or os.cpu_count() or 1
+    check_memory(config, device)
+
+    def on_start() -> None:
+        torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    name = device.type if device.index is None else f"{device.type}{device.index}"
+    lane = await stack.enter_async_context(ThreadLane(name, recorder, on_start))
+    with recorder.wait("runtime", "the model", on="disk", cause="start"):
+        policy, tokenizer, core, flops = await lane.run(lambda: _load(config, world, device), name="start/load")
+    trainer = LaneTrainer(core, lane, recorder)
+    engine = EmbeddedEngine(
+        policy,
+        tokenizer,
+        lane,
+        recorder,
+        max_sequences=config.engine.max_sequences,
+        max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+        prefill_tokens=config.engine.prefill_tokens,
+        kv_after_update=config.engine.kv_after_update,
+    )
+    await stack.enter_async_context(engine)
+    sinks = (SharedWeights(policy, engine, lane),)
+    return Parts(engine, trainer, sinks, (lane,), tokenizer, policy, core, flops)
+
+
+def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, float]:
+    policy, tokenizer = load_policy(config.model, device, config.seed)
+    core = TorchTrainer(
+        policy,
+        config.train,
+        world,
+        max_completion_length=config.rollout.max_tokens,
+        needs_reference=config.algorithm.kl_coef > 0,
+    )
+    return policy, tokenizer, core, measure_flops(device, policy.dtype)
