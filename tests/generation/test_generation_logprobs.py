@@ -140,6 +140,16 @@ async def test_a_shared_prompt_outlives_its_last_holder_while_somebody_waits_for
         assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < 1e-4
 
 
+async def test_equal_keys_of_different_prompts_share_nothing() -> None:
+    policy, plain = policy_and_plain("qwen3")
+    requests = [request(length, 0, prefix_key="same", max_tokens=5) for length in (12, 4, 9)]
+    async with opened(policy) as run:
+        answers = await generate_all(run.engine, requests)
+        assert run.engine.statistics()["copied_tokens"] == 0
+    for asked, answer in zip(requests, answers, strict=True):
+        assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < 1e-4
+
+
 @pytest.mark.parametrize("prefill_tokens", [1, 7, 64])
 async def test_long_prompts_are_prefilled_in_bounded_pieces(prefill_tokens: int) -> None:
     policy, plain = policy_and_plain("qwen3")

@@ -29,7 +29,7 @@ from asyncrl.types import GenerationRequest, Int64Array
 
 from .cache import SPLIT_GAIN_BYTES, DecodePlan, ExtendPlan, KVCache, Segment, split_rows
 from .sampling import Sampled, Sampler
-from .sequences import Sequences
+from .sequences import PrefixKey, Sequences
 
 HEAD_ROWS = 128  # rows whose logits exist at the same time: bounds [rows, V] float32 buffers
 
@@ -80,7 +80,7 @@ class Core:
         self.version = policy.version
         self.tokens_prefilled = 0
         self.tokens_copied = 0
-        self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[PrefixKey, Prefix] = OrderedDict()
         self._pending: list[Callable[[], None]] = []  # row copies that the next closure makes before anything else
         self._ends: list[int] | None = None  # runs of similar length; None after a row came or went
 
@@ -127,8 +127,9 @@ class Core:
             self._prefixes.clear()
             columns = self.sequences
             rows = columns.rows
-            # `keep` restarts a prompt that is half prefilled, so that a prompt never mixes versions.
-            stale = rows if self.recompute else rows[columns.cached[rows] < columns.prompt[rows] - 1]
+            # `keep` restarts a prompt before its first token, so that the versions of its tokens tell how to replay a
+            # sequence: the prompt under the version of the first token, each token under the version of the next.
+            stale = rows if self.recompute else rows[columns.length[rows] == columns.prompt[rows]]
             columns.cached[stale] = 0
         return version
 
@@ -188,7 +189,7 @@ class Core:
         columns, budget = self.sequences, self.prefill_tokens
         rows = columns.rows
         segments: list[Segment] = []
-        computing: set[str] = set()  # prompts that a segment of this closure computes
+        computing: set[PrefixKey] = set()  # prompts that a segment of this closure computes
         for slot in rows[columns.cached[rows] < columns.length[rows] - 1].tolist():
             key = columns.prefix_key[slot]
             if key is not None and columns.cached[slot] < columns.prompt[slot] - 1:
@@ -232,7 +233,7 @@ class Core:
             if key is not None and key in self._prefixes:
                 self._copy_prefix(slot, key)
 
-    def _copy_prefix(self, slot: int, key: str) -> None:
+    def _copy_prefix(self, slot: int, key: PrefixKey) -> None:
         columns, prefix = self.sequences, self._prefixes[key]
         row = int(columns.row_of[slot])
         if prefix.holders:
@@ -246,7 +247,7 @@ class Core:
         columns.cached[slot] = prefix.length
         self.tokens_copied += prefix.length
 
-    def _save(self, key: str, prefix: Prefix, row: int) -> None:
+    def _save(self, key: PrefixKey, prefix: Prefix, row: int) -> None:
         """Keep a prompt whose last holder is going, within `prefill_tokens` saved positions, oldest out first."""
         if self._prefixes.get(key) is not prefix or prefix.holders:
             return

@@ -16,7 +16,7 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest
 
 from .cache import CacheShape, KVCache
 from .core import Core, Decoded
-from .sequences import Sequences
+from .sequences import Sequences, prefix_key
 from .stops import StopStrings, Tokenizer
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class EmbeddedEngine(OwnedEngine):
         return slot
 
     def _remove(self, job: Job) -> None:
-        key = job.request.prefix_key
-        wanted = key is not None and any(other.request.prefix_key == key for other in self._waiting)
+        key = prefix_key(job.request)
+        wanted = key is not None and any(prefix_key(other.request) == key for other in self._waiting)
         self._stop_strings.pop(job.slot, None)
         self.core.remove(job.slot, keep_prefix=wanted)
 

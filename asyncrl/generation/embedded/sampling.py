@@ -197,7 +197,7 @@ def _filtered(
         cumulative = kept.cumsum(1)
         # Mass that top-p refers to: of the top-k candidates, or of the whole row where top-k is off.
         total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
-        enough = (k_R <= count) | ((p_R < 1) & (cumulative[:, -1] >= p_R * total))
+        enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
         if count == vocabulary or bool(enough.all()):
             break
         count = vocabulary

@@ -9,6 +9,8 @@ Shape legend: R slots, C longest context.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 
 from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array
@@ -16,6 +18,13 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Arra
 from .sampling import RowParams, Sampled, keyed_uniform, seed_array
 
 NO_TOKEN = -1
+
+PrefixKey: TypeAlias = tuple[str, bytes]
+
+
+def prefix_key(request: GenerationRequest) -> PrefixKey | None:
+    """What requests with a common prompt have in common. The tokens are part of it: a broken promise shares nothing."""
+    return None if request.prefix_key is None else (request.prefix_key, request.prompt_ids.tobytes())
 
 
 class Sequences:
@@ -36,7 +45,7 @@ class Sequences:
         self.top_k = np.zeros(capacity, dtype=np.int64)
         self.top_p = np.ones(capacity, dtype=np.float32)
         self.stops = np.full((capacity, 2), NO_TOKEN, dtype=np.int64)
-        self.prefix_key: list[str | None] = [None] * capacity
+        self.prefix_key: list[PrefixKey | None] = [None] * capacity
         self.row_of = np.full(capacity, -1, dtype=np.int64)
         self._slot_of_row = np.full(capacity, -1, dtype=np.int64)
         self._free = list(range(capacity - 1, -1, -1))
@@ -69,7 +78,7 @@ class Sequences:
             self.stops = wider
         self.stops[slot] = NO_TOKEN
         self.stops[slot, : len(stop_ids)] = stop_ids
-        self.prefix_key[slot] = request.prefix_key
+        self.prefix_key[slot] = prefix_key(request)
         self._slot_of_row[row] = slot
         self.row_of[slot] = row
         self.count += 1

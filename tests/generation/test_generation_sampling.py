@@ -1,0 +1,187 @@
+"""Keyed randomness, inverse-CDF sampling, filters and both log-prob columns against slow references."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from generation_models import generate_all, opened, picked, policy_and_plain, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import DivergenceError
+from asyncrl.generation.embedded.sampling import BLOCK, FIRST_TRY, RowParams, Sampler, keyed_uniform, seed_array
+
+
+def params(
+    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, uniform: np.ndarray | None = None
+) -> RowParams:
+    drawn = keyed_uniform(seed_array(list(range(count))), np.zeros(count, dtype=np.int64))
+    return RowParams(
+        np.full(count, temperature, dtype=np.float32),
+        np.full(count, top_k, dtype=np.int64),
+        np.full(count, top_p, dtype=np.float32),
+        drawn if uniform is None else uniform,
+    )
+
+
+def reference(logits_V: np.ndarray, temperature: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs over the whole vocabulary, and after the filters (-inf outside), float64, one row, by the definition."""
+    scaled = logits_V.astype(np.float64) / temperature
+    full = scaled - scaled.max()
+    full -= math.log(np.exp(full).sum())
+    order = np.argsort(-full, kind="stable")
+    kept = order[: top_k or None]
+    mass = np.exp(full[kept])
+    before = np.cumsum(mass / mass.sum()) - mass / mass.sum()
+    kept = kept[before < top_p] if top_p < 1 else kept
+    filtered = np.full_like(full, -np.inf)
+    filtered[kept] = full[kept] - math.log(np.exp(full[kept]).sum())
+    return full, filtered
+
+
+def test_uniform_numbers_depend_on_seed_and_index_alone() -> None:
+    seeds, index = seed_array([3, 1, 3, -7, 2**80 + 5]), np.array([0, 4, 9, 2, 1])
+    together = keyed_uniform(seeds, index)
+    for place in range(5):
+        one = keyed_uniform(seeds[place : place + 1], index[place : place + 1])
+        assert one[0] == together[place]
+    assert np.unique(together).size == 5
+
+
+def test_uniform_numbers_are_uniform_and_independent_in_both_directions() -> None:
+    seeds = np.repeat(np.arange(300, dtype=np.uint64), 300)
+    index = np.tile(np.arange(300), 300)
+    drawn = keyed_uniform(seeds, index)
+    assert drawn.min() >= 0 and drawn.max() < 1
+    counts = np.histogram(drawn, bins=64, range=(0, 1))[0]
+    expected = drawn.size / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 110  # chi-square, 63 degrees of freedom, p about 2e-4
+    grid = drawn.reshape(300, 300)
+    for neighbour in (
+        np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel()),
+        np.corrcoef(grid[:-1].ravel(), grid[1:].ravel()),
+    ):
+        assert abs(neighbour[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7), (0.9, 9, 0.8)]
+)
+def test_sampled_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    """Chi-square of 40,000 draws against the reference; nothing outside the filters' support."""
+    logits = np.random.default_rng(0).normal(0, 1.5, 23).astype(np.float32)
+    count = 40_000
+    sampled = Sampler().sample(torch.from_numpy(np.tile(logits, (count, 1))), params(count, temperature, top_k, top_p))
+    full, filtered = reference(logits, temperature, top_k, top_p)
+    support = np.isfinite(filtered)
+    assert np.bincount(sampled.tokens, minlength=23)[~support].sum() == 0
+    np.testing.assert_allclose(sampled.logprobs, full[sampled.tokens], atol=1e-5)
+    np.testing.assert_allclose(sampled.sampled_logprobs, filtered[sampled.tokens], atol=1e-5)
+    expected = np.exp(filtered[support]) * count
+    seen = np.bincount(sampled.tokens, minlength=23)[support]
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    degrees = support.sum() - 1
+    assert statistic < degrees + 4 * math.sqrt(2 * degrees) + 6
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    vocabulary=st.sampled_from([2, 7, 255, 256, 1023, 1024, 1025, 2000, 4 * BLOCK + 1]),
+    spread=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
+    u=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53, 0.5])),
+)
+def test_two_level_inverse_cdf_equals_the_plain_one(seed: int, vocabulary: int, spread: float, u: float) -> None:
+    """Same token as a float64 cumulative sum, up to rounding at a boundary; never a token of probability zero."""
+    logits = np.random.default_rng(seed).normal(0, spread, (1, vocabulary)).astype(np.float32)
+    sampled = Sampler().sample(torch.from_numpy(logits.copy()), params(1, uniform=np.array([u])))
+    token = int(sampled.tokens[0])
+    full, _ = reference(logits[0], 1.0, 0, 1.0)
+    assert np.isfinite(sampled.logprobs[0])
+    cumulative = np.cumsum(np.exp(full))
+    assert (cumulative[token - 1] if token else 0.0) <= u + 1e-5
+    assert cumulative[token] >= u - 1e-5
+
+
+@pytest.mark.parametrize("vocabulary", [64, 5 * BLOCK])
+def test_impossible_tokens_are_never_sampled(vocabulary: int) -> None:
+    """Everything but the first entry of each block has probability zero, also at the very end of the CDF."""
+    logits = torch.full((4, vocabulary), -math.inf)
+    logits[:, :: BLOCK // 8] = 0.0
+    uniform = np.array([0.0, 1 - 2**-53, 0.5, 0.999999])
+    sampled = Sampler().sample(logits, params(4, uniform=uniform))
+    assert (sampled.tokens % (BLOCK // 8) == 0).all()
+    assert sampled.tokens[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.95), (0, 0.2), (1, 1.0), (FIRST_TRY + 50, 1.0), (FIRST_TRY + 50, 0.999), (10**6, 1.0)]
+)
+def test_filters_on_a_vocabulary_larger_than_the_first_try(top_k: int, top_p: float) -> None:
+    """A flat row needs the whole sort, a peaked one does not; both in one batch."""
+    random = np.random.default_rng(1)
+    flat, peaked = random.normal(0, 0.1, 3000), random.normal(0, 4, 3000)
+    rows = np.stack([flat, peaked] * 100).astype(np.float32)
+    sampled = Sampler().sample(torch.from_numpy(rows.copy()), params(200, 1.0, top_k, top_p))
+    for row, token, logp, sampled_logp in zip(
+        rows, sampled.tokens, sampled.logprobs, sampled.sampled_logprobs, strict=True
+    ):
+        full, filtered = reference(row, 1.0, top_k, top_p)
+        assert logp == pytest.approx(full[token], abs=1e-5)
+        assert sampled_logp == pytest.approx(filtered[token], abs=1e-4)
+
+
+def test_greedy_rows_among_others() -> None:
+    logits = np.random.default_rng(2).normal(0, 2, (3, 40)).astype(np.float32)
+    mixed = RowParams(
+        np.array([0.0, 0.5, 0.0], dtype=np.float32),
+        np.array([0, 0, 4]),
+        np.array([0.3, 1.0, 1.0], dtype=np.float32),
+        np.array([0.9, 0.9, 0.9]),
+    )
+    sampled = Sampler().sample(torch.from_numpy(logits.copy()), mixed)
+    assert sampled.tokens[[0, 2]].tolist() == logits.argmax(1)[[0, 2]].tolist()
+    assert sampled.sampled_logprobs[[0, 2]].tolist() == [0.0, 0.0]
+    for row, temperature in enumerate((1.0, 0.5, 1.0)):
+        full, _ = reference(logits[row], temperature, 0, 1.0)
+        assert sampled.logprobs[row] == pytest.approx(full[sampled.tokens[row]], abs=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_raise(bad: float) -> None:
+    logits = torch.zeros(3, 50)
+    logits[1, 7] = bad
+    with pytest.raises(DivergenceError, match="diverged"):
+        Sampler().sample(logits, params(3))
+
+
+async def test_columns_of_the_engine_under_filters() -> None:
+    """`sampled_logprobs` of whole generations is the renormalised column, `logprobs` the plain one."""
+    policy, plain = policy_and_plain("llama")
+    requests = [request(6, seed, temperature=0.8, top_k=6, top_p=0.85, max_tokens=10) for seed in range(6)]
+    async with opened(policy) as run:
+        answers = await generate_all(run.engine, requests)
+    for asked, answer in zip(requests, answers, strict=True):
+        tokens = torch.tensor(np.concatenate([asked.prompt_ids, answer.token_ids])[None].astype(np.int64))
+        with torch.no_grad():
+            logits = plain(input_ids=tokens, use_cache=False).logits[0, asked.prompt_ids.size - 1 : -1]
+        np.testing.assert_allclose(answer.logprobs, picked(logits.double(), asked, answer), atol=1e-4)
+        for row, token, seen in zip(logits.numpy(), answer.token_ids, answer.sampled_logprobs, strict=True):
+            _, filtered = reference(row, 0.8, 6, 0.85)
+            assert seen == pytest.approx(filtered[token], abs=1e-4)
+
+
+async def test_greedy_generation_is_the_argmax_chain() -> None:
+    policy, plain = policy_and_plain("qwen3")
+    asked = request(7, 5, temperature=0.0, max_tokens=9)
+    async with opened(policy) as run:
+        answer = await run.engine.generate(asked)
+    tokens = torch.tensor(np.concatenate([asked.prompt_ids, answer.token_ids])[None].astype(np.int64))
+    with torch.no_grad():
+        logits = plain(input_ids=tokens, use_cache=False).logits[0, asked.prompt_ids.size - 1 : -1]
+    assert answer.token_ids.tolist() == logits.argmax(-1).tolist()
+    assert (answer.sampled_logprobs == 0).all()
+    np.testing.assert_allclose(answer.logprobs, picked(logits.double(), asked, answer), atol=1e-4)

@@ -1,0 +1,189 @@
+"""Weights that change while sequences are in flight: versions on tokens, `keep`, `recompute`, acknowledgements."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import anyio
+import numpy as np
+import pytest
+from generation_models import (
+    Opened,
+    cached_logprobs,
+    change_weights,
+    generate_all,
+    opened,
+    plain_copy,
+    plain_logprobs,
+    policy_and_plain,
+    request,
+)
+from transformers import PreTrainedModel
+
+from asyncrl.errors import GenerationError
+from asyncrl.models.policy import PolicyModel
+from asyncrl.types import Generation, GenerationRequest
+
+
+async def steps(run: Opened, count: int) -> None:
+    """Wait until `count` decode steps are done, by queueing behind them on the lane."""
+    while run.engine.statistics()["decode_steps"] < count:
+        await run.lane.run(lambda: None, name="tick")
+
+
+async def generate_across_updates(
+    policy: PolicyModel,
+    plain: PreTrainedModel,
+    requests: list[GenerationRequest],
+    mode: Literal["keep", "recompute"],
+    at: tuple[int, ...],
+    **numbers: int,
+) -> tuple[list[Generation], dict[int, PreTrainedModel], dict[str, float]]:
+    """Answers, a plain model per version, statistics. The weights change after the decode steps named in `at`."""
+    models = {0: plain}
+    answers: list[Generation] = []
+
+    async with opened(policy, kv_after_update=mode, **numbers) as run:
+
+        async def update() -> None:
+            for seed, step in enumerate(at):
+                await steps(run, step)
+
+                def train(seed: int = seed) -> None:
+                    version = change_weights(policy, seed)
+                    models[version] = plain_copy(policy, plain)
+
+                await run.lane.run(train, name="train/finish", priority=1)
+                await run.engine.update_weights(len(models) - 1)
+
+        async def generate() -> None:
+            answers.extend(await generate_all(run.engine, requests))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(update)
+            tasks.start_soon(generate)
+        statistics = run.engine.statistics()
+    return answers, models, statistics
+
+
+def crowd() -> list[GenerationRequest]:
+    """More sequences than rows, so that some begin before, some between and some after the updates."""
+    return [
+        request(
+            11 if seed in (2, 3, 7) else 3 + 5 * seed % 14,
+            seed,
+            prefix_key="shared" if seed in (2, 3, 7) else None,
+            temperature=(1.0, 0.8)[seed % 2],
+            max_tokens=8 + seed * 3 % 11,
+        )
+        for seed in range(10)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+async def test_keep_equals_a_cached_replay_over_both_weights(architecture: str) -> None:
+    policy, plain = policy_and_plain(architecture)
+    requests = crowd()
+    answers, models, _ = await generate_across_updates(
+        policy, plain, requests, "keep", (4, 11), max_sequences=6, prefill_tokens=9
+    )
+    assert_mixed(answers)
+    for asked, answer in zip(requests, answers, strict=True):
+        assert np.abs(answer.logprobs - cached_logprobs(models, asked, answer)).max() < 1e-4
+
+
+async def test_keep_is_not_the_plain_forward() -> None:
+    """The replay above can tell the difference: where the cache holds old keys, a plain forward disagrees."""
+    policy, plain = policy_and_plain("qwen3")
+    asked = request(12, 0, max_tokens=16)
+    answers, models, _ = await generate_across_updates(policy, plain, [asked], "keep", (5,))
+    answer = answers[0]
+    later = answer.versions == 1
+    difference = np.abs(answer.logprobs - plain_logprobs(models[1], asked, answer))[later]
+    assert difference.max() > 1e-2
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("prefill_tokens", [9, 512])
+async def test_recompute_equals_the_plain_forward_of_each_tokens_version(
+    architecture: str, prefill_tokens: int
+) -> None:
+    policy, plain = policy_and_plain(architecture)
+    requests = crowd()
+    answers, models, _ = await generate_across_updates(
+        policy, plain, requests, "recompute", (4, 11), max_sequences=6, prefill_tokens=prefill_tokens
+    )
+    assert_mixed(answers)
+    for asked, answer in zip(requests, answers, strict=True):
+        for version in np.unique(answer.versions):
+            own = answer.versions == version
+            expected = plain_logprobs(models[int(version)], asked, answer)
+            assert np.abs(answer.logprobs - expected)[own].max() < 1e-4
+
+
+def assert_mixed(answers: list[Generation]) -> None:
+    for answer in answers:
+        assert (np.diff(answer.versions) >= 0).all()
+    assert sum(np.unique(answer.versions).size > 1 for answer in answers) >= 3
+    assert {int(answer.versions[-1]) for answer in answers} >= {1, 2}
+
+
+async def test_versions_change_exactly_at_the_update() -> None:
+    """Every token sampled before the training closure is stamped 0, every one after it 1."""
+    policy, _ = policy_and_plain("qwen3")
+    requests = [request(5, seed, max_tokens=20) for seed in range(4)]
+    counts: list[int] = []
+
+    async with opened(policy, max_sequences=4) as run:
+
+        async def update() -> None:
+            await steps(run, 6)
+
+            def train() -> None:
+                change_weights(policy)
+                counts.append(int(run.engine.core.sequences.length.sum() - 4 * 5))
+
+            await run.lane.run(train, name="train/finish", priority=1)
+
+        answers: list[Generation] = []
+
+        async def generate() -> None:
+            answers.extend(await generate_all(run.engine, requests))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(update)
+            tasks.start_soon(generate)
+    assert sum(int((answer.versions == 0).sum()) for answer in answers) == counts[0]
+    assert sum(int((answer.versions == 1).sum()) for answer in answers) == 80 - counts[0] > 0
+
+
+async def test_a_shared_prompt_is_not_shared_across_versions() -> None:
+    policy, plain = policy_and_plain("llama")
+    asked = [request(10, seed, prefix_key="q", max_tokens=6) for seed in range(3)]
+    async with opened(policy, max_sequences=1) as run:  # one row: the others wait, so the prompt is kept for them
+        answers: list[Generation] = []
+
+        async def one(index: int) -> None:
+            answers.append(await run.engine.generate(asked[index]))
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(3):
+                tasks.start_soon(one, index)
+            await steps(run, 8)
+            await run.lane.run(lambda: change_weights(policy), name="train/finish", priority=1)
+        assert run.engine.statistics()["prefill_tokens"] == 18  # once per version
+    fresh = plain_copy(policy, plain)
+    assert (answers[2].versions == 1).all()
+    assert np.abs(answers[2].logprobs - plain_logprobs(fresh, asked[2], answers[2])).max() < 1e-4
+
+
+async def test_update_weights_drops_saved_prompts_and_answers_while_idle() -> None:
+    policy, _ = policy_and_plain("qwen3")
+    async with opened(policy) as run:
+        await run.engine.update_weights(0)
+        await run.lane.run(lambda: change_weights(policy), name="train/finish", priority=1)
+        await run.engine.update_weights(1)
+        assert run.engine.core.version == 1
+        with pytest.raises(GenerationError, match=r"version 2.*holds version 1"):
+            await run.engine.update_weights(2)
+        assert (await run.engine.generate(request(4, 0))).versions.tolist() == [1] * 12
