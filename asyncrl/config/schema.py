@@ -19,7 +19,11 @@ def field(default: Any, text: str, **bounds: Any) -> Any:
 
 
 class ModelConfig(Section):
-    path: str | None = field(None, "Directory or hub id of a Hugging Face causal language model, or `file.py:function` that takes a seed and returns (model, tokenizer).")
+    path: str | None = field(
+        None,
+        "Directory or hub id of a Hugging Face causal language model, or `file.py:function` that takes a seed and "
+        "returns (model, tokenizer).",
+    )
     gguf_file: str | None = field(None, "Name of a GGUF file in that directory, where the weights are in GGUF form.")
     tokenizer: str | None = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
     dtype: Literal["float32", "bfloat16", "float64"] = field(
@@ -34,7 +38,10 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: str | None = field(None, "Training prompts: a JSONL or parquet file, a `datasets` directory, or `file.py:function` that returns rows.")
+    train: str | None = field(
+        None,
+        "Training prompts: a JSONL or parquet file, a `datasets` directory, or `file.py:function` that returns rows.",
+    )
     eval: str | None = field(None, "The same for held-out prompts.")
     prompt_column: str = field("prompt", "Column with the prompt: a string, or a list of {role, content} messages.")
     system_prompt: str | None = field(None, "System message put before every prompt (chat prompts only).")
@@ -176,7 +183,9 @@ class WatchdogConfig(Section):
     )
     loop_timeout_s: float = field(60.0, "End the run if the event loop did not answer for this long.", gt=0)
     lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
-    abort_grace_s: float = field(25.0, "How long an ordered shutdown may take before the process is ended hard (torchrun kills after 30).", gt=0)
+    abort_grace_s: float = field(
+        25.0, "How long an ordered shutdown may take before the process is ended hard (torchrun kills after 30).", gt=0
+    )
 
 
 class DryRunConfig(Section):
