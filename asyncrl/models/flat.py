@@ -69,6 +69,11 @@ class FlatParameters:
         if self.has_working_copy:
             self.working.copy_(self.master)
 
+    def bind(self, buffer: Tensor) -> None:
+        """Let the modules read their weights from `buffer`, laid out and typed like the working copy."""
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self.view(buffer, index)
+
     def zero_grad(self) -> None:
         self.grad.zero_()
         if not self.has_working_copy:  # somebody may have set .grad to None: bind the views again

@@ -8,6 +8,8 @@ Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabul
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -82,6 +84,35 @@ class PolicyModel:
         self.flat.refresh()
         self.version += 1
         return self.version
+
+    def host_state(self) -> dict[str, Tensor]:
+        """Named tensors of the Hugging Face files, copied to the host, in the matmul dtype. On the lane.
+
+        Compact copies: parameters are slices of one buffer, and safetensors refuses tensors that share storage.
+        """
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.state_dict().items()}
+
+    def write_pretrained(self, directory: str | Path, state: dict[str, Tensor]) -> None:
+        """Write `host_state()` in Hugging Face format; loads with `from_pretrained` as it is. Any thread."""
+        config = self.module.config
+        previous = getattr(config, "dtype", None)
+        try:
+            config.dtype = self.dtype
+            self.module.save_pretrained(directory, state_dict=state)
+        finally:
+            config.dtype = previous
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Both at once. On the lane."""
+        self.write_pretrained(directory, self.host_state())
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters of all matrix products of one token's forward: every matrix but the embedding, and the head."""
+        matrices = {id(p): p.numel() for p in self.module.parameters() if p.ndim >= 2}
+        matrices.pop(id(self.module.get_input_embeddings().weight), None)
+        matrices[id(self.head.weight)] = self.head.weight.numel()
+        return sum(matrices.values())
 
 
 def refuse_unsupported(module: PreTrainedModel) -> None:

@@ -1,0 +1,150 @@
+"""What a step adds up besides gradients: counts, the loss, and metric sums, over microbatches and then over ranks.
+
+All sums are float64. Metric names of a rank must be known without a microbatch: a rank may finish a step in which it
+trained nothing, and the reduction over ranks needs the same table everywhere. They come from evaluating the loss once on
+no tokens at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.base import Loss, LossInputs, MetricSum
+from asyncrl.types import Normaliser
+
+from .reducer import Reducer, sum_over_ranks
+
+AGES = 9  # `mismatch_kl/by_age/0..7`, and 8 for everything older
+
+
+def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[str, Normaliser]:
+    """Every metric of `loss` with its normaliser, in the order of their names."""
+    none = torch.zeros(0, dtype=dtype, device=device)
+    inputs = LossInputs(
+        logp_S=none,
+        entropy_S=none,
+        sampler_logp_S=none,
+        advantage_S=none,
+        sequence_S=torch.zeros(0, dtype=torch.int64, device=device),
+        sequences=0,
+        reference_logp_S=none if loss.needs_reference else None,
+    )
+    with torch.no_grad():
+        found = loss(inputs).metrics
+    return {name: found[name].normaliser for name in sorted(found)}
+
+
+def kind(name: str) -> str:
+    """`min`, `max` or `sum`: how a metric is combined over microbatches and ranks."""
+    if "_min" in name:
+        return "min"
+    return "max" if "_max" in name else "sum"
+
+
+_IDENTITY = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
+
+
+@dataclass(slots=True)
+class Counts:
+    """The first thing reduced at finish: one all-reduce of these, in float64."""
+
+    sequences: float = 0.0
+    tokens: float = 0.0
+    loss: float = 0.0
+
+    def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
+        """The sums over all ranks. This rank's own stay as they are: a finish that failed leaves the step open."""
+        table = torch.tensor([self.sequences, self.tokens, self.loss], dtype=torch.float64)
+        return Counts(*sum_over_ranks(reducer, table, device).tolist())
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Named sums of the open step. Values stay on the device until finish: reading one would wait for the device."""
+
+    normalisers: dict[str, Normaliser]
+    values: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    ages: Tensor | None = None  # [AGES, 3]: tokens, k3 sum, |difference| sum by age of the token
+    current: Tensor | None = None  # [3]: tokens, |difference| sum, largest, of sequences wholly of the current version
+
+    def add(self, metrics: Mapping[str, MetricSum]) -> None:
+        for name, metric in metrics.items():
+            value = metric.value.detach().to(torch.float64)
+            if name not in self.normalisers:
+                raise ValueError(f"the loss reports {name!r} for this microbatch, but not for an empty one")
+            if name not in self.values:
+                self.values[name] = value
+            elif kind(name) == "sum":
+                self.values[name] = self.values[name] + value
+            else:
+                combine = torch.minimum if kind(name) == "min" else torch.maximum
+                self.values[name] = combine(self.values[name], value)
+
+    def add_loss(self, total: Tensor) -> None:
+        value = total.detach().to(torch.float64)
+        self.loss = value if self.loss is None else self.loss + value
+
+    def loss_sum(self) -> float:
+        return 0.0 if self.loss is None else float(self.loss)
+
+    def add_mismatch(self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int) -> None:
+        """All [S]; `age_S` int64, current version minus the token's. NaN sampler log-probs are left out."""
+        known = ~sampler_S.isnan()
+        difference = torch.where(known, trainer_S - sampler_S, 0.0).to(torch.float64)
+        k3 = torch.expm1(difference) - difference
+        columns = torch.stack([known.to(torch.float64), k3, difference.abs()], dim=1)
+        table = columns.new_zeros(AGES, 3).index_add_(0, age_S.clamp(0, AGES - 1), columns)
+        self.ages = table if self.ages is None else self.ages + table
+        foreign = torch.zeros(sequences, dtype=torch.float64, device=age_S.device)
+        foreign.index_add_(0, sequence_S, (age_S != 0).to(torch.float64))
+        pure = (foreign == 0).index_select(0, sequence_S) & known
+        distance = difference.abs() * pure
+        current = torch.stack([pure.sum().double(), distance.sum(), distance.max() if distance.numel() else distance.sum()])
+        if self.current is not None:
+            current[:2] += self.current[:2]
+            current[2] = torch.maximum(current[2], self.current[2])
+        self.current = current
+
+    def table(self) -> Tensor:
+        """This rank's row: every number that is reduced over ranks, float64 on the host."""
+        row = [
+            float(self.values[name]) if name in self.values else _IDENTITY[kind(name)] for name in sorted(self.normalisers)
+        ]
+        ages = self.ages.flatten().tolist() if self.ages is not None else [0.0] * (AGES * 3)
+        current = self.current.tolist() if self.current is not None else [0.0] * 3
+        return torch.tensor([*row, *ages, *current], dtype=torch.float64)
+
+    def reduce(
+        self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float]
+    ) -> dict[str, float]:
+        """Combine over ranks and divide. One all-reduce of [ranks, columns]: minimum and maximum cannot be summed."""
+        row = self.table()
+        rows = torch.zeros(reducer.world_size, row.numel(), dtype=torch.float64)
+        rows[reducer.rank] = row
+        rows = sum_over_ranks(reducer, rows, device)
+        result: dict[str, float] = {}
+        names = sorted(self.normalisers)
+        for column, name in enumerate(names):
+            values = rows[:, column]
+            if kind(name) == "sum":
+                result[name] = float(values.sum()) / denominators[self.normalisers[name]]
+            else:
+                best = float(values.min() if kind(name) == "min" else values.max())
+                if best not in (_IDENTITY["min"], _IDENTITY["max"]):
+                    result[name] = best
+        rest = rows[:, len(names) :]
+        ages = rest[:, : AGES * 3].sum(0).view(AGES, 3)
+        for age in range(AGES):
+            if ages[age, 0] > 0:
+                result[f"mismatch_kl/by_age/{age}"] = float(ages[age, 1] / ages[age, 0])
+        tokens, total = float(rest[:, -3].sum()), float(rest[:, -2].sum())
+        if tokens > 0:
+            result["mismatch/current_mean"] = total / tokens
+            result["mismatch/current_max"] = float(rest[:, -1].max())
+            result["mismatch/current_tokens"] = tokens
+        return result

@@ -1,0 +1,65 @@
+"""The trainer port over a lane: every call is one closure on the lane that owns the device.
+
+Training goes before decoding (priority 1 against 0), in the order of the calls. A caller that is cancelled waits until a
+closure that has started is through; one that has not started never runs. So `abort_train_step` always finds the step as
+the last finished closure left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Float32Array, Microbatch, StepResult
+
+from .trainer import TorchTrainer
+
+T = TypeVar("T")
+TRACK = "trainer"
+PRIORITY = 1  # before decode
+
+
+class LaneTrainer:
+    """Implements `ports.Trainer` with a `TorchTrainer`. `time/train` and `time/logprobs` are seconds on the lane."""
+
+    def __init__(self, core: TorchTrainer, lane: Lane, recorder: Recorder) -> None:
+        self.core = core
+        self._lane = lane
+        self._recorder = recorder
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    async def begin_train_step(self, loss: Any) -> None:
+        await self._run(lambda: self.core.begin_train_step(loss), "begin")
+
+    async def train_microbatch(self, batch: Microbatch) -> None:
+        await self._run(lambda: self.core.train_microbatch(batch), "microbatch", tokens=int(batch.tokens.size))
+
+    async def finish_train_step(self) -> StepResult:
+        return await self._run(self.core.finish_train_step, "finish")
+
+    async def abort_train_step(self) -> None:
+        await self._run(self.core.abort_train_step, "abort")
+
+    async def compute_logprobs(
+        self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
+    ) -> Float32Array:
+        return await self._run(
+            lambda: self.core.compute_logprobs(batch, model), "logprobs", metric="time/logprobs", model=model
+        )
+
+    async def run(self, fn: Callable[[], T], name: str) -> T:
+        """Another closure of the trainer's owner on its lane (saving a checkpoint, say), in the order of the calls."""
+        return await self._lane.run(fn, name=name, priority=PRIORITY)
+
+    async def _run(self, fn: Callable[[], T], name: str, metric: str = "time/train", **args: Any) -> T:
+        def closure() -> T:
+            with self._recorder.timed(metric):
+                return fn()
+
+        with self._recorder.span(name, track=TRACK, **args):
+            return await self._lane.run(closure, name=f"train/{name}", priority=PRIORITY)

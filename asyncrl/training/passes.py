@@ -1,0 +1,80 @@
+"""One forward over a microbatch: packed tokens in, log-prob and entropy of each scored token out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.base import LossInputs
+from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.tree_attention import TreePlan
+from asyncrl.types import Microbatch
+
+
+class Forward:
+    """Sets train or eval mode itself at every call: the engine shares the module and leaves it in its own mode."""
+
+    def __init__(self, policy: PolicyModel, checkpointing: bool = False) -> None:
+        self.policy = policy
+        self.checkpointing = checkpointing
+        if checkpointing:
+            policy.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def __call__(self, batch: Microbatch, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """(logp_S, entropy_S) at the batch's temperatures; differentiable where gradients are enabled."""
+        policy = self.policy
+        # transformers checkpoints layers only in train mode; dropout, the other thing that mode switches, is refused.
+        training = self.checkpointing and torch.is_grad_enabled()
+        if policy.module.training != training:  # walking all modules costs a millisecond
+            policy.module.train(training)
+        hidden_TE = policy.hidden(
+            column(batch.tokens, policy.device), column(batch.positions, policy.device), TreePlan.of(batch)
+        )
+        return token_logprobs(
+            hidden_TE.index_select(0, column(batch.source, policy.device)),
+            policy.head.weight,
+            column(batch.target, policy.device),
+            column(batch.temperature, policy.device),
+            grad_buffer=policy.head_gradient,
+            entropy_grad=entropy_grad,
+        )
+
+
+def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]
+    return torch.from_numpy(values).to(device)
+
+
+def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> LossInputs:
+    """The columns of `batch` as tensors, in the dtype and on the device of `logp_S`."""
+
+    def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]
+        return None if values is None else column(values, logp_S.device).to(logp_S.dtype)
+
+    sampler_S, advantage_S = floats(batch.sampler_logprobs), floats(batch.advantages)
+    assert sampler_S is not None and advantage_S is not None
+    return LossInputs(
+        logp_S=logp_S,
+        entropy_S=entropy_S,
+        sampler_logp_S=sampler_S,
+        advantage_S=advantage_S,
+        sequence_S=column(batch.sequence, logp_S.device),
+        sequences=batch.sequences,
+        old_logp_S=floats(batch.old_logprobs),
+        reference_logp_S=floats(batch.reference_logprobs),
+    )
+
+
+@contextmanager
+def swapped(policy: PolicyModel, weights: Tensor) -> Iterator[None]:
+    """The modules compute with another flat buffer inside the block. Values move nowhere: the views are bound anew."""
+    flat = policy.flat
+    try:
+        flat.bind(weights)
+        yield
+    finally:
+        flat.bind(flat.working)

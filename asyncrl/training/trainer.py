@@ -1,0 +1,270 @@
+"""The split train step on one rank: synchronous, called on the lane that owns the device.
+
+    | call     | closed            | open                                        | committed (see below) |
+    |----------|-------------------|---------------------------------------------|-----------------------|
+    | begin    | opens             | TrainStepError "already open"               | TrainStepError        |
+    | micro    | TrainStepError    | accumulates, returns None                   | TrainStepError        |
+    | finish   | TrainStepError    | reduces, steps, closes, returns the result  | TrainStepError        |
+    | abort    | no-op             | zeroes gradients, closes; weights untouched | closes                |
+
+An exception, BaseException included, leaves the step open with the weights as they were: the caller aborts. A refused
+call changes nothing. The commit point is the return of `optimizer.step`: the working copy and the version follow in the
+same closure, so a failure after it (in the reduction of metrics) leaves a step that is *committed*: the weights are the new
+version's, and only abort is left.
+
+Order of finish: (1) one float64 all-reduce of [sequences, tokens, loss]; (2) the denominator N; (3) gradients x 1/N; (4) one
+reduction of gradients over ranks; (5) device synchronize; (6) clip, on what is rescaled; (7) optimizer step; (8) version;
+(9) the learning rate of this step is noted; (10) schedule; (11) metrics; (12) closed.
+
+Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.base import Loss
+from asyncrl.config.schema import TrainConfig
+from asyncrl.errors import DivergenceError, TrainStepError
+from asyncrl.models.policy import PolicyModel
+from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
+
+from .accumulators import Counts, Metrics, empty_metrics
+from .optimizer import FlatAdamW
+from .passes import Forward, loss_inputs, swapped
+from .reducer import OneRank, Reducer
+from .schedule import Schedule
+
+
+class StepState(Enum):
+    OPEN = "open"
+    COMMITTED = "committed"  # the optimizer moved the weights, and what came after it failed
+
+
+@dataclass(slots=True)
+class TrainStep:
+    """The open step."""
+
+    loss: Loss
+    metrics: Metrics
+    counts: Counts
+    microbatches: int = 0
+    state: StepState = StepState.OPEN
+
+
+class TorchTrainer:
+    """Owns gradients, optimizer and schedule of a `PolicyModel`. Everything here runs on the policy's lane."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        config: TrainConfig,
+        reducer: Reducer | None = None,
+        *,
+        max_completion_length: int,
+        needs_reference: bool = False,
+        updates_per_batch: int = 1,
+    ) -> None:
+        """`max_completion_length`: tokens, for the normaliser of that name. `needs_reference` keeps a frozen copy of the
+        weights, in the matmul dtype, as they are now. `updates_per_batch`: optimizer steps per batch of `max_steps`."""
+        self.policy = policy
+        self.config = config
+        self.reducer: Reducer = reducer or OneRank()
+        self.max_completion_length = max_completion_length
+        self.optimizer = FlatAdamW(policy.flat, config)
+        total = None if config.max_steps is None else config.max_steps * updates_per_batch
+        self.schedule = Schedule(config, total)
+        self.steps_done = 0
+        self.optimizer.set_lr(self.schedule.lr(0))
+        self.forward = Forward(policy, checkpointing=config.gradient_checkpointing)
+        self.reference: Tensor | None = policy.flat.working.detach().clone() if needs_reference else None
+        self._step: TrainStep | None = None
+        self._empty: tuple[Loss, dict[str, Normaliser]] | None = None
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    @property
+    def step_open(self) -> bool:
+        return self._step is not None
+
+    # -- the four calls ----------------------------------------------------------------------------------------------
+
+    def begin_train_step(self, loss: Loss) -> None:
+        if self._step is not None:
+            raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
+        flat = self.policy.flat
+        if self._empty is None or self._empty[0] is not loss:
+            self._empty = loss, empty_metrics(loss, flat.master_dtype, flat.master.device)
+        flat.zero_grad()
+        self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
+
+    def train_microbatch(self, batch: Microbatch) -> None:
+        """Forward and backward; gradients and sums add up. Errors: TrainStepError; whatever the loss raises."""
+        step = self._require_open()
+        step.counts.sequences += batch.sequences
+        step.counts.tokens += batch.scored
+        step.microbatches += 1
+        if batch.scored == 0:  # fully masked sequences are counted, and that is all they do
+            return
+        with torch.enable_grad():
+            logp_S, entropy_S = self.forward(batch, entropy_grad=step.loss.needs_entropy_grad)
+            inputs = loss_inputs(batch, logp_S, entropy_S)
+            sums = step.loss(inputs)
+            sums.total.backward()
+        step.metrics.add(sums.metrics)
+        step.metrics.add_loss(sums.total)
+        age_S = self.version - torch.from_numpy(batch.versions).to(logp_S.device, torch.int64)
+        step.metrics.add_mismatch(
+            logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
+        )
+
+    def finish_train_step(self) -> StepResult:
+        """Reduce, rescale, clip, step, tick the version, close.
+
+        Errors: TrainStepError where no token of the whole step is scored; DivergenceError where the loss or the norm of
+        the gradient is not finite. Both before a weight moves.
+        """
+        step = self._require_open()
+        device = self.policy.device
+        step.counts.loss = step.metrics.loss_sum()
+        totals = step.counts.over_ranks(self.reducer, device)
+        if totals.tokens == 0:
+            raise TrainStepError(
+                f"no token of this step is scored ({totals.sequences:g} sequences): the optimizer would move the weights on "
+                "momentum and decay alone; abort the step"
+            )
+        denominators = self._denominators(totals)
+        denominator = denominators[step.loss.normaliser]
+        loss = totals.loss / denominator
+        if not math.isfinite(loss):
+            raise DivergenceError(f"the loss of the step after version {self.version} is {loss}; the weights are untouched")
+        gradient = self.policy.flat.grad
+        gradient.mul_(1.0 / denominator)
+        self.reducer.reduce_gradients_(gradient)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the reduction runs on a stream of its own: half a gradient is no gradient
+        grad_norm = self._clip(gradient)
+        self.optimizer.step()
+        step.state = StepState.COMMITTED
+        version = self.policy.advance()
+        lr = self.optimizer.lr
+        self.steps_done += 1
+        self.optimizer.set_lr(self.schedule.lr(self.steps_done))
+        metrics = step.metrics.reduce(self.reducer, device, denominators)
+        metrics.update({"optim/grad_norm": grad_norm, "optim/lr": lr})
+        self._step = None
+        return StepResult(
+            version=version,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=round(totals.tokens),
+            sequences=round(totals.sequences),
+            microbatches=step.microbatches,
+            metrics=metrics,
+        )
+
+    def abort_train_step(self) -> None:
+        """Zero the gradients and close; optimizer, schedule, version and weights stay. With nothing open: nothing."""
+        if self._step is None:
+            return
+        self.policy.flat.zero_grad()
+        self._step = None
+
+    def compute_logprobs(
+        self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
+    ) -> Float32Array:
+        """Log-probs [S] at the batch's temperatures, without gradient. May be called inside a step: it leaves gradients
+        alone. `reference`: the weights at the start; ValueError where the trainer keeps none."""
+        with torch.no_grad():
+            if model == "policy":
+                logp_S, _ = self.forward(batch)
+            else:
+                if self.reference is None:
+                    raise ValueError("compute_logprobs: the trainer was built without a reference (needs_reference=True)")
+                with swapped(self.policy, self.reference):
+                    logp_S, _ = self.forward(batch)
+        result: Float32Array = logp_S.float().cpu().numpy()
+        return result
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """`version`, `steps_done`, `masters` and `optimizer` by parameter name, and `reference` where there is one.
+
+        Tensors are views of the live state: write or copy them before the next finish, on the lane. A step that is being
+        accumulated moves none of them. Errors: TrainStepError where a committed step was not closed.
+        """
+        if self._step is not None and self._step.state is StepState.COMMITTED:
+            raise TrainStepError("state_dict: a committed step was not closed; abort it first")
+        state: dict[str, Any] = {
+            "version": self.version,
+            "steps_done": self.steps_done,
+            "masters": dict(self.policy.flat.named_masters()),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        if self.reference is not None:
+            flat = self.policy.flat
+            state["reference"] = {name: flat.view(self.reference, i) for i, name in enumerate(flat.names)}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse; everything is copied. Errors: TrainStepError while a step is open, KeyError for what is missing."""
+        if self._step is not None:
+            raise TrainStepError("load_state_dict: a train step is open; finish or abort it first")
+        flat = self.policy.flat
+        if self.reference is not None:
+            if "reference" not in state:
+                raise KeyError("the state holds no reference model, but this trainer needs one (kl_coef > 0)")
+            for index, name in enumerate(flat.names):
+                flat.view(self.reference, index).copy_(state["reference"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        flat.load_masters(state["masters"])
+        self.policy.version = int(state["version"])
+        self.steps_done = int(state["steps_done"])
+        self.optimizer.set_lr(self.schedule.lr(self.steps_done))
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the model in Hugging Face format: weights in the matmul dtype (float32 masters are part of the state)."""
+        self.policy.save_pretrained(directory)
+
+    # -- parts of finish ---------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> TrainStep:
+        if self._step is None:
+            raise TrainStepError("no train step open; begin_train_step must be called first")
+        if self._step.state is StepState.COMMITTED:
+            raise TrainStepError(
+                f"the open train step was applied (version {self.version}), but failed afterwards; abort_train_step closes it"
+            )
+        return self._step
+
+    def _denominators(self, totals: Counts) -> dict[Normaliser, float]:
+        sequences = max(totals.sequences, 1.0)
+        return {
+            Normaliser.TOKENS: max(totals.tokens, 1.0),
+            Normaliser.SEQUENCES: sequences,
+            Normaliser.SEQUENCES_X_MAX_LENGTH: sequences * self.max_completion_length,
+            Normaliser.NONE: 1.0,
+        }
+
+    def _clip(self, gradient: Tensor) -> float:
+        """Scale the gradient down to `grad_clip` where it is longer; its norm before. Errors: DivergenceError."""
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type != "mps" else None))
+        if not math.isfinite(norm):
+            raise DivergenceError(
+                f"the gradient of the step after version {self.version} has norm {norm}; the weights are untouched"
+            )
+        limit = self.config.grad_clip
+        if limit is not None and norm > limit:
+            gradient.mul_(limit / norm)
+        return norm

@@ -1,0 +1,130 @@
+"""Tiny models, random groups, and the one-shot gradient that everything else is compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.algorithms.base import Loss, LossInputs
+from asyncrl.models.policy import PolicyModel
+from asyncrl.types import FinishReason, Group, Normaliser, Prompt, Ticket, Trajectory
+
+VOCABULARY = 41
+MAX_LENGTH = 12
+
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+}
+
+
+def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "llama":
+            module: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=tied))
+        else:
+            module = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=tied))
+        for name, parameter in module.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return module
+
+
+def tiny_policy(dtype: str = "float64", kind: str = "llama", tied: bool = True, seed: int = 0) -> PolicyModel:
+    return PolicyModel(tiny_module(kind, tied, seed), dtype)
+
+
+def make_group(
+    rng: np.random.Generator,
+    group_id: int,
+    size: int = 4,
+    masked: tuple[int, ...] = (),
+    holes: bool = False,
+    temperature: float = 0.8,
+    version: int = 0,
+) -> tuple[Group, np.ndarray]:
+    """A group with random tokens, sampler log-probs and advantages (float32 values). `masked` members score nothing."""
+    prompt_ids = rng.integers(0, VOCABULARY, rng.integers(1, 7)).astype(np.int32)
+    trajectories = []
+    for member in range(size):
+        completion = rng.integers(0, VOCABULARY, rng.integers(1, MAX_LENGTH + 1)).astype(np.int32)
+        tokens = np.concatenate([prompt_ids, completion])
+        mask = np.arange(tokens.size) >= prompt_ids.size
+        if holes:
+            mask &= rng.random(tokens.size) < 0.6
+        if member in masked:
+            mask[:] = False
+        logprobs = np.where(mask, -rng.random(tokens.size) * 5 - 0.1, 0).astype(np.float32)
+        trajectories.append(
+            Trajectory(
+                group_id=group_id,
+                member=member,
+                group_size=size,
+                prompt_length=prompt_ids.size,
+                tokens=tokens,
+                mask=mask,
+                logprobs=logprobs,
+                sampled_logprobs=logprobs,
+                versions=np.where(mask, version, -1).astype(np.int32),
+                temperature=temperature,
+                finish_reason=FinishReason.STOP,
+            )
+        )
+    prompt = Prompt(group_id, prompt_ids, "")
+    advantages = rng.standard_normal(size).astype(np.float32).astype(np.float64)
+    return Group(Ticket(group_id, 0, 2), prompt, tuple(trajectories)), advantages
+
+
+def oracle_gradient(
+    module: PreTrainedModel, groups: list[tuple[Group, np.ndarray]], loss: Loss, max_length: int = MAX_LENGTH
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients) of the whole batch at once: a plain transformers forward over padded rows [B, L], no packing."""
+    module = module.double()
+    module.set_attn_implementation("sdpa")  # the eager one computes its softmax in float32
+    trajectories = [t for group, _ in groups for t in group.trajectories]
+    advantages = [a for _, values in groups for a in values]
+    longest = max(t.tokens.size for t in trajectories)
+    ids = torch.zeros(len(trajectories), longest, dtype=torch.int64)
+    attention = torch.zeros_like(ids)
+    for row, t in enumerate(trajectories):
+        ids[row, : t.tokens.size] = torch.from_numpy(t.tokens.astype(np.int64))
+        attention[row, : t.tokens.size] = 1
+    logits = module(input_ids=ids, attention_mask=attention, use_cache=False).logits
+    columns: dict[str, list[torch.Tensor]] = {"logp": [], "sampler": [], "advantage": [], "sequence": []}
+    for row, t in enumerate(trajectories):
+        logp = torch.log_softmax(logits[row, : t.tokens.size - 1] / float(np.float32(t.temperature)), -1)
+        index = torch.from_numpy(np.flatnonzero(t.mask))
+        columns["logp"].append(logp[index - 1, ids[row, index]])
+        columns["sampler"].append(torch.from_numpy(t.logprobs[t.mask]).double())
+        columns["advantage"].append(torch.full((index.numel(),), float(advantages[row]), dtype=torch.float64))
+        columns["sequence"].append(torch.full((index.numel(),), row))
+    joined = {name: torch.cat(values) for name, values in columns.items()}
+    sums = loss(
+        LossInputs(
+            logp_S=joined["logp"],
+            entropy_S=None,
+            sampler_logp_S=joined["sampler"],
+            advantage_S=joined["advantage"],
+            sequence_S=joined["sequence"],
+            sequences=len(trajectories),
+        )
+    )
+    count = {
+        Normaliser.TOKENS: float(joined["logp"].numel()),
+        Normaliser.SEQUENCES: float(len(trajectories)),
+        Normaliser.SEQUENCES_X_MAX_LENGTH: float(len(trajectories) * max_length),
+        Normaliser.NONE: 1.0,
+    }[loss.normaliser]
+    value = sums.total / count
+    module.zero_grad()
+    value.backward()
+    return float(value.detach()), {name: p.grad.clone() for name, p in module.named_parameters()}
