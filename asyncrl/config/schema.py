@@ -96,6 +96,9 @@ class RolloutConfig(Section):
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
     stop: tuple[str, ...] = field((), "Strings that end a completion.")
+    ignore_eos: bool = field(
+        False, "Sample on after the end-of-sequence token, to max_tokens: benchmarks of fixed length."
+    )
     max_failed_groups: int = field(
         0, "Groups whose environment or generation may fail before the run ends; each is counted.", ge=0
     )

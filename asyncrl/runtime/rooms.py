@@ -74,6 +74,7 @@ def sampling_params(config: Config) -> SamplingParams:
         top_k=rollout.top_k,
         max_tokens=rollout.max_tokens,
         stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
     )
 
 

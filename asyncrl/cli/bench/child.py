@@ -1,8 +1,8 @@
 """What runs in asyncrl's own child processes: `python -m asyncrl.cli.bench.child COMMAND ...`, one JSON line at the end.
 
-    model NAME DIRECTORY   make the model directory, if it is not there
-    machine JOB.json       rate of the GEMM in the job's dtype, size of the model, tokens of its prompts
-    step JOB.json          whole RL steps of the real `Runtime`, in the steady state of preset `async`
+model NAME DIRECTORY   make the model directory, if it is not there
+machine JOB.json       rate of the GEMM in the job's dtype, size of the model, tokens of its prompts
+step JOB.json          whole RL steps of the real `Runtime`, in the steady state of preset `async`
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -170,8 +170,9 @@ async def measure_steps(job: StepJob) -> dict[str, Any]:
                         scope.cancel()
 
             tasks.start_soon(watch)
-            await anyio.lowlevel.checkpoint()  # `steps` listens before the first one is committed
             await runtime.run()
+    if not peak:
+        raise RuntimeError(f"the run ended after {len(window.times)} of {job.warmup_steps + job.steps} steps")
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {**window.result(), "peak_bytes": peak, "versions": versions}
 
@@ -180,9 +181,12 @@ def peak_bytes() -> int:
     """Largest resident memory of this process and its children, each at its own peak.
 
     Not `ru_maxrss`: Linux hands the parent's peak down at the fork, so a small child of a large parent looks large.
+    A child counts with the pages that it shares (the interpreter's), so the sum is a little too large.
     """
     here = os.getpid()
-    children = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    children = [
+        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
     total = 0
     for pid in (here, *children):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -196,7 +200,7 @@ def run_steps(job: StepJob) -> dict[str, Any]:
     try:
         import uvloop
 
-        factory = uvloop.new_event_loop
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     except ImportError:
         factory = asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:

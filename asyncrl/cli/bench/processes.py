@@ -50,11 +50,15 @@ def run_json(
                 words, env=dict(environment), stdout=subprocess.PIPE, stderr=file, text=True, timeout=timeout_s
             )
         except subprocess.TimeoutExpired as error:
-            raise BenchError(f"{' '.join(words)} took longer than {timeout_s:.0f} s and was ended; see {log}") from error
+            raise BenchError(
+                f"{' '.join(words)} took longer than {timeout_s:.0f} s and was ended; see {log}"
+            ) from error
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode != 0 or not lines or not lines[-1].startswith("{"):
         tail = "\n".join([*log.read_text().splitlines(), *lines][-_LAST_LINES:])
-        raise BenchError(f"{' '.join(words)} ended with exit code {done.returncode}; see {log}. Its last lines:\n{tail}")
+        raise BenchError(
+            f"{' '.join(words)} ended with exit code {done.returncode}; see {log}. Its last lines:\n{tail}"
+        )
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 

@@ -85,7 +85,7 @@ def main() -> None:
     sampled: list[int] = []  # tokens of each generation batch, which is one step
     prompt_tokens: list[int] = []  # tokens of its prompts, once per group
 
-    def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float | None]:
         sampled.append(sum(len(ids) for ids in completion_ids))
         groups = prompts[:: job["group_size"]]
         rendered = (tokenizer.apply_chat_template(g, add_generation_prompt=True, tokenize=False) for g in groups)
