@@ -204,6 +204,14 @@ class Reservation:
                 return ticket
         return None
 
+    def unclaim(self, ticket: Ticket) -> None:
+        """Undo a claim that nobody has seen (its caller was cancelled)."""
+        entry = self.entries.get(ticket.group_id)
+        if entry is None or not entry.claimed or entry.ticket != ticket:
+            raise LedgerError(f"group {ticket.group_id} has no place in the open step of turn {self.turn}")
+        entry.claimed = False
+        self.claimed -= 1
+
     def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
         if outcome not in ("dropped", "failed"):
             raise LedgerError(f"group {ticket.group_id} cannot end as {outcome!r}: `dropped` or `failed`")

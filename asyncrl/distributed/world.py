@@ -1,0 +1,154 @@
+"""The world: which rank this is, and the three collectives that a replicated trainer needs.
+
+Everything here is synchronous and runs on the lane, in one order on every rank: the lane is what keeps collectives from
+crossing. With one rank nothing is opened and every collective is a no-op.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LifecycleError, PlatformError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class World:
+    """`with world.open(device):` makes the process group; closing destroys it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    restart: int = 0  # torchrun's restart count: keys in the shared store are never read by a later attempt
+    _store: dist.Store | None = field(default=None, repr=False)
+    _opened: bool = field(default=False, repr=False)
+    _closed: bool = field(default=False, repr=False)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
+        """Read torchrun's variables; without them this is the only rank.
+
+        Errors: PlatformError when only some of them are there, or make no sense.
+        """
+        env = os.environ if environ is None else environ
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return cls()
+        missing = [name for name in _VARIABLES if name not in env]
+        if missing:
+            raise PlatformError(f"RANK or WORLD_SIZE is set, but not {', '.join(missing)}: start with torchrun")
+        try:
+            rank, size, local_rank, local_size, port = (
+                int(env[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+            )
+        except ValueError as exc:
+            raise PlatformError(f"torchrun's variables are not numbers: {exc}") from exc
+        if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+            raise PlatformError(
+                f"torchrun's variables contradict: RANK {rank} of {size}, LOCAL_RANK {local_rank} of {local_size}"
+            )
+        restart = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(rank, size, local_rank, local_size, env["MASTER_ADDR"], port, restart)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes files and prints."""
+        return self.rank == 0
+
+    def open(self, device: torch.device, timeout_s: float = 600.0) -> World:
+        """Join the others: nccl on cuda, gloo elsewhere. `timeout_s` bounds every collective. No-op with one rank.
+
+        Errors: LifecycleError when opened twice, PlatformError when the others cannot be reached.
+        """
+        if self._opened:
+            raise LifecycleError("the world was opened twice")
+        self._opened = True
+        if self.world_size == 1:
+            return self
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            # torchrun hosts the store in its agent; env:// knows whether to connect to that one or to host it on rank 0.
+            store, rank, size = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
+            self._store = dist.PrefixStore(f"asyncrl/{self.restart}", store)
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("group", self._store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (dist.DistError, RuntimeError, OSError) as exc:
+            raise PlatformError(
+                f"rank {self.rank} of {self.world_size} could not join the others at "
+                f"{self.master_addr}:{self.master_port}: {exc}"
+            ) from exc
+        return self
+
+    def close(self) -> None:
+        """Leave the process group. Closing twice is fine."""
+        if self._opened and not self._closed and self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        self._closed = True
+        self._store = None
+
+    def __enter__(self) -> World:
+        if not self._opened:
+            raise LifecycleError("the world is entered with `with world.open(device):`")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def store(self, name: str) -> dist.Store:
+        """A connection of its own to the ranks' shared store, with keys of its own under `name` (for the ledger)."""
+        if self._store is None:
+            raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
+        return dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
+
+    # -- collectives; every rank calls them in the same order ------------------------------------------------------
+
+    def all_reduce_sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small float64 tensor over the ranks, in place (mask sums, metrics). Returns it."""
+        if values.dtype != torch.float64:
+            raise TypeError(f"sums over ranks are float64, found {values.dtype}")
+        if self._collective():
+            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        return values
+
+    def reduce_gradients_(self, flat: torch.Tensor) -> torch.Tensor:
+        """Sum the flat gradient buffer over the ranks, in place. The 1/N of the loss is applied before. Returns it."""
+        if self._collective():
+            dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        return flat
+
+    def broadcast_(self, flat: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite with the tensor of rank `src`, in place. Returns it."""
+        if self._collective():
+            dist.broadcast(flat, src=src)
+        return flat
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The picklable values of all ranks, in rank order."""
+        if not self._collective():
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def _collective(self) -> bool:
+        if self.world_size == 1:
+            return False
+        if not self._opened or self._closed:
+            raise LifecycleError("a collective was called on a world that is not open")
+        return True
