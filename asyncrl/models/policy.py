@@ -88,9 +88,16 @@ class PolicyModel:
     def host_state(self) -> dict[str, Tensor]:
         """Named tensors of the Hugging Face files, copied to the host, in the matmul dtype. On the lane.
 
-        Compact copies: parameters are slices of one buffer, and safetensors refuses tensors that share storage.
+        Compact copies: parameters are slices of one buffer, and safetensors refuses tensors that share storage. Tied ones
+        stay one tensor, which transformers then writes once.
         """
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.state_dict().items()}
+        copies: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for name, tensor in self.module.state_dict().items():
+            if tensor.data_ptr() not in copies:
+                copies[tensor.data_ptr()] = tensor.detach().to("cpu", copy=True)
+            state[name] = copies[tensor.data_ptr()]
+        return state
 
     def write_pretrained(self, directory: str | Path, state: dict[str, Tensor]) -> None:
         """Write `host_state()` in Hugging Face format; loads with `from_pretrained` as it is. Any thread."""
@@ -105,14 +112,6 @@ class PolicyModel:
     def save_pretrained(self, directory: str | Path) -> None:
         """Both at once. On the lane."""
         self.write_pretrained(directory, self.host_state())
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters of all matrix products of one token's forward: every matrix but the embedding, and the head."""
-        matrices = {id(p): p.numel() for p in self.module.parameters() if p.ndim >= 2}
-        matrices.pop(id(self.module.get_input_embeddings().weight), None)
-        matrices[id(self.head.weight)] = self.head.weight.numel()
-        return sum(matrices.values())
 
 
 def refuse_unsupported(module: PreTrainedModel) -> None:

@@ -1,0 +1,53 @@
+"""Memory of a run, predicted from the model's configuration before anything is allocated."""
+
+from __future__ import annotations
+
+from asyncrl.config.schema import ModelConfig, TrainConfig
+from asyncrl.models.loading import load_model_config, parameter_count
+from asyncrl.models.logprobs import CHUNK_ROWS
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def predict_memory(
+    model: ModelConfig,
+    train: TrainConfig,
+    *,
+    max_sequences: int,
+    max_context: int,
+    needs_reference: bool = False,
+) -> dict[str, int]:
+    """Bytes by what they are for. `max_context`: tokens of the longest prompt with its completion.
+
+    masters, gradients, optimizer: flat, in float32 or wider. working_copy and reference: in the matmul dtype. activations:
+    of one microbatch of `train.tokens_per_microbatch` packed tokens, what autograd keeps of a Llama-like layer. logits: the
+    chunk that is alive. embedding_gradient: the one temporary of an embedding's size. kv_cache: all sequences at full
+    length. Errors: ConfigError where the model has no configuration.
+    """
+    config = load_model_config(model)
+    parameters = parameter_count(model)
+    narrow = _BYTES[model.dtype]
+    wide = max(narrow, 4)
+    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_size = int(getattr(config, "head_dim", None) or hidden // heads)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    vocabulary = int(config.vocab_size)
+    # Kept per token and layer: both residuals, both normed inputs, four of the MLP's inner size; and for attention query,
+    # key, value, output in float32 or wider (see models.tree_attention) besides the two of the projection's own dtype.
+    attention = wide * (2 * heads + 2 * kv_heads) * head_size + narrow * (2 * heads + 2 * kv_heads) * head_size
+    per_layer = narrow * (4 * hidden + 4 * inner) + attention
+    tokens = train.tokens_per_microbatch
+    kept = layers * narrow * hidden + per_layer if train.gradient_checkpointing else layers * per_layer
+    return {
+        "masters": parameters * wide,
+        "gradients": parameters * wide,
+        "optimizer": 2 * parameters * wide,
+        "working_copy": parameters * narrow if narrow < wide else 0,
+        "reference": parameters * narrow if needs_reference else 0,
+        "activations": tokens * kept,
+        "logits": min(CHUNK_ROWS, tokens) * vocabulary * narrow,
+        "embedding_gradient": vocabulary * hidden * narrow,
+        "kv_cache": max_sequences * max_context * layers * 2 * kv_heads * head_size * narrow,
+    }

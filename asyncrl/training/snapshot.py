@@ -1,0 +1,55 @@
+"""A copy on the host of everything a checkpoint holds, taken on the lane in one closure and written by another thread.
+
+Masters and optimizer moments do not move while a step accumulates, so a snapshot may be taken with a step open: it is the
+last committed version, whatever the open step has gathered so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from asyncrl.models.policy import PolicyModel
+
+    from .trainer import TorchTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`model`: named tensors of the Hugging Face files, in the matmul dtype; `state`: what resuming needs. All on the host."""
+
+    version: int
+    model: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    policy: PolicyModel
+
+    def write_pretrained(self, directory: Path, tokenizer: Any) -> None:
+        """Model and tokenizer in Hugging Face format; loads with `from_pretrained` and with vLLM as it is. Any thread."""
+        self.policy.write_pretrained(directory, self.model)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(directory)
+
+
+def take(core: TorchTrainer) -> Snapshot:
+    """On the lane."""
+    return Snapshot(
+        version=core.version,
+        model=core.policy.host_state(),
+        state=_host(core.state_dict()),
+        policy=core.policy,
+    )
+
+
+def _host(value: Any) -> Any:
+    """Nested containers with every tensor copied to the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_host(item) for item in value]
+    return value
