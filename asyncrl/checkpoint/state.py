@@ -1,4 +1,7 @@
-"""What lies beside the model in a checkpoint: `state/trainer.pt` and `state/run.json`."""
+"""What lies beside the model in a checkpoint: `state/trainer.pt` and `state/run.json`.
+
+torch is imported where it is used: who only lists or inspects checkpoints need not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from asyncrl.errors import CheckpointError
 
 Writer = Callable[[Path], None]  # writes its files into the (temporary) directory it is given
 
 STATE = "state"
-_PLAIN = (torch.Tensor, str, bytes, int, float, bool, type(None))
+_PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Writer:
@@ -26,11 +28,16 @@ def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Write
     """
 
     def write(directory: Path) -> None:
+        import torch
+
         check_plain(trainer, "trainer")
         folder = directory / STATE
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_bytes(orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
-        torch.save(dict(trainer), folder / "trainer.pt")
+        # Through a file of ours: given a path, torch says of a full disk "unexpected pos 704 vs 598" and nothing else;
+        # this way the OSError is in the chain of the error, where the store finds it.
+        with (folder / "trainer.pt").open("wb") as file:
+            torch.save(dict(trainer), file)
 
     return write
 
@@ -38,6 +45,8 @@ def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Write
 def check_plain(value: Any, name: str) -> None:
     """Errors: `CheckpointError` for an entry that `torch.load(weights_only=True)` would refuse, or a tensor "
     "elsewhere."""
+    import torch
+
     if isinstance(value, Mapping):
         for key, item in value.items():
             check_plain(key, f"{name} (a key)")
@@ -69,6 +78,8 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def read_trainer(directory: Path) -> dict[str, Any]:
     """The dictionary of `trainer.pt`, tensors on the host; runs no pickled code. Errors: `CheckpointError`."""
+    import torch
+
     path = directory / STATE / "trainer.pt"
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)

@@ -127,9 +127,10 @@ class CheckpointStore:
                 what = f"point {self.directory / LATEST} at"
                 point_at(self.directory / LATEST, f"step_{version}", self.directory / f"{_TEMPORARY}{LATEST}-{token}")
             except BaseException as error:
-                self._clean(temporary)
-                if isinstance(error, Exception):
-                    raise self._failure(what, version, error) from error
+                failure = self._failure(what, version, error) if isinstance(error, Exception) else None
+                self._clean(temporary)  # after the message, which tells how full the disk was
+                if failure is not None:
+                    raise failure from error
                 raise
             removed, not_removed = self._retain(version, aside)
         return Saved(version, self.path(version), len(sizes), sum(sizes.values()), removed, not_removed)
@@ -182,9 +183,8 @@ class CheckpointStore:
             free = f" ({shutil.disk_usage(self.directory).free / 2**20:.1f} MiB free there)"
             kept = self.latest_version()
             earlier = "; there is no earlier one" if kept is None else f"; step_{kept} is there"
-        return CheckpointError(
-            f"could not {what} the checkpoint {place}: {type(error).__name__}: {error}{free}{earlier}"
-        )
+        reason = " after ".join(f"{type(e).__name__}: {e}" for e in (error, _root(error)) if e is not None)
+        return CheckpointError(f"could not {what} the checkpoint {place}: {reason}{free}{earlier}")
 
     def _remove_leftovers(self) -> None:
         """Temporary directories and links of killed saves. Those of a live one cannot be here: saves take turns."""
@@ -219,6 +219,14 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             sync_directory(self.directory)
         return tuple(removed), tuple(not_removed)
+
+
+def _root(error: BaseException) -> OSError | None:
+    """The operating system's error behind another one; torch.save raises an unrelated one while it cleans up."""
+    behind = error.__cause__ or error.__context__
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return None if isinstance(error, OSError) else behind
 
 
 def _finish(directory: Path) -> dict[str, int]:
