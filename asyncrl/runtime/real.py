@@ -78,5 +78,6 @@ def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyMod
         world,
         max_completion_length=config.rollout.max_tokens,
         needs_reference=config.algorithm.kl_coef > 0,
+        updates_per_batch=config.algorithm.updates_per_batch,
     )
     return policy, tokenizer, core, measure_flops(device, policy.dtype)

@@ -21,6 +21,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, StallError
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.training.snapshot import take
 
 from .directory import RunDirectory
 from .rooms import Built
@@ -99,7 +100,7 @@ class Checkpointer:
                 "config": to_plain(self._config),
             }
             run = await self._gather(run)
-            snapshot = await self._built.lanes[0].run(core.snapshot, name="checkpoint/capture", priority=2)
+            snapshot = await self._built.lanes[0].run(lambda: take(core), name="checkpoint/capture", priority=2)
             if snapshot.version != version:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             path = self._store.path(version)
