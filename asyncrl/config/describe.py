@@ -40,6 +40,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "rollout.top_k",
     "rollout.max_tokens",
     "rollout.stop",
+    "rollout.ignore_eos",
     "rollout.max_failed_groups",
     "engine.max_sequences",
     "engine.prefill_tokens",

@@ -209,15 +209,15 @@ def run_steps(job: StepJob) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     command, *rest = arguments
-    if command == "model":
-        from .models import make_model
+    job = StepJob.read(Path(rest[0]))
+    if command == "machine":
+        if rest[1:]:
+            from .models import make_model
 
-        make_model(rest[0], Path(rest[1]))
-        answer: dict[str, Any] = {"model": rest[1]}
-    elif command == "machine":
-        answer = machine(StepJob.read(Path(rest[0])))
+            make_model(rest[1], Path(job.model))
+        answer = machine(job)
     elif command == "step":
-        answer = run_steps(StepJob.read(Path(rest[0])))
+        answer = run_steps(job)
     else:
         print(f"unknown command {command!r}", file=sys.stderr)
         return 2

@@ -118,7 +118,8 @@ class StepBench:
 
     def _job(self) -> StepJob:
         options = self.options
-        model = self._model()
+        known = options.model in MODELS
+        model = self.cache / "models" / options.model if known else Path(options.model).absolute()
         prompts = write_prompts(self.scratch / "prompts.jsonl", seed=0)
         return StepJob(
             model=str(model),
@@ -137,27 +138,18 @@ class StepBench:
             microbatch=options.trl_microbatch,
         )
 
-    def _model(self) -> Path:
-        name = self.options.model
-        if name not in MODELS:
-            return Path(name).absolute()
-        directory = self.cache / "models" / name
-        if not (directory / "config.json").exists():
-            self._say(f"making {directory}")
-            self._child(["model", name, directory], "model")
-        return directory
-
     def _pair(self, job: StepJob, repetition: int, peer: Path | None) -> None:
         """Both sides of one case, one after the other."""
         label = f"{job.dtype}-{job.lengths}-{repetition}"
-        machine = Machine(**self._child(["machine", job.write(self.scratch / "machine.json")], f"machine-{label}"))
+        made = [self.options.model] if self.options.model in MODELS else []  # the first call makes it
+        file = job.write(self.scratch / f"machine-{label}.json")
+        machine = Machine(**self._child(["machine", file, *made], f"machine-{label}"))
         job = job.of(max_prompt_tokens=machine.prompt_tokens_max)
         sides = ["asyncrl"] if peer is None else ["asyncrl", "trl"]
         for side in sides if repetition % 2 == 0 else reversed(sides):
             self._say(f"{side}: {job.dtype}, {job.lengths} lengths, repetition {repetition + 1}")
             if side == "asyncrl":
-                file = job.write(self.scratch / f"asyncrl-{label}.json")
-                result = self._child(["step", file], f"asyncrl-{label}")
+                result = self._child(["step", job.write(self.scratch / f"asyncrl-{label}.json")], f"asyncrl-{label}")
             else:
                 assert peer is not None
                 result = self._trl(job, label, peer)
