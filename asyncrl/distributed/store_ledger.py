@@ -69,8 +69,7 @@ class StoreLedger:
         self._timeout_s = timeout_s
         self.first_turn = books.turn
         self._turn = books.turn  # of this rank: the steps that it has committed itself
-        self._raw = ""  # the books as last seen; written by the lane only
-        self._books = books
+        self._books = books  # as last heard; replaced, never changed
         self._changes = 0
         self._lane = ThreadLane("ledger", close_timeout_s=timeout_s)
         self._watch_ended: asyncio.Future[None] | None = None
@@ -129,10 +128,10 @@ class StoreLedger:
                 # A change without content: it wakes the watching thread, which then sees that it is to end.
                 await self._lane.run(lambda: self._transact(lambda books: None, force=True), name="leave the books")
                 await asyncio.wait([self._watch_ended], timeout=self._timeout_s)
-            except (RuntimeError, LedgerError):
+            except LedgerError:
                 # The store is gone, because the run is being torn down around us: the watching thread is a daemon and
                 # ends with its own error, and there is nobody left to tell about this rank's groups.
-                self._broken = self._broken or LedgerError("the store is gone")
+                self._broken = self._broken or LedgerError("the shared ledger is gone")
             finally:
                 await self._lane.aclose()
 
@@ -148,8 +147,8 @@ class StoreLedger:
 
     @property
     def finished(self) -> bool:
-        """Every rank called `exhaust` and no group is left to train on any."""
-        return self._books.finished()
+        """Every rank called `exhaust`, no group is left to train on any, and this rank committed every step."""
+        return self._books.finished() and self._turn == self._books.turn
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
         """See `ports.Ledger.admit`. Group ids are unique over all ranks."""
@@ -274,8 +273,7 @@ class StoreLedger:
 
     def _join(self) -> None:
         first = self._encode(self._books, 0)
-        self._raw = self._compare_set("", first)
-        found = json.loads(self._raw)
+        found = json.loads(self._compare_set("", first))
         theirs = Reservation.from_state(found["books"])
         for name in ("groups_per_step", "max_staleness", "late", "ranks"):
             mine, other = getattr(self._books, name), getattr(theirs, name)
@@ -288,39 +286,25 @@ class StoreLedger:
     def _transact(self, change: Callable[[Reservation], R], *, force: bool = False) -> R:
         """Apply `change` to the newest books; `force` writes them even where nothing changed."""
         deadline = time.monotonic() + self._timeout_s
-        fresh = False
+        # Read anew, always: an answer such as "wait" from older books than the caller has heard of would let it wait
+        # for a change that has happened already.
+        found = self._asked(self._store.get, _BOOKS)
         while True:
-            state = json.loads(self._raw)
+            state = json.loads(found)
             books = Reservation.from_state(state["books"])
             number = state["change"]
-            try:
-                result = change(books)
-            except LedgerError:
-                # The books at hand may be old ones: an accusation has to stand up against the newest.
-                if fresh or not self._refresh():
-                    raise
-                fresh = True
-                continue
+            self._tell(number, Reservation.from_state(state["books"]))
+            result = change(books)
             if not force and books.to_state() == state["books"]:
                 return result
             written = self._encode(books, number + 1)
-            found = self._compare_set(self._raw, written)
-            self._raw = found
+            found = self._compare_set(found, written)
             if found == written:
                 self._announce(number + 1)
                 self._tell(number + 1, books)
                 return result
-            fresh = True
-            theirs = json.loads(found)
-            self._tell(theirs["change"], Reservation.from_state(theirs["books"]))
             if time.monotonic() > deadline:
                 raise LedgerError(f"rank {self._rank} lost every race for the shared ledger for {self._timeout_s:g} s")
-
-    def _refresh(self) -> bool:
-        """Read the books anew; True if they were newer than those at hand."""
-        before = self._raw
-        self._raw = self._store.get(_BOOKS).decode()
-        return self._raw != before
 
     def _encode(self, books: Reservation, number: int) -> str:
         # The writer's mark makes every value unique, so that a compare_set that finds "its" value did write it.
@@ -328,12 +312,23 @@ class StoreLedger:
         return json.dumps({"change": number, "by": mark, "books": books.to_state()}, separators=(",", ":"))
 
     def _compare_set(self, expected: str, desired: str) -> str:
-        return bytes(self._store.compare_set(_BOOKS, expected, desired)).decode()  # type: ignore[arg-type]
+        return self._asked(self._store.compare_set, _BOOKS, expected, desired)
 
     def _announce(self, number: int) -> None:
-        self._store.set(f"change/{number}", "1")
+        self._asked(self._store.set, f"change/{number}", "1")
         if number > _KEPT_CHANGES:
-            self._store.delete_key(f"change/{number - _KEPT_CHANGES}")
+            self._asked(self._store.delete_key, f"change/{number - _KEPT_CHANGES}")
+
+    def _asked(self, call: Callable[..., Any], *args: str) -> str:
+        """A call to the store; its bytes as text."""
+        try:
+            answer = call(*args)
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+        return answer.decode() if isinstance(answer, bytes) else ""
+
+    def _lost(self, error: BaseException) -> LedgerError:
+        return LedgerError(f"rank {self._rank} lost the shared ledger: {type(error).__name__}: {error}")
 
     # -- hearing of changes --------------------------------------------------------------------------------------------
 
@@ -379,7 +374,7 @@ class StoreLedger:
         if self._watch_ended is not None and not self._watch_ended.done():
             self._watch_ended.set_result(None)
         if broken is not None and not self._closed:
-            self._broken = LedgerError(f"rank {self._rank} lost the shared ledger: {type(broken).__name__}: {broken}")
+            self._broken = self._lost(broken)
             self._wake(self._broken)
 
     def _wake(self, error: BaseException | None) -> None:

@@ -1,0 +1,334 @@
+"""The ledger over a store: two ranks on one set of books, cancellation, closing, a store that goes away, two processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import torch.distributed as dist
+
+from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.errors import LedgerError, LifecycleError
+from asyncrl.types import ClaimState, Ticket
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL, WAIT, GRANTED = ClaimState.FULL, ClaimState.WAIT, ClaimState.GRANTED
+
+
+@asynccontextmanager
+async def two_ranks(*numbers: int) -> AsyncIterator[tuple[StoreLedger, StoreLedger]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    async with AsyncExitStack() as stack:
+        a, b = [
+            await stack.enter_async_context(StoreLedger.over(store.clone(), *numbers, rank=rank, ranks=2))
+            for rank in range(2)
+        ]
+        yield a, b
+
+
+async def fresh(ledger: StoreLedger, group_id: int) -> Ticket:
+    ticket = await ledger.admit(group_id)
+    assert ticket is not None
+    return ticket
+
+
+async def test_places_and_slots_are_counted_over_both_ranks() -> None:
+    async with two_ranks(2, 0) as (a, b):
+        x, y = await fresh(a, 0), await fresh(b, 1)
+        with anyio.move_on_after(0.05) as scope:
+            await a.admit(2)  # both slots are taken, one by the other rank
+        assert scope.cancelled_caught
+        assert await a.claim([x]) == (GRANTED, x)
+        assert await a.claim([]) == (WAIT, None)
+        assert await b.claim([y]) == (GRANTED, y)
+        assert await a.claim([]) == (FULL, None) == await b.claim([])
+        assert await a.commit() == 1
+        assert (a.turn, b.turn) == (1, 0)
+        assert await b.claim([]) == (FULL, None)  # it has to finish the step that the other one has left
+        assert await b.commit() == 1
+        await a.release(0)
+        with anyio.move_on_after(0.05) as scope:
+            await a.admit(3)  # the other rank's engines still sample with the old weights
+        assert scope.cancelled_caught
+        await b.release(0)
+        assert (await fresh(a, 3)).deadline == 1
+        s = a.statistics()
+        assert (s.trained, s.admitted, s.live) == (2, 3, 1)
+
+
+async def test_a_change_of_one_rank_wakes_the_other() -> None:
+    async with two_ranks(1, 0) as (a, b):
+        ticket = await fresh(a, 0)
+        with anyio.fail_after(10):
+            while b.statistics().live == 0:
+                await b.wait_changed(b.changes)
+        async with asyncio.TaskGroup() as group:
+            waits = group.create_task(b.admit(1))
+            await anyio.sleep(0.05)
+            assert not waits.done()
+            await a.end(ticket, "failed", "test")
+            with anyio.fail_after(10):
+                assert await waits is not None
+
+
+async def test_rollback_and_live_groups_concern_the_own_rank() -> None:
+    async with two_ranks(2, 0) as (a, b):
+        x, y = await fresh(a, 0), await fresh(b, 1)
+        await a.claim([x])
+        await b.claim([y])
+        assert await a.rollback() == [x]
+        with anyio.fail_after(10):
+            while b.statistics().claimed != 1:
+                await b.wait_changed(b.changes)
+        assert a.live_groups() == [x]
+
+
+async def test_the_last_partial_step_needs_every_rank_to_be_exhausted() -> None:
+    async with two_ranks(4, 0) as (a, b):
+        x = await fresh(a, 0)
+        await a.claim([x])
+        await a.exhaust()
+        assert await a.claim([]) == (WAIT, None)
+        await b.exhaust()
+        assert await a.claim([]) == (FULL, None) == await b.claim([])
+        await a.commit()
+        await b.commit()
+        await a.release(0)
+        await b.release(0)
+        assert b.finished
+
+
+async def test_ranks_that_disagree_are_told() -> None:
+    store = dist.HashStore()
+    async with StoreLedger.over(store, 2, 1, rank=0, ranks=2):
+        with pytest.raises(LedgerError, match="max_staleness"):
+            await StoreLedger.over(store, 2, 2, rank=1, ranks=2).__aenter__()
+
+
+@pytest.mark.parametrize("what", ["admit", "claim"])
+async def test_a_grant_that_its_caller_did_not_live_to_see_is_undone(what: str) -> None:
+    async with two_ranks(4, 3) as (a, b):
+        rng = random.Random(1)
+        ticket = await fresh(a, 1000)
+        for i in range(60):
+            async with asyncio.TaskGroup() as group:
+                task: asyncio.Task[object] = group.create_task(a.admit(i) if what == "admit" else a.claim([ticket]))
+                for _ in range(rng.randrange(40)):
+                    await asyncio.sleep(0)
+                task.cancel()
+            if not task.cancelled():  # it was faster
+                if what == "admit":
+                    granted = task.result()
+                    assert isinstance(granted, Ticket)
+                    await a.end(granted, "dropped", "test")
+                else:
+                    await a.rollback()
+            await b.exhaust()  # reads the newest books on its way
+        with anyio.fail_after(10):
+            while a.statistics().live != 1 or a.statistics().claimed:
+                await a.wait_changed(a.changes)
+        assert a.live_groups() == [ticket]
+
+
+async def test_closing_wakes_waiters_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    heard: list[str] = []
+
+    async def hears(ledger: StoreLedger) -> None:
+        with pytest.raises(LifecycleError):
+            await ledger.admit(1)
+        heard.append("admit")
+
+    async with anyio.create_task_group() as group:
+        async with StoreLedger.over(dist.HashStore(), 1, 0) as ledger:
+            await fresh(ledger, 0)
+            group.start_soon(hears, ledger)
+            await anyio.sleep(0.05)
+        await ledger.aclose()
+    assert heard == ["admit"]
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(LifecycleError, match="closed"):
+        await ledger.claim([])
+    with pytest.raises(LifecycleError):
+        await ledger.__aenter__()
+
+
+async def test_used_before_it_is_open() -> None:
+    with pytest.raises(LifecycleError, match="not open"):
+        await StoreLedger.over(dist.HashStore(), 1, 0).admit(0)
+
+
+async def test_many_ranks_race_for_the_same_places() -> None:
+    """Four ranks, one set of books, all at once: every place is given once and the counts agree."""
+    store = dist.HashStore()
+    ranks, k, steps = 4, 3, 5
+    trained: Counter[int] = Counter()
+
+    async def rank_main(rank: int, barrier: asyncio.Barrier, ledger: StoreLedger) -> None:
+        async def rollout() -> None:
+            for i in range(steps * k):
+                if i % ranks == rank:
+                    ready.append(await fresh(ledger, i))
+                    assert ledger.changes >= 0
+            await ledger.exhaust()
+
+        ready: list[Ticket] = []
+        async with anyio.create_task_group() as group:
+            group.start_soon(rollout)
+            while not ledger.finished:
+                seen = ledger.changes
+                state, ticket = await ledger.claim(ready)
+                if ticket is not None:
+                    ready.remove(ticket)
+                    trained[ticket.group_id] += 1
+                    assert ledger.turn - ticket.admitted <= 1
+                elif state is FULL:
+                    await barrier.wait()  # stands for the collective: nobody commits before everybody has arrived
+                    turn = ledger.turn
+                    await ledger.commit()
+                    await ledger.release(turn)
+                else:
+                    await ledger.wait_changed(seen)
+
+    async with AsyncExitStack() as stack:
+        ledgers = [
+            await stack.enter_async_context(StoreLedger.over(store.clone(), k, 1, rank=rank, ranks=ranks))  # type: ignore[attr-defined]
+            for rank in range(ranks)
+        ]
+        barrier = asyncio.Barrier(ranks)
+        with anyio.fail_after(40):
+            async with anyio.create_task_group() as group:
+                for rank in range(ranks):
+                    group.start_soon(rank_main, rank, barrier, ledgers[rank])
+            while (s := ledgers[0].statistics()).held:  # the last release may have been another rank's
+                await ledgers[0].wait_changed(ledgers[0].changes)
+    assert trained == Counter(range(steps * k))
+    assert (s.trained, s.live, s.claimed, s.held) == (steps * k, 0, 0, 0)
+
+
+STORE_DIES = """
+import asyncio, sys
+import torch.distributed as dist
+from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.errors import LedgerError
+
+async def main():
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+    async with StoreLedger.over(store, 1, 0, rank=0, ranks=2) as ledger:
+        await ledger.admit(0)
+        print("waiting", flush=True)
+        try:
+            await ledger.admit(1)
+        except LedgerError as error:
+            print("heard:", error, flush=True)
+
+asyncio.run(main())
+"""
+
+HOST = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def start(program: str, *args: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, args)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_store_that_goes_away_is_heard_by_those_who_wait() -> None:
+    port = free_port()
+    host = start(HOST, port)
+    assert host.stdout is not None and host.stdout.readline() == "up\n"
+    rank = start(STORE_DIES, port)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "waiting\n", rank.communicate()
+    host.kill()
+    host.communicate()
+    out, err = rank.communicate(timeout=30)
+    assert "heard: rank 0 lost the shared ledger" in out, err
+    assert rank.returncode == 0, err
+
+
+PROCESS = """
+import asyncio, sys
+import torch.distributed as dist
+from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.types import ClaimState
+
+rank, port, groups = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+async def rollout(ledger, ready):
+    for i in range(groups):
+        ready.append(await ledger.admit(1000 * rank + i))
+        await asyncio.sleep(0.02 * rank)  # one rank is slow: the other takes more places
+    await ledger.exhaust()
+
+async def main():
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, world_size=2)
+    mine = []
+    async with StoreLedger.over(store.clone(), 4, 1, rank=rank, ranks=2) as ledger, asyncio.TaskGroup() as tasks:
+        ready = []
+        tasks.create_task(rollout(ledger, ready))
+        while not ledger.finished:
+            seen = ledger.changes
+            state, ticket = await ledger.claim(ready)
+            if ticket is not None:
+                ready.remove(ticket)
+                assert ledger.turn <= ticket.deadline, (ledger.turn, ticket)
+                mine.append(ticket.group_id)
+            elif state is ClaimState.FULL:
+                turn = ledger.turn
+                # stands for the collective of the step
+                store.set(f"step/{turn}/{rank}", "x")
+                await asyncio.to_thread(store.wait, [f"step/{turn}/0", f"step/{turn}/1"])
+                await ledger.commit()
+                await ledger.release(turn)
+            else:
+                await ledger.wait_changed(seen)
+        while (s := ledger.statistics()).held:
+            await ledger.wait_changed(ledger.changes)
+        print("trained", len(mine), "of", s.trained, "in", ledger.turn, flush=True)
+    store.set(f"bye/{rank}", "x")
+    store.wait(["bye/0", "bye/1"])  # rank 0 hosts the store: it leaves last
+
+asyncio.run(main())
+"""
+
+
+def test_two_processes_train_every_group_once() -> None:
+    port, groups = free_port(), 12
+    processes = [start(PROCESS, rank, port, groups) for rank in range(2)]
+    total = 0
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        words = out.split()
+        assert words[3] == str(2 * groups), out
+        total += int(words[1])
+    assert total == 2 * groups
