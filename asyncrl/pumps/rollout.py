@@ -6,14 +6,21 @@ its rows are forgotten); more than `rollout.max_failed_groups` such groups end t
 
 from __future__ import annotations
 
+import asyncio
+import math
+
 import anyio
 
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import AsyncrlError, EngineClosed, GenerationError
 from asyncrl.transport.queue import QueueSender
-from asyncrl.types import Prompt, Ticket
+from asyncrl.types import Prompt, Ticket, Trajectory
 
 from .pipeline import Rooms, Scoring
+
+
+class _EpisodeError(Exception):
+    """One member's environment failed; the cause says how."""
 
 
 class RolloutPump:
@@ -25,26 +32,26 @@ class RolloutPump:
     async def run(self) -> None:
         """Ends when the prompts, or the steps that need them, ran out and every group is handed on."""
         async with self._scoring, anyio.create_task_group() as groups:
-            while batch := await self._admit_batch():
-                for ticket, prompt in batch:
-                    groups.start_soon(self._play, ticket, prompt, name=f"rollout group {ticket.group_id}")
+            while (admitted := await self._admit()) is not None:
+                ticket, prompt = admitted
+                groups.start_soon(self._play, ticket, prompt, name=f"rollout group {ticket.group_id}")
             await self._rooms.ledger.exhaust()
 
-    async def _admit_batch(self) -> list[tuple[Ticket, Prompt]]:
-        """One group as soon as it has a slot; a whole step's groups where the run must not depend on timing."""
-        config = self._rooms.config
-        size = 1 if config.rollout.streaming else config.rollout.groups_per_step
-        batch: list[tuple[Ticket, Prompt]] = []
-        while len(batch) < size and await self._wanted():
-            prompt = self._prompts.next()
-            if prompt is None:
-                break
-            with self._rooms.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
-                ticket = await self._rooms.ledger.admit(prompt.group_id)
-            assert ticket is not None, "a fresh group always gets a ticket"
-            self._rooms.book.open(ticket)
-            batch.append((ticket, prompt))
-        return batch
+    async def _admit(self) -> tuple[Ticket, Prompt] | None:
+        """The next group, as soon as it has a slot. None: no more are needed, or there are no more prompts.
+
+        It must be played at once, never kept until others have their slots too: the step may wait for this very group.
+        (Where the slots of a whole step come free together, the admissions after the first do not yield, so its groups
+        still enter the engine in the same turn: `sync` depends on no timing.)
+        """
+        prompt = self._prompts.next() if await self._wanted() else None
+        if prompt is None:
+            return None
+        with self._rooms.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
+            ticket = await self._rooms.ledger.admit(prompt.group_id)
+        assert ticket is not None, "a fresh group always gets a ticket"
+        self._rooms.book.open(ticket)
+        return ticket, prompt
 
     async def _wanted(self) -> bool:
         """Whether another group is needed to reach `max_steps`; waits while that depends on groups that may still fail."""
@@ -69,28 +76,48 @@ class RolloutPump:
             async with anyio.create_task_group() as members:
                 for member in range(rooms.config.rollout.group_size):
                     members.start_soon(self._member, ticket, prompt, member)
-        except* EngineClosed:
-            raise  # the run is ending: not this group's fault
-        except* Exception as failures:
+        except* _EpisodeError as failures:
             await self._failed(ticket, failures)
 
     async def _member(self, ticket: Ticket, prompt: Prompt, member: int) -> None:
-        rooms = self._rooms
-        group_size = rooms.config.rollout.group_size
-        with rooms.recorder.span("rollout", track="rollout", group=ticket.group_id, member=member):
-            trajectory = await rooms.environment.run(prompt, member, group_size, rooms.engine.generate)
-        await self._scoring.put(Scoring(ticket, prompt, trajectory))
+        trajectory = await self._episode(prompt, member)
+        await self._scoring.put(Scoring(ticket, prompt, trajectory))  # an error here is the score pump's end, not ours
 
-    async def _failed(self, ticket: Ticket, failures: BaseExceptionGroup[Exception]) -> None:
+    async def _episode(self, prompt: Prompt, member: int) -> Trajectory:
+        """Errors: EngineClosed, as the run is ending then; _EpisodeError, with the environment's own as its cause."""
+        rooms, group_id = self._rooms, prompt.group_id
+        group_size = rooms.config.rollout.group_size
+        try:
+            with rooms.recorder.span("rollout", track="rollout", group=group_id, member=member):
+                trajectory = await rooms.environment.run(prompt, member, group_size, rooms.engine.generate)
+            if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
+                raise GenerationError(
+                    f"the environment was asked for member {member} of {group_size} of group {group_id} and returned "
+                    f"member {trajectory.member} of {trajectory.group_size} of group {trajectory.group_id}"
+                )
+            return trajectory
+        except EngineClosed:
+            raise
+        except asyncio.CancelledError as error:
+            if anyio.current_effective_deadline() == -math.inf:
+                raise
+            # Nobody here asked for it: the environment awaited something of its own that was cancelled. A task group
+            # would take that for an ordinary end, and the group's slot would be lost without a word.
+            raise _EpisodeError from GenerationError(f"the episode was cancelled from inside the environment {error}")
+        except Exception as error:
+            raise _EpisodeError from error
+
+    async def _failed(self, ticket: Ticket, failures: BaseExceptionGroup[_EpisodeError]) -> None:
         book, limit = self._rooms.book, self._rooms.config.rollout.max_failed_groups
-        first: BaseException = failures
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        await book.end(ticket.group_id, "failed", f"{type(first).__name__}: {first}"[:200])
+        error = failures.exceptions[0].__cause__
+        assert error is not None
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        await book.end(ticket.group_id, "failed", f"{type(error).__name__}: {error}"[:200])
         if book.failed > limit:
-            if isinstance(first, AsyncrlError):
-                raise first
+            if isinstance(error, AsyncrlError):
+                raise error
             raise GenerationError(
-                f"group {ticket.group_id} failed in the environment ({type(first).__name__}: {first}); "
+                f"group {ticket.group_id} failed in the environment ({type(error).__name__}: {error}); "
                 f"rollout.max_failed_groups allows {limit} such groups in a run"
-            ) from first
+            ) from error

@@ -74,7 +74,7 @@ class TrainPump:
     async def run(self) -> None:
         async with self._groups, self._publications, anyio.create_task_group() as tasks:
             tasks.start_soon(self._receive)
-            tasks.start_soon(self._watch_ledger)
+            tasks.start_soon(self._watch_ledger, self._rooms.ledger.changes)
             while not self._finished() and await self._step():
                 pass
             tasks.cancel_scope.cancel()
@@ -87,11 +87,12 @@ class TrainPump:
 
     async def _receive(self) -> None:
         async for group in self._groups:
-            self._ready[group.group_id] = group
-            self._notify()
+            if group.group_id in self._rooms.book:  # else it was dropped for its age on its way here
+                self._ready[group.group_id] = group
+                self._notify()
 
-    async def _watch_ledger(self) -> None:
-        seen = self._rooms.ledger.changes
+    async def _watch_ledger(self, seen: int) -> None:
+        """`seen` was taken before the first claim: a change between that and the start of this task is not missed."""
         while True:
             seen = await self._rooms.ledger.wait_changed(seen)
             self._notify()
