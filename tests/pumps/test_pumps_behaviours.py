@@ -1,0 +1,570 @@
+"""The seven behaviours of a streaming train pump, and what else a run promises from its first to its last step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pumps_house import TOKENS, House, Plan, live
+
+from asyncrl.errors import DivergenceError, RewardCrash, RewardError, RewardTimeout
+
+
+def slow(*groups: int, seconds: float = 10.0, others: float = 1.0):  # type: ignore[no-untyped-def]
+    return lambda group, member: seconds if group in groups else others
+
+
+# -- the seven -----------------------------------------------------------------------------------------------------
+
+
+def test_1_groups_are_dispatched_in_the_order_of_their_arrival() -> None:
+    """Not in prompt order: group 3 is done first, group 0 last."""
+    plan = Plan(groups_per_step=4, prompts=4, rollout_s=lambda group, member: 5.0 - group)
+
+    house = live(plan)
+
+    assert house.trained() == [[3, 2, 1, 0]]
+    assert [event.groups for event in house.events("microbatch")] == [(3,), (2,), (1,), (0,)]
+
+
+def test_2_the_version_moves_only_at_finish_and_finish_is_called_once_a_step() -> None:
+    house = live(Plan(groups_per_step=3, prompts=12, tokens_per_microbatch=6))
+
+    assert house.names("finish", "commit") == ["finish", "commit"] * 4
+    assert [event.version for event in house.events("finished")] == [1, 2, 3, 4]
+    steps = iter(house.names("begin", "microbatch", "finish"))
+    for call in steps:  # begin, one microbatch or more, finish; nothing else ever
+        assert call == "begin"
+        inside = []
+        for call in steps:
+            inside.append(call)
+            if call == "finish":
+                break
+        assert len(inside) > 3 and set(inside[:-1]) == {"microbatch"}  # 3 groups in several microbatches each
+    for at_microbatch in house.events("begin", "microbatch", "finish"):
+        assert at_microbatch.version == len([e for e in house.events("finished") if e.at <= at_microbatch.at])
+
+
+def test_3_strict_on_policy_never_trains_a_stale_group() -> None:
+    """Age 0 with streaming, slow publishes and two engines: every token of a step is of the very version it updates."""
+    plan = Plan(
+        max_staleness=0, groups_per_step=3, prompts=15, sinks=2, publish_s=lambda version, sink: 3.0 * (sink + 1)
+    )
+
+    house = live(plan)
+
+    assert house.books.trained == 15
+    for version, batch in house.tokens_trained:
+        assert set(batch.versions.tolist()) == {version}
+
+
+def test_3_strict_on_policy_rejects_a_stale_group_that_is_submitted() -> None:
+    from pumps_house import make_prompt, make_trajectory
+
+    async def body(house: House, supervisor: object) -> None:
+        async def submit(group: int, version: int) -> bool:
+            return await house.graph.submit((make_trajectory(group, 0, 1, [version], reward=1.0),), make_prompt(group))
+
+        assert await submit(0, 0)
+        while house.trainer.version == 0:
+            await house.ledger.wait_changed(house.ledger.changes)
+        assert not await submit(1, 0)  # sampled by version 0, and the trainer is at 1
+        assert await submit(2, 1)
+
+    house = live(Plan(max_staleness=0, groups_per_step=1, group_size=1), body=body)
+
+    assert house.error is None
+    assert house.trained() == [[0], [2]]
+    assert house.rooms.counters["staleness/dropped"] == 1
+
+
+def test_4_training_starts_before_the_slowest_rollout_of_the_same_step_ends() -> None:
+    house = live(Plan(groups_per_step=4, prompts=4, rollout_s=slow(2, seconds=30.0)))
+
+    [first] = [event.at for event in house.events("begin")]
+    slowest = max(event.at for event in house.events("rollout ends") if event.groups == (2,))
+    assert first == pytest.approx(1.0) and slowest == pytest.approx(30.0)
+    early = [event for event in house.events("microbatch") if event.at < slowest]
+    assert {group for event in early for group in event.groups} == {0, 1, 3}
+    [step] = house.trained()
+    assert set(step[:3]) == {0, 1, 3} and step[3] == 2
+
+
+@pytest.mark.parametrize("call", ["microbatch", "finish"])
+def test_5_a_step_that_does_not_commit_is_aborted(call: str) -> None:
+    plan = Plan(groups_per_step=2, prompts=8, trainer_fails={(call, 2): RuntimeError("the device is gone")})
+
+    house = live(plan)
+
+    assert isinstance(house.error, RuntimeError) and "the device is gone" in str(house.error)
+    assert house.names("abort", "rollback") == ["abort", "rollback"]
+    assert house.events("abort")[0].at >= house.events(call)[-1].at
+    assert not house.trainer.step_open
+
+
+async def test_5_abort_is_idempotent_and_leaves_the_trainer_usable() -> None:
+    house = House(Plan())
+    from contextlib import AsyncExitStack
+
+    async with AsyncExitStack() as stack:
+        await house.build(stack)
+        await house.trainer.abort_train_step()
+        await house.trainer.begin_train_step(house.rooms.loss)
+        for _ in range(3):
+            await house.trainer.abort_train_step()
+        await house.trainer.begin_train_step(house.rooms.loss)  # not "already open"
+        assert (await house.trainer.finish_train_step()).version == 1
+
+
+@pytest.mark.parametrize("prompts", [0, 4])
+def test_6_an_empty_step_is_a_no_op(prompts: int) -> None:
+    """Nothing is left after the last group: the pump leaves without begin, finish, commit, clear or publish."""
+    house = live(Plan(groups_per_step=2, prompts=prompts))
+
+    steps = prompts // 2
+    assert house.error is None
+    for call in ("begin", "finish", "commit", "clear", "release"):
+        assert len(house.events(call)) == steps, call
+    assert house.trainer.version == steps and house.events("abort", "rollback") == []
+
+
+def test_6_a_step_whose_groups_all_failed_is_a_no_op() -> None:
+    plan = Plan(groups_per_step=2, prompts=2, max_failed_groups=2, fails=lambda group, member: ValueError("no"))
+
+    house = live(plan)
+
+    assert house.error is None and house.reports == []
+    assert house.books.failed == 2 and house.trainer.version == 0
+
+
+def test_7_each_step_clears_its_rows_once_all_of_them_and_only_after_its_commit() -> None:
+    plan = Plan(groups_per_step=3, prompts=12, rollout_s=lambda group, member: 1.0 + (group * 7 + member) % 5)
+
+    house = live(plan)
+
+    assert house.names("finish", "commit", "clear") == ["finish", "commit", "clear"] * 4
+    dispatched: list[set[int]] = [set()]
+    for event in house.events("microbatch", "clear"):
+        if event.what == "clear":
+            assert len(event.groups) == len(set(event.groups)) and set(event.groups) == dispatched[-1]
+            dispatched.append(set())
+        else:
+            dispatched[-1].update(event.groups)
+    assert dispatched[-1] == set()
+    assert house.stash.statistics().cleared == 12
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:
+    """All members of group 1 fail, at different times. One slot comes back, at the first failure, and is used again."""
+    plan = Plan(
+        groups_per_step=2,
+        group_size=4,
+        max_staleness=0,
+        max_failed_groups=1,
+        prompts=5,
+        rollout_s=lambda group, member: 1.0 + member if group == 1 else 10.0,
+        fails=lambda group, member: ValueError(f"member {member}") if group == 1 else None,
+    )
+
+    house = live(plan)
+
+    assert house.error is None
+    [failed] = house.events("failed")
+    assert failed.groups == (1,) and failed.at == pytest.approx(1.0)
+    assert [event.at for event in house.events("admit") if event.groups == (2,)] == [failed.at]
+    assert house.books.failed == 1 and house.books.trained == 4
+    assert house.book.reasons == {"failed: ValueError: member 0": 1}
+
+
+def test_one_failed_group_too_many_ends_the_run_with_its_cause() -> None:
+    plan = Plan(prompts=8, max_failed_groups=1, fails=lambda group, member: KeyError("tool") if group in (2, 3) else None)
+
+    house = live(plan)
+
+    assert "tool" in str(house.error) and isinstance(house.error.__cause__, KeyError)
+    assert "rollout.max_failed_groups allows 1" in str(house.error)
+    assert house.books.failed == 2
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_off", "async"])
+def test_failed_groups_are_replaced_until_max_steps_is_reached(preset: str) -> None:
+    """A replacement must not wait for a whole batch of slots: the open step may wait for nothing but it."""
+    plan = Plan(
+        preset=preset,
+        groups_per_step=3,
+        max_steps=4,
+        max_failed_groups=100,
+        rollout_s=lambda group, member: 1.0 + group % 3,
+        fails=lambda group, member: ValueError("no") if group % 3 == 1 and member == 1 else None,
+    )
+
+    house = live(plan)
+
+    assert house.error is None
+    assert [len(step) for step in house.trained()] == [3, 3, 3, 3]
+    assert house.books.failed > 0
+
+
+def test_an_episode_that_cancels_itself_fails_its_group_and_hangs_nobody() -> None:
+    """User code may await a task that somebody cancelled: to us that is a failure of its group, not a farewell."""
+    import asyncio
+
+    plan = Plan(
+        groups_per_step=2,
+        max_staleness=0,
+        prompts=6,
+        max_failed_groups=1,
+        fails=lambda group, member: asyncio.CancelledError() if (group, member) == (3, 1) else None,
+    )
+
+    house = live(plan)
+
+    assert house.error is None
+    assert house.books.failed == 1 and house.books.trained == 5
+
+
+def test_an_environment_that_returns_another_member_fails_its_group() -> None:
+    class Confused:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+
+        async def run(self, prompt, member, group_size, generate):  # type: ignore[no-untyped-def]
+            trajectory = await self.inner.run(prompt, member, group_size, generate)  # type: ignore[attr-defined]
+            return replace(trajectory, member=0) if prompt.group_id == 1 else trajectory
+
+    async def body(house: House, supervisor: object) -> None:
+        house.rooms.environment = Confused(house.rooms.environment)  # type: ignore[assignment]
+        await house.graph.run(supervisor)  # type: ignore[arg-type]
+
+    house = live(Plan(groups_per_step=2, max_staleness=0, max_steps=3, max_failed_groups=1), body=body)
+
+    assert house.error is None
+    assert house.books.failed == 1 and len(house.reports) == 3
+    [reason] = house.book.reasons
+    assert "member 0" in reason and "member 1" in reason
+
+
+def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> None:
+    """A scorer that hears the end of the rollouts with half a group in the stash: counted, its slot released, no hang."""
+    from pumps_house import make_prompt, make_trajectory
+
+    from asyncrl.pumps.pipeline import Scoring
+    from asyncrl.pumps.score import ScorePump
+    from asyncrl.transport.queue import open_queue
+
+    async def body(house: House, supervisor: object) -> None:
+        rooms = house.rooms
+        scoring_in, scoring_out = open_queue("scoring", 4)
+        groups_in, groups_out = open_queue("groups", 4)
+        for group, members in ((0, 2), (1, 1)):
+            ticket = await rooms.ledger.admit(group)
+            assert ticket is not None
+            rooms.book.open(ticket)
+            for member in range(members):
+                trajectory = make_trajectory(group, member, 2, [0])
+                await scoring_in.put(Scoring(ticket, make_prompt(group), trajectory))
+        scoring_in.close()
+        await ScorePump(rooms, scoring_out, groups_in).run()
+        assert [group.group_id async for group in groups_out] == [0]
+        assert house.books.live == 1 and house.books.dropped == 1
+        assert await rooms.book.end(0, "dropped", "nobody trains here")
+
+    house = live(Plan(), body=body)
+
+    assert house.error is None
+    assert house.book.reasons["dropped: incomplete at the end of the rollouts"] == 1
+
+
+def test_a_failed_finish_keeps_version_and_rows_until_the_run_is_over() -> None:
+    seen: dict[str, object] = {}
+
+    class Watching(Exception):
+        pass
+
+    plan = Plan(groups_per_step=2, prompts=4, max_staleness=0, trainer_fails={("finish", 2): Watching("lost a rank")})
+
+    async def body(house: House, supervisor: object) -> None:
+        try:
+            await house.graph.run(supervisor)  # type: ignore[arg-type]
+        finally:  # the train pump is gone, nobody has cleaned up yet
+            seen["stash"] = house.stash.statistics().whole_groups
+            seen["books"] = house.books
+            seen["version"] = house.trainer.version
+
+    house = live(plan, body=body)
+
+    assert isinstance(house.error, Watching)
+    assert house.names("finish", "abort", "clear")[-2:] == ["finish", "abort"]
+    assert seen["version"] == 1 and house.trainer.version == 1
+    assert len(house.events("clear")) == 1
+
+
+@pytest.mark.parametrize("where", ["advantage", "logprobs", "begin"])
+def test_a_failure_before_begin_leaves_no_open_step(where: str) -> None:
+    def broken(rewards: object) -> object:
+        raise ZeroDivisionError("no estimator")
+
+    plan = {
+        "advantage": Plan(prompts=4, advantage=broken),
+        "logprobs": Plan(prompts=4, updates_per_batch=2, trainer_fails={("logprobs", 1): ZeroDivisionError("no pass")}),
+        "begin": Plan(prompts=4, trainer_fails={("begin", 1): ZeroDivisionError("no step")}),
+    }[where]
+
+    house = live(plan)
+
+    assert isinstance(house.error, ZeroDivisionError)
+    assert house.events("microbatch", "finish", "commit", "clear") == []
+    assert house.events("rollback") and house.trainer.version == 0
+    assert bool(house.events("abort")) == (where == "begin")  # where begin was not called there is nothing to abort
+
+
+def test_a_failed_weight_update_ends_the_run_and_its_step_stays_unreleased() -> None:
+    house = live(Plan(prompts=20, publish_fails={2: ConnectionError("an engine is gone")}))
+
+    assert isinstance(house.error, ConnectionError)
+    assert any("training" in note for note in house.error.__notes__)
+    assert [event.version for event in house.events("release")] == [0]
+    assert house.books.held >= 2  # of the step that no engine acknowledged
+
+
+@pytest.mark.parametrize("kind", [RewardError, RewardTimeout, RewardCrash])
+def test_a_failed_reward_ends_the_run_with_that_error(kind: type[RewardError]) -> None:
+    plan = Plan(
+        prompts=20,
+        group_size=4,
+        workers=1,
+        reward_s=lambda group, member: 0.5,
+        max_failed_groups=100,  # these are for environments: a reward has a policy of its own
+        reward_fails=lambda group, member: kind("accuracy: division by zero") if group == 5 else None,
+    )
+
+    house = live(plan)
+
+    assert type(house.error) is kind and "accuracy" in str(house.error)
+    assert house.books.failed == 0, "the groups that waited for a scorer are not to blame"
+
+
+def test_members_without_a_reward_are_trained_with_advantage_zero() -> None:
+    """Policy `none`: the component does not apply, here to a whole group and to a single member."""
+    plan = Plan(
+        groups_per_step=2,
+        group_size=3,
+        prompts=2,
+        reward=lambda group, member: None if group == 0 or member == 1 else float(member),
+    )
+
+    house = live(plan)
+
+    assert house.error is None
+    advantages = house.reports[0].advantages
+    assert advantages[0].tolist() == [0, 0, 0]
+    assert advantages[1][1] == 0 and advantages[1][0] == -advantages[1][2] != 0
+
+
+def test_a_mismatch_beyond_the_gate_ends_the_run_after_its_step_was_booked() -> None:
+    plan = Plan(prompts=8)
+
+    async def body(house: House, supervisor: object) -> None:
+        house.rooms.config = house.config.model_copy(
+            update={"algorithm": house.config.algorithm.model_copy(update={"mismatch_gate": 0.1})}
+        )
+        finish = house.trainer.inner.finish_train_step
+
+        async def mismatched():  # type: ignore[no-untyped-def]
+            result = await finish()
+            return replace(result, metrics={**result.metrics, "mismatch/current_mean": 0.5 * (result.version == 2)})
+
+        house.trainer.inner.finish_train_step = mismatched  # type: ignore[method-assign]
+        await house.graph.run(supervisor)  # type: ignore[arg-type]
+
+    house = live(plan, body=body)
+
+    assert isinstance(house.error, DivergenceError)
+    assert len(house.reports) == 2 and house.books.turn == 2
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_last_smaller_step_is_trained_with_its_true_size() -> None:
+    house = live(Plan(groups_per_step=4, group_size=2, prompts=6))
+
+    assert [len(step) for step in house.trained()] == [4, 2]
+    last = house.reports[-1]
+    assert last.result.sequences == 4 and last.result.tokens == 4 * TOKENS
+    assert last.metrics["train/groups"] == 2
+
+
+@pytest.mark.parametrize("preset", ["sync", "async"])
+def test_without_partial_final_step_the_rest_is_dropped(preset: str) -> None:
+    house = live(Plan(preset=preset, groups_per_step=4, prompts=6, partial_final_step=False))
+
+    assert house.error is None
+    assert [len(step) for step in house.trained()] == [4]
+    assert house.books.dropped == 2 and house.trainer.version == 1
+    assert house.book.reasons == {"dropped: the run ended first": 2}
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_off", "async"])
+def test_max_steps_generates_just_what_it_needs(preset: str) -> None:
+    house = live(Plan(preset=preset, groups_per_step=3, max_steps=5))
+
+    assert len(house.reports) == 5
+    assert house.prompts.delivered == 15 and house.books.trained == 15 and house.books.dropped == 0
+
+
+def test_the_time_limit_ends_the_run_after_the_step_in_progress() -> None:
+    """Steps take 10 s each; the limit falls into the third. Whatever is not in it is dropped and counted."""
+    plan = Plan(groups_per_step=2, max_staleness=0, time_limit_s=25.0, rollout_s=lambda group, member: 10.0)
+
+    house = live(plan)
+
+    assert house.error is None and len(house.reports) == 3
+    assert house.events("commit")[-1].at == pytest.approx(30.0, abs=0.1)
+    assert house.ended_at == pytest.approx(30.0, abs=0.1)
+
+
+# -- presets -------------------------------------------------------------------------------------------------------
+
+
+def test_sync_trains_whole_steps_in_prompt_order_whoever_is_faster() -> None:
+    plan = Plan(
+        preset="sync", groups_per_step=3, prompts=9, rollout_s=lambda group, member: 9.0 - group, tokens_per_microbatch=9
+    )
+
+    house = live(plan)
+
+    assert house.trained() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    order = [group for event in house.events("microbatch") for group in event.groups]
+    assert [group for index, group in enumerate(order) if group not in order[:index]] == list(range(9))
+    for step in range(3):
+        ends = [event.at for event in house.events("rollout ends") if event.groups[0] // 3 == step]
+        starts = [event.at for event in house.events("microbatch") if event.groups[0] // 3 == step]
+        assert max(ends) <= min(starts), "sync waits for the whole step"
+
+
+def test_sync_is_the_same_run_whatever_the_timing() -> None:
+    def microbatches(plan: Plan) -> list[tuple[int, list[int], list[int]]]:
+        house = live(plan)
+        return [(v, b.group_ids.tolist(), b.versions.tolist()) for v, b in house.tokens_trained]
+
+    plan = Plan(preset="sync", groups_per_step=3, prompts=9, tokens_per_microbatch=30)
+    other = replace(plan, rollout_s=lambda g, m: 1.0 + (5 * g + 3 * m) % 7, publish_s=lambda version, sink: 2.0, workers=1)
+    assert microbatches(plan) == microbatches(other)
+
+
+def test_two_updates_per_batch_are_two_versions_and_one_release() -> None:
+    house = live(Plan(preset="one_off", groups_per_step=2, prompts=6, updates_per_batch=2, tokens_per_microbatch=12))
+
+    assert house.error is None
+    assert [event.version for event in house.events("finished")] == [1, 2, 3, 4, 5, 6]
+    assert [report.version for report in house.reports] == [2, 4, 6]
+    assert len(house.events("commit")) == len(house.events("release")) == len(house.events("clear")) == 3
+    assert [event.version for event in house.events("weights taken")] == [2, 4, 6]
+    steps: list[list[str]] = [[]]
+    for name in house.names("logprobs", "begin", "microbatch", "finish", "commit"):
+        steps[-1].append(name)
+        if name == "commit":
+            steps.append([])
+    for step in steps[:-1]:  # old log-probs once, before the first update; then the same batches twice
+        count = step.count("logprobs")
+        assert step[:count] == ["logprobs"] * count
+        assert step[count:] == 2 * ["begin", *["microbatch"] * count, "finish"] + ["commit"]
+    assert all(house.trainer.old_logprobs_given)
+
+
+def test_old_logprobs_are_the_trainers_own_unless_the_sampler_is_asked_for() -> None:
+    own = live(Plan(prompts=4))
+    sampler = live(Plan(prompts=4, old_logprobs="sampler"))
+
+    assert not any(own.trainer.old_logprobs_given) and all(sampler.trainer.old_logprobs_given)
+    for _, batch in sampler.tokens_trained:
+        np.testing.assert_array_equal(batch.old_logprobs, batch.sampler_logprobs)
+
+
+def test_a_straggler_waits_for_its_deadline_and_delays_nobody_before_it() -> None:
+    """Age 2: group 0 takes 100 s. Steps 1 and 2 go on without it; step 3 waits for it. It is trained at age 2."""
+    house = live(Plan(groups_per_step=2, max_staleness=2, prompts=8, rollout_s=slow(0, seconds=100.0)))
+
+    assert [0 in step for step in house.trained()] == [False, False, True, False]
+    commits = [event.at for event in house.events("commit")]
+    assert commits[1] < 5.0 and commits[2] >= 100.0
+    assert house.reports[2].metrics["staleness/max"] == 2
+    assert house.books.dropped == 0
+
+
+def test_with_late_drop_a_straggler_is_dropped_and_counted_instead() -> None:
+    house = live(Plan(groups_per_step=2, max_staleness=2, late="drop", prompts=20, rollout_s=slow(0, seconds=100.0)))
+
+    assert house.error is None and house.books.dropped == 1 and house.books.trained == 19
+    assert house.rooms.counters["staleness/dropped"] == 1
+    assert house.events("commit")[2].at < 10.0
+    assert house.book.reasons == {"dropped: past its deadline": 1}
+
+
+def test_tokens_of_one_trajectory_may_span_versions_and_keep_their_own() -> None:
+    """The dry-run engine in the loop: continuous batching on the trainer's lane, weights change between two decode steps."""
+    house = live(Plan(engine=True, prompts=24, group_size=2, groups_per_step=2))
+
+    assert house.error is None and house.books.trained == 24
+    spans = [len(set(t.versions[t.mask].tolist())) for r in house.reports for g in r.groups for t in g.trajectories]
+    assert max(spans) > 1
+    assert any(report.metrics["staleness/spanning_token_share"] > 0 for report in house.reports)
+
+
+# -- publishing and evaluation -------------------------------------------------------------------------------------
+
+
+def test_slots_of_a_step_come_back_together_when_the_slowest_engine_has_the_weights() -> None:
+    plan = Plan(
+        groups_per_step=3, max_staleness=0, prompts=6, sinks=3, publish_s=lambda version, sink: [0.0, 2.0, 7.0][sink]
+    )
+
+    house = live(plan)
+
+    commit, release = house.events("commit")[0].at, house.events("release")[0].at
+    assert release == pytest.approx(commit + 7.0)
+    admitted = [event.at for event in house.events("admit")]
+    assert admitted[3:] == [pytest.approx(release)] * 3
+
+
+def test_a_slow_publish_hides_behind_training_but_the_next_finish_waits_for_it() -> None:
+    plan = Plan(groups_per_step=2, max_staleness=2, prompts=12, publish_s=lambda version, sink: 5.0)
+
+    house = live(plan)
+
+    finishes, releases = house.events("finish"), house.events("release")
+    assert all(finish.at >= release.at for finish, release in zip(finishes[1:], releases, strict=False))
+    overlapped = [e for e in house.events("microbatch") if finishes[0].at < e.at < releases[0].at]
+    assert overlapped, "microbatches of the next step are trained while the weights are on their way"
+
+
+def test_evaluation_sees_exactly_its_version_and_the_weights_stand_still() -> None:
+    """Evaluations are 20 times as long as a step. Every one reads the version it is booked under, to its last token."""
+    plan = Plan(groups_per_step=2, max_steps=5, held_out=3, evaluate_every=2, evaluation_s=20.0)
+
+    house = live(plan)
+
+    assert sorted(house.evaluations) == [0, 2, 4, 5]  # before the first, every second, after the last
+    finished = {event.version: event.at for event in house.events("finished")}
+    for event in house.events("evaluated"):
+        later = finished.get(event.version + 1)
+        assert later is None or later >= event.at, "an optimizer step during an evaluation"
+    starts = [event for event in house.events("rollout starts") if event.groups[0] < 0]
+    assert {event.version for event in starts} == {0, 2, 4, 5} and len(starts) == 4 * 3
+    assert house.books.admitted == 10, "evaluation takes no slots"
+
+
+def test_evaluation_metrics_know_avg_and_pass() -> None:
+    plan = Plan(max_steps=1, held_out=4, evaluate_every=1, reward=lambda group, member: 1.0 if group == -1 else 0.0)
+
+    house = live(plan)
+
+    name = "eval/single_turn"
+    assert house.evaluations[0][f"{name}/avg@1"] == house.evaluations[1][f"{name}/avg@1"] == 0.25
+    assert house.evaluations[0][f"{name}/pass@1"] == 0.25
+    assert house.evaluations[0][f"{name}/completions/mean_length"] == TOKENS

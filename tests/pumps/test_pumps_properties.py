@@ -1,0 +1,143 @@
+"""Invariants of the flow over random schedules in virtual time: heavy tails, failures, slow rewards and publishes.
+
+A schedule is a function of its seed. A failure prints the seed: `live(schedule(random.Random(seed)))` plays it again.
+`live` itself checks what must hold always: slots add up after every transition, the books agree at every quiescent point
+of the loop, every admitted group ends exactly once, no step stays open, and a run that can never end raises.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from pumps_house import House, Plan, live
+
+BATCHES = 12
+SCHEDULES_PER_BATCH = 100
+CANCELLATIONS_PER_BATCH = 20
+
+
+def heavy_tail(rng: random.Random, spread: float) -> float:
+    """Seconds: log-normal, and one in twenty is far out."""
+    return rng.lognormvariate(0.0, spread) * (rng.choice([10.0, 40.0]) if rng.random() < 0.05 else 1.0)
+
+
+def keyed(seed: int, name: str, group: int, member: int) -> random.Random:
+    return random.Random(f"{seed}/{name}/{group}/{member}")
+
+
+def cheap_advantage(rewards: object) -> npt.NDArray[np.float64]:
+    return np.zeros(len(rewards))  # type: ignore[arg-type]
+
+
+def schedule(seed: int, *, failures: bool = True, late: str | None = None) -> Plan:
+    rng = random.Random(seed)
+    preset = rng.choice(["sync", "one_off", "async", "async"])
+    groups_per_step = rng.randint(1, 4)
+    max_staleness = rng.randint(0, 3) if preset != "sync" else None
+    steps = rng.randint(2, 6)
+    max_steps = steps if rng.random() < 0.5 else None
+    prompts = None if max_steps and rng.random() < 0.5 else rng.randint(1, steps * groups_per_step)
+    spread, slow_reward, slow_publish = rng.uniform(0, 1.5), rng.random() < 0.3, rng.random() < 0.5
+    failing = rng.choice([0.0, 0.0, 0.1, 0.4]) if failures else 0.0
+
+    def fails(group: int, member: int) -> BaseException | None:
+        return ValueError("the environment broke") if keyed(seed, "fails", group, member).random() < failing else None
+
+    return Plan(
+        preset=preset,
+        groups_per_step=groups_per_step,
+        group_size=rng.randint(1, 3),
+        max_staleness=max_staleness,
+        streaming=rng.choice([None, True, False]) if preset != "sync" else None,
+        late=late or rng.choice(["wait", "wait", "drop"]),
+        prompts=prompts,
+        max_steps=max_steps,
+        time_limit_s=rng.uniform(1, 20) if rng.random() < 0.1 else None,
+        partial_final_step=rng.random() < 0.8,
+        max_failed_groups=10_000,
+        workers=rng.randint(1, 3),
+        tokens_per_microbatch=rng.choice([6, 12, 64]),
+        rollout_s=lambda group, member: heavy_tail(keyed(seed, "rollout", group, member), spread),
+        reward_s=lambda group, member: heavy_tail(keyed(seed, "reward", group, member), 0.5) if slow_reward else 0.0,
+        fails=fails,
+        publish_s=lambda version, sink: heavy_tail(keyed(seed, "publish", version, sink), 1.0) if slow_publish else 0.0,
+        sinks=rng.randint(1, 2),
+        train_token_s=rng.choice([0.0, 0.001, 0.05]),
+        advantage=cheap_advantage,
+    )
+
+
+@contextmanager
+def seed_on_failure(seed: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+
+
+def oldest_ages(house: House) -> list[int]:
+    """Of every microbatch, the age of its oldest token when it was trained, in versions."""
+    return [version - int(batch.versions.min()) for version, batch in house.tokens_trained]
+
+
+def check_ages(house: House) -> int:
+    """No trained token is older than the bound, none comes from the future, and the metric says the same. The oldest age."""
+    bound = house.config.rollout.max_staleness
+    assert bound is not None
+    for version, batch in house.tokens_trained:
+        assert 0 <= version - batch.versions.max(), "trained on a token of a version that does not exist yet"
+        assert version - batch.versions.min() <= bound, "trained on a token that is too old"
+    for report in house.reports:
+        oldest = min(int(t.oldest_version) for group in report.groups for t in group.trajectories)
+        assert report.metrics["staleness/max"] == report.version - 1 - oldest
+    return max(oldest_ages(house), default=0)
+
+
+def check_steps(house: House) -> None:
+    """Versions go up by one, groups are trained once, and only the last step of a run may be smaller."""
+    plan = house.plan
+    assert [report.version for report in house.reports] == list(range(1, len(house.reports) + 1))
+    trained = [group for step in house.trained() for group in step]
+    assert len(trained) == len(set(trained)) == house.books.trained
+    for step in house.trained()[:-1]:
+        assert len(step) == plan.groups_per_step
+    if house.reports and not plan.partial_final_step:
+        assert len(house.trained()[-1]) == plan.groups_per_step
+    cleared = [event.groups for event in house.events("clear")]
+    assert [sorted(groups) for groups in cleared] == [sorted(step) for step in house.trained()]
+    if plan.max_steps is not None:
+        assert len(house.reports) <= plan.max_steps
+        if plan.prompts is None and plan.time_limit_s is None:
+            assert len(house.reports) == plan.max_steps
+
+
+def check_nobody_dropped(house: House) -> None:
+    """With `late: wait` a group is dropped only because the run ended before it: never for being slow."""
+    allowed = {"dropped: the run ended first", "dropped: closed"}
+    reasons = {reason for reason in house.book.reasons if reason.startswith("dropped")}
+    assert house.plan.late == "drop" or reasons <= allowed, reasons
+    plan = house.plan
+    if plan.late == "wait" and plan.max_steps is None and plan.time_limit_s is None and plan.partial_final_step:
+        assert house.books.trained + house.books.failed == plan.prompts, "a prompt was neither trained nor failed"
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_invariants_hold_in_every_schedule(batch: int) -> None:
+    reached = 0
+    for seed in range(batch * SCHEDULES_PER_BATCH, (batch + 1) * SCHEDULES_PER_BATCH):
+        with seed_on_failure(seed):
+            house = live(schedule(seed))
+            assert house.error is None, house.error
+            oldest = check_ages(house)
+            check_steps(house)
+            check_nobody_dropped(house)
+            bound = house.config.rollout.max_staleness or 0
+            reached += bound > 0 and oldest == bound
+    assert reached > 0, "the age bound was never reached: these schedules do not test it"
