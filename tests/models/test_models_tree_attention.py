@@ -1,0 +1,124 @@
+"""Packed prefix trees: equal to one dense masked attention, in value and gradient, through every path of the code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from asyncrl.models.tree_attention import TreePlan
+
+TREES = {
+    "ragged with an empty suffix": [(6, [5, 0, 7, 3, 9, 1]), (11, [4, 4, 2])],
+    "prompts alone": [(3, []), (8, []), (1, [])],
+    "one long tree": [(20, [64, 50, 33])],
+    "empty prefix": [(0, [0, 0]), (4, [3, 2])],
+}
+
+
+def build(trees: list[tuple[int, list[int]]]) -> tuple[TreePlan, torch.Tensor]:
+    """The plan, and the dense mask [T, T] that it stands for."""
+    starts, lengths, suffixes, cursor = [], [], [], 0
+    for index, (prefix, members) in enumerate(trees):
+        starts.append(cursor)
+        lengths.append(prefix)
+        cursor += prefix
+        for length in members:
+            suffixes.append((cursor, length, index))
+            cursor += length
+    mask = torch.zeros(cursor, cursor, dtype=torch.bool)
+    for start, length in zip(starts, lengths, strict=True):
+        mask[start : start + length, start : start + length] = True
+    for start, length, tree in suffixes:
+        mask[start : start + length, starts[tree] : starts[tree] + lengths[tree]] = True
+        mask[start : start + length, start : start + length] = True
+    mask &= torch.ones(cursor, cursor).tril().bool()
+    table = np.array(suffixes, np.int64).reshape(-1, 3)
+    return TreePlan(starts, lengths, table[:, 0], table[:, 1], table[:, 2]), mask
+
+
+def inputs(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    query, kv, size = heads
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(tokens, count, size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for count in (query, kv, kv)
+    ]
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = torch.einsum("thd,shd->hts", query, key) * scale
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~mask, float("-inf")).softmax(-1), value)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 8), (9, 3, 64), (2, 2, 16)], ids=str)
+@pytest.mark.parametrize("path", ["attend", "attend_masked"])
+@pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
+def test_equals_dense_masked_attention(trees: list, path: str, heads: tuple[int, int, int]) -> None:
+    plan, mask = build(trees)
+    qkv = inputs(mask.shape[0], heads, torch.float64)
+    out = plan.attend(0, *qkv, 0.3) if path == "attend" else plan.attend_masked(*qkv, 0.3)
+    expected = dense(*qkv, mask, 0.3)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for ours, theirs in zip(torch.autograd.grad(out, qkv, weights), torch.autograd.grad(expected, qkv, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_small_segments_share_a_call_and_large_ones_do_not() -> None:
+    plan, mask = build(TREES["ragged with an empty suffix"])
+    small = inputs(mask.shape[0], (4, 2, 8), torch.float64)[0]
+    assert len(plan.self_blocks(small)) < len(plan.segments)
+    plan, mask = build([(100, [128, 120, 90])])
+    assert plan.self_blocks(inputs(mask.shape[0], (9, 3, 64), torch.float64)[0]) == plan.segments
+
+
+def test_views_and_bins_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, mask = build(TREES["ragged with an empty suffix"])
+    qkv = inputs(mask.shape[0], (4, 2, 8), torch.float64)
+    binned = plan.attend(0, *qkv, 0.5)
+    monkeypatch.setattr("asyncrl.models.tree_attention._SMALL_SEGMENT_FLOP", 0.0)
+    viewed = plan.attend(0, *qkv, 0.5)
+    torch.testing.assert_close(binned, viewed, rtol=0, atol=1e-13)
+    weights = torch.ones_like(viewed)
+    for ours, theirs in zip(torch.autograd.grad(binned, qkv, weights), torch.autograd.grad(viewed, qkv, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
+    plan, mask = build(TREES["one long tree"])
+    qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
+    out = plan.attend(0, *qkv, 0.25)
+    expected = plan.attend(0, *(x.float() for x in qkv), 0.25).to(torch.bfloat16)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+    assert all(g.dtype == torch.bfloat16 for g in torch.autograd.grad(out.sum(), qkv))
+
+
+def test_suffixes_of_a_tree_must_be_adjacent() -> None:
+    with pytest.raises(ValueError, match="not adjacent"):
+        TreePlan([0], [2], [2, 6], [3, 1], [0, 0])
+
+
+def test_wrong_number_of_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="describes 3 tokens"):
+        TreePlan([0], [3]).attend(0, *inputs(4, (2, 1, 8), torch.float64), 1.0)
+
+
+def test_no_token_of_another_tree_or_suffix_leaks() -> None:
+    plan, mask = build(TREES["ragged with an empty suffix"])
+    query, key, value = inputs(mask.shape[0], (4, 2, 8), torch.float64)
+    out = plan.attend(0, query, key, value, 0.3)
+    row = 14  # inside a suffix of the first tree
+    (grad,) = torch.autograd.grad(out[row].sum(), value)
+    seen = grad.abs().sum((1, 2)) > 0
+    assert torch.equal(seen, mask[row])
+
+
+def test_sdpa_agrees_for_a_single_prompt() -> None:
+    query, key, value = inputs(9, (4, 4, 8), torch.float64)
+    out = TreePlan([0], [9]).attend(0, query, key, value, 8**-0.5)
+    expected = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (query, key, value)), is_causal=True)
+    torch.testing.assert_close(out, expected[0].transpose(0, 1), rtol=0, atol=1e-12)
