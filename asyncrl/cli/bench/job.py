@@ -77,6 +77,7 @@ def write_prompts(path: Path, count: int = 512, seed: int = 0) -> Path:
     draw = random.Random(seed)
     with path.open("w") as file:
         for _ in range(count):
-            text = f"Say something about {draw.choice(_TOPICS)} to {draw.choice(_READERS)}. {draw.choice(_WISHES)}"
+            topic, reader, wish = draw.choice(_TOPICS), draw.choice(_READERS), draw.choice(_WISHES)
+            text = f"Please write one or two short sentences about {topic} for {reader}. {wish}"
             file.write(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
     return path

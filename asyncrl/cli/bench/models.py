@@ -76,12 +76,15 @@ def _smollm2(scratch: Path) -> tuple[Any, Any]:
     folder = _gguf_folder(scratch)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # it was dequantised; the key would have it quantised again
-    model.config.rms_norm_eps = 1e-5  # GGUF keeps it as float32, 9.999999747378752e-06
-    model.config.tie_word_embeddings = True
-    model.tie_weights()
-    return model, tokenizer
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are dequantised; with the key they would be refused or quantised
+    config.rms_norm_eps = 1e-5  # GGUF keeps it as float32, 9.999999747378752e-06
+    config.tie_word_embeddings = True
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # the loaded one refuses to be saved: "gguf"
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain, tokenizer
 
 
 def _gguf_folder(scratch: Path) -> Path:
