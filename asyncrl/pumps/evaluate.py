@@ -46,6 +46,7 @@ class EvaluatePump:
 
     async def _one(self, prompt: Prompt, row: int, sample: int, scored: dict[tuple[int, int], Trajectory]) -> None:
         rooms = self._rooms
+        await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
         trajectory = await rooms.environment.run(prompt, sample, rooms.config.evaluate.samples, self._generate)
         if trajectory.reward is None:
             [trajectory] = await rooms.reward.score(prompt, [trajectory])

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import anyio
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +21,10 @@ from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
 from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,15 @@ class StepReport:
     metrics: Mapping[str, float]
     groups: tuple[Group, ...]
     advantages: Mapping[int, npt.NDArray[np.float64]]  # by group id, [G]
+
+
+async def hand_on(edge: QueueSender[T], item: T) -> None:
+    """`edge.put(item)`. Where the next pump is gone because all are being cancelled, that is the reason, not the closed end."""
+    try:
+        await edge.put(item)
+    except anyio.BrokenResourceError:
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        raise
 
 
 class GroupBook:

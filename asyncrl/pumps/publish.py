@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
+from asyncrl.ports import WeightSink
 from asyncrl.transport.queue import QueueReceiver
 
 from .pipeline import Publication, Rooms
@@ -47,10 +48,14 @@ class PublishPump:
                 started = anyio.current_time()
                 async with anyio.create_task_group() as sinks:
                     for sink in rooms.sinks:
-                        sinks.start_soon(sink.update_weights, version)
+                        sinks.start_soon(self._hand_over, sink, version)
                 rooms.recorder.observe("time/weight_sync", anyio.current_time() - started)
         await self._at_version(version)
         await rooms.ledger.release(publication.turn)
         self._done_turn = publication.turn + 1
         self._advanced.set()
         self._advanced = anyio.Event()
+
+    async def _hand_over(self, sink: WeightSink, version: int) -> None:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
+        await sink.update_weights(version)

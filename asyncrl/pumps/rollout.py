@@ -16,7 +16,7 @@ from asyncrl.errors import AsyncrlError, EngineClosed, GenerationError
 from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Prompt, Ticket, Trajectory
 
-from .pipeline import Rooms, Scoring
+from .pipeline import Rooms, Scoring, hand_on
 
 
 class _EpisodeError(Exception):
@@ -81,7 +81,9 @@ class RolloutPump:
 
     async def _member(self, ticket: Ticket, prompt: Prompt, member: int) -> None:
         trajectory = await self._episode(prompt, member)
-        await self._scoring.put(Scoring(ticket, prompt, trajectory))  # an error here is the score pump's end, not ours
+        await hand_on(
+            self._scoring, Scoring(ticket, prompt, trajectory)
+        )  # an error here is the score pump's end, not ours
 
     async def _episode(self, prompt: Prompt, member: int) -> Trajectory:
         """Errors: EngineClosed, as the run is ending then; _EpisodeError, with the environment's own as its cause."""
@@ -97,6 +99,9 @@ class RolloutPump:
                 )
             return trajectory
         except EngineClosed:
+            await (
+                anyio.lowlevel.checkpoint_if_cancelled()
+            )  # cancelled together with the engine: that is the reason then
             raise
         except asyncio.CancelledError as error:
             if anyio.current_effective_deadline() == -math.inf:

@@ -11,7 +11,7 @@ import anyio
 from asyncrl.transport.queue import QueueReceiver, QueueSender
 from asyncrl.types import Group, Trajectory
 
-from .pipeline import Rooms, Scoring
+from .pipeline import Rooms, Scoring, hand_on
 
 
 class ScorePump:
@@ -50,4 +50,4 @@ class ScorePump:
         statistics = self._rooms.stash.statistics()
         self._rooms.recorder.gauge("queue/stash/depth", statistics.waiting_groups)
         if group is not None:
-            await self._groups.put(group)
+            await hand_on(self._groups, group)

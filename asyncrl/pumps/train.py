@@ -4,8 +4,9 @@ One step: claim groups from the ledger, advantages for each, pack what is ready 
 `train_microbatch` while later groups are still being generated; when the step is full, or nothing more can come, finish
 once, commit, clear the step's rows once, hand the new version to the publish pump.
 
-A step that does not reach its commit is aborted, after the work that is already on the lane: its groups are live again
-and their rows are still in the stash.
+A step whose optimizer step was not applied is aborted, after the work that is already on the lane: its groups are live
+again and their rows are still in the stash. Once it was applied (once, where a batch is used for several updates), its
+groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asyncrl.transport.queue import QueueReceiver, QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
 from .metrics import step_metrics
-from .pipeline import Publication, Rooms, StepReport
+from .pipeline import Publication, Rooms, StepReport, hand_on
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class _Step:
     advantages: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
     batches: list[Microbatch] = field(default_factory=list)  # kept only where a batch is used again
     begun: bool = False
+    applied: bool = False  # the weights have moved by it: from then on it can only be committed
     committed: bool = False
     version: int = 0  # at which the first microbatch is trained
     started: float = 0.0
@@ -118,9 +120,9 @@ class TrainPump:
             await self._finish(step)
             return True
         finally:
-            if not step.committed and step.groups:
+            if not step.committed and (step.groups or step.begun):
                 with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
-                    await self._abort(step)
+                    await (self._commit(step) if step.applied else self._abort(step))
 
     async def _fill(self, step: _Step) -> bool:
         """Claim and train until the step is full, or nothing more can come. False: there is no step to finish."""
@@ -210,16 +212,35 @@ class TrainPump:
             if not step.begun:  # another rank did all the work of this step: the reduction needs everybody
                 step.begun = True
                 await rooms.trainer.begin_train_step(rooms.loss)
-            with rooms.recorder.span("train/finish", track="train pump", update=update):
-                result = await rooms.trainer.finish_train_step()
-            step.begun = False
+            result = await self._apply(step, update)
         with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
-            await rooms.ledger.commit()
-            step.committed = True
-            rooms.stash.clear(group.group_id for group in step.groups)
+            await self._commit(step)
             self._report(step, result)
         self._check_divergence(result)
-        await self._publications.put(Publication(turn=turn, version=result.version))
+        await hand_on(self._publications, Publication(turn=turn, version=result.version))
+
+    async def _apply(self, step: _Step, update: int) -> StepResult:
+        """The optimizer step. Not cancelled half-way: it may have moved the weights, and then its result is wanted."""
+        trainer = self._rooms.trainer
+        before = trainer.version
+        try:
+            with (
+                self._rooms.recorder.span("train/finish", track="train pump", update=update),
+                anyio.CancelScope(shield=True),
+            ):
+                result = await trainer.finish_train_step()
+            step.begun = False
+            return result
+        finally:
+            step.applied |= trainer.version > before  # also where it failed only afterwards
+
+    async def _commit(self, step: _Step) -> None:
+        if step.begun:  # a later update of the same batch was cut off
+            await self._rooms.trainer.abort_train_step()
+            step.begun = False
+        await self._rooms.ledger.commit()
+        step.committed = True
+        self._rooms.stash.clear(group.group_id for group in step.groups)
 
     def _report(self, step: _Step, result: StepResult) -> None:
         rooms = self._rooms
