@@ -181,7 +181,9 @@ def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:
 
 
 def test_one_failed_group_too_many_ends_the_run_with_its_cause() -> None:
-    plan = Plan(prompts=8, max_failed_groups=1, fails=lambda group, member: KeyError("tool") if group in (2, 3) else None)
+    plan = Plan(
+        prompts=8, max_failed_groups=1, fails=lambda group, member: KeyError("tool") if group in (2, 3) else None
+    )
 
     house = live(plan)
 
@@ -433,7 +435,11 @@ def test_the_time_limit_ends_the_run_after_the_step_in_progress() -> None:
 
 def test_sync_trains_whole_steps_in_prompt_order_whoever_is_faster() -> None:
     plan = Plan(
-        preset="sync", groups_per_step=3, prompts=9, rollout_s=lambda group, member: 9.0 - group, tokens_per_microbatch=9
+        preset="sync",
+        groups_per_step=3,
+        prompts=9,
+        rollout_s=lambda group, member: 9.0 - group,
+        tokens_per_microbatch=9,
     )
 
     house = live(plan)
@@ -453,7 +459,9 @@ def test_sync_is_the_same_run_whatever_the_timing() -> None:
         return [(v, b.group_ids.tolist(), b.versions.tolist()) for v, b in house.tokens_trained]
 
     plan = Plan(preset="sync", groups_per_step=3, prompts=9, tokens_per_microbatch=30)
-    other = replace(plan, rollout_s=lambda g, m: 1.0 + (5 * g + 3 * m) % 7, publish_s=lambda version, sink: 2.0, workers=1)
+    other = replace(
+        plan, rollout_s=lambda g, m: 1.0 + (5 * g + 3 * m) % 7, publish_s=lambda version, sink: 2.0, workers=1
+    )
     assert microbatches(plan) == microbatches(other)
 
 
