@@ -56,7 +56,7 @@ def pack_groups(
     if tokens_per_microbatch < 1:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; it must be at least 1")
     microbatches: list[list[_Tree]] = []
-    used = tokens_per_microbatch  # of the open microbatch; full at the start, so that the first row opens one
+    used = 0  # packed tokens of the open microbatch
     for group, advantages in groups:
         tree: _Tree | None = None
         for row in _rows(group, advantages):
@@ -64,7 +64,7 @@ def pack_groups(
             if tree is not None and prefix.size and tree.prefix.size and not np.array_equal(prefix, tree.prefix):
                 tree = None  # an environment gave this member another prompt: nothing can be shared
             cost = row.forward + (prefix.size if tree is None or tree.prefix.size == 0 else 0)
-            if used + cost > tokens_per_microbatch and (cost or not microbatches):
+            if not microbatches or (cost and used + cost > tokens_per_microbatch):
                 microbatches.append([])
                 used, tree = 0, None
                 cost = row.forward + prefix.size

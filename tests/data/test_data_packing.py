@@ -1,0 +1,167 @@
+"""Packing: every trajectory once, every scored token once, with the right source, target, position and columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.data.packing import pack_groups
+from asyncrl.errors import DataError
+from asyncrl.types import FinishReason, Group, Microbatch, Prompt, Ticket, Trajectory
+
+
+def make_trajectory(
+    group_id: int, member: int, size: int, prompt: list[int], completion: list[int], mask: list[bool]
+) -> Trajectory:
+    tokens = np.array([*prompt, *completion], np.int32)
+    full = np.array([False] * len(prompt) + mask, np.bool_)
+    # Columns that name the token they belong to: a mix-up cannot go unseen.
+    name = 1000.0 * group_id + 100.0 * member + np.arange(tokens.size)
+    return Trajectory(
+        group_id=group_id,
+        member=member,
+        group_size=size,
+        prompt_length=len(prompt),
+        tokens=tokens,
+        mask=full,
+        logprobs=np.where(full, -name, 0).astype(np.float32),
+        sampled_logprobs=np.zeros(tokens.size, np.float32),
+        versions=np.where(full, np.arange(tokens.size) % 3, -1).astype(np.int32),
+        temperature=1.0 + member / 8,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def make_group(group_id: int, prompt: list[int], members: list[tuple[list[int], list[bool]]]) -> tuple[Group, list[float]]:
+    trajectories = tuple(
+        make_trajectory(group_id, i, len(members), prompt, tokens, mask) for i, (tokens, mask) in enumerate(members)
+    )
+    advantages = [group_id + i / 16 for i in range(len(members))]
+    return Group(Ticket(group_id, 0, 2), Prompt(group_id, np.array(prompt, np.int32), ""), trajectories), advantages
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[tuple[Group, list[float]]]:
+    token = st.integers(0, 99)
+    groups = []
+    for group_id in range(draw(st.integers(1, 4))):
+        prompt = draw(st.lists(token, min_size=1, max_size=8))
+        members = []
+        for _ in range(draw(st.integers(1, 5))):
+            completion = draw(st.lists(token, max_size=12))
+            mask = draw(st.lists(st.booleans(), min_size=len(completion), max_size=len(completion)))
+            members.append((completion, mask))
+        groups.append(make_group(group_id, prompt, members))
+    return groups
+
+
+def path_to(batch: Microbatch, index: int) -> tuple[list[int], list[int]]:
+    """Tokens and positions that the packed token `index` sees, itself included, by the rules of `Microbatch`."""
+    for start, length in zip(batch.prefix_start, batch.prefix_length, strict=True):
+        if start <= index < start + length:
+            seen = list(range(start, index + 1))
+            return batch.tokens[seen].tolist(), batch.positions[seen].tolist()
+    for start, length, tree in zip(batch.suffix_start, batch.suffix_length, batch.suffix_tree, strict=True):
+        if start <= index < start + length:
+            first = batch.prefix_start[tree]
+            seen = [*range(first, first + batch.prefix_length[tree]), *range(start, index + 1)]
+            return batch.tokens[seen].tolist(), batch.positions[seen].tolist()
+    raise AssertionError(f"packed token {index} belongs to nothing")
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(1, 60))
+def test_every_scored_token_once_with_its_context_and_columns(groups: list, budget: int) -> None:
+    expected = {
+        (t.group_id, t.member, int(i)): t for group, _ in groups for t in group.trajectories for i in np.flatnonzero(t.mask)
+    }
+    advantages = {(g.group_id, i): a for g, values in groups for i, a in enumerate(values)}
+    sequences = []
+    for batch in pack_groups(groups, budget):
+        sequences += list(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True))
+        assert (np.diff(batch.sequence) >= 0).all()
+        for s in range(batch.scored):
+            key = int(batch.group_ids[batch.sequence[s]]), int(batch.members[batch.sequence[s]])
+            index = int(-batch.sampler_logprobs[s]) - 1000 * key[0] - 100 * key[1]
+            t = expected.pop((*key, index))
+            context, positions = path_to(batch, int(batch.source[s]))
+            assert context == t.tokens[:index].tolist() and positions == list(range(index))
+            assert batch.target[s] == t.tokens[index]
+            assert batch.versions[s] == t.versions[index]
+            assert batch.temperature[s] == np.float32(t.temperature)
+            assert batch.advantages[s] == np.float32(advantages[key])
+    assert not expected
+    assert sorted(sequences) == sorted((t.group_id, t.member) for group, _ in groups for t in group.trajectories)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(1, 60))
+def test_geometry_covers_the_packed_tokens_and_keeps_the_budget(groups: list, budget: int) -> None:
+    for batch in pack_groups(groups, budget):
+        owner = np.zeros(batch.tokens.size, np.int64)
+        for start, length in [
+            *zip(batch.prefix_start, batch.prefix_length, strict=True),
+            *zip(batch.suffix_start, batch.suffix_length, strict=True),
+        ]:
+            owner[start : start + length] += 1
+        assert (owner == 1).all()
+        if batch.tokens.size > budget:  # only where one prompt with one completion is longer than the budget
+            assert (batch.prefix_length > 0).sum() == 1 and (batch.suffix_length > 0).sum() <= 1
+        assert batch.tokens.dtype == batch.source.dtype == np.int64
+
+
+def test_prompt_once_per_microbatch_and_again_where_the_group_is_split() -> None:
+    group = make_group(0, [1, 2, 3, 4], [([5] * 6, [True] * 6)] * 4)
+    (whole,) = pack_groups([group], 100)
+    assert whole.prefix_length.tolist() == [4] and whole.tokens.size == 4 + 4 * 5  # the last token is only predicted
+    first, second = pack_groups([group], 14)
+    assert first.prefix_length.tolist() == second.prefix_length.tolist() == [4]
+    assert first.tokens.size == second.tokens.size == 14
+
+
+def test_longest_completion_first_and_members_keep_their_names() -> None:
+    group = make_group(0, [1], [([5] * n, [True] * n) for n in (2, 9, 4)])
+    (batch,) = pack_groups([group], 100)
+    assert batch.members.tolist() == [1, 2, 0] and batch.suffix_length.tolist() == [8, 3, 1]
+
+
+def test_fully_masked_sequences_cost_no_token_and_are_counted() -> None:
+    group = make_group(0, [1, 2, 3], [([5, 6], [False, False])] * 3)
+    (batch,) = pack_groups([group], 2)
+    assert (batch.sequences, batch.scored, batch.tokens.size) == (3, 0, 0)
+    mixed = make_group(1, [1, 2, 3], [([5, 6], [False, False]), ([7], [True])])
+    (batch,) = pack_groups([mixed], 100)
+    assert (batch.sequences, batch.scored) == (2, 1)
+    assert batch.tokens.tolist() == [1, 2, 3] and batch.source.tolist() == [2]  # predicted by the last prompt token
+
+
+def test_trailing_unscored_tokens_run_no_forward() -> None:
+    group = make_group(0, [1, 2], [([5, 6, 7, 8, 9], [True, False, True, False, False])])
+    (batch,) = pack_groups([group], 100)
+    assert batch.tokens.tolist() == [1, 2, 5, 6] and batch.target.tolist() == [5, 7] and batch.source.tolist() == [1, 3]
+
+
+def test_members_with_different_prompts_share_nothing() -> None:
+    a = make_trajectory(0, 0, 2, [1, 2], [5, 6], [True, True])
+    b = make_trajectory(0, 1, 2, [1, 3], [5, 6], [True, True])
+    group = Group(Ticket(0, 0, 2), Prompt(0, np.array([1, 2], np.int32), ""), (a, b))
+    (batch,) = pack_groups([(group, [0.0, 1.0])], 100)
+    assert batch.tokens.tolist() == [1, 2, 5, 1, 3, 5]
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert pack_groups([], 10) == []
+
+
+def test_errors_name_the_group() -> None:
+    group, _ = make_group(7, [1], [([5], [True])] * 2)
+    with pytest.raises(DataError, match="group 7: 1 advantages for 2"):
+        pack_groups([(group, [0.0])], 10)
+    bad = make_trajectory(3, 0, 1, [1, 2], [5], [True])
+    bad.mask[1] = True
+    with pytest.raises(DataError, match="group 3, member 0: token 1"):
+        pack_groups([(Group(Ticket(3, 0, 2), group.prompt, (bad,)), [0.0])], 10)
+    with pytest.raises(ValueError, match="at least 1"):
+        pack_groups([], 0)
