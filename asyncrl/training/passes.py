@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.models.logprobs import token_logprobs
@@ -23,7 +24,7 @@ class Forward:
         self.policy = policy
         self.checkpointing = checkpointing
         if checkpointing:
-            policy.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable_checkpointing(policy.module)
 
     def __call__(self, batch: Microbatch, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """(logp_S, entropy_S) at the batch's temperatures; differentiable where gradients are enabled."""
@@ -43,6 +44,15 @@ class Forward:
             grad_buffer=policy.head_gradient,
             entropy_grad=entropy_grad,
         )
+
+
+def enable_checkpointing(module: PreTrainedModel) -> None:
+    """Every layer, without reentrant autograd. transformers renames this call within 5.x, and warns about the old one."""
+    options = {"use_reentrant": False}
+    if hasattr(module, "activation_checkpointing_enable"):
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]
