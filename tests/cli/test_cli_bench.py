@@ -132,10 +132,25 @@ def test_the_rate_counts_the_smaller_of_trained_and_generated_tokens() -> None:
 
 
 def test_the_share_of_the_limit_by_hand() -> None:
-    whole = run("asyncrl", 0, 10.0)
-    assert whole.limit_share == pytest.approx((1000 * 8 * 140 + 200 * 8 * 100) / 1e6 / 10)
-    half = run("asyncrl", 0, 10.0, generated=500)
-    assert half.limit_share == pytest.approx(whole.limit_share / 2), "prompts are scaled with the tokens that count"
+    whole = run("asyncrl", 0, 10.0).limit_share(1e6)
+    assert whole == pytest.approx((1000 * 8 * 140 + 200 * 8 * 100) / 1e6 / 10)
+    half = run("asyncrl", 0, 10.0, generated=500).limit_share(1e6)
+    assert half == pytest.approx(whole / 2), "prompts are scaled with the tokens that count"
+
+
+def test_the_limit_stands_on_the_best_rate_of_the_call() -> None:
+    slow, fast = run("asyncrl", 0, 10.0), run("asyncrl", 1, 10.0)
+    fast = dataclasses.replace(fast, machine=dataclasses.replace(MACHINE, gemm_flops=4e6))
+    (entry,) = summarise([slow, fast])
+    assert entry["gemm_gflops"] == pytest.approx(4e6 / 1e9)
+    assert entry["sides"]["asyncrl"]["limit_share"] == pytest.approx(slow.limit_share(4e6))
+    assert slow.figures()["limit_share"] == pytest.approx(4 * slow.limit_share(4e6))
+
+
+def test_a_window_without_a_steady_state_is_noted() -> None:
+    assert "NOTE" not in table(summarise([run("asyncrl", 0, 10.0, generated=960)]))
+    text = table(summarise([run("asyncrl", 0, 10.0, generated=700)]))
+    assert "NOTE, float32, natural: asyncrl's window was not in a steady state: it generated 0.70" in text
 
 
 def test_medians_per_side_and_the_median_of_paired_ratios() -> None:

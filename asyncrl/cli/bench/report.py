@@ -2,7 +2,8 @@
 
 What is counted. `sampled tokens` are the tokens that were sampled and trained in the measured steps. In the steady state of an
 asynchronous run as many are generated as trained, but a short window can hold more of one than of the other: the rate
-counts the smaller number, and both are in the JSON.
+counts the smaller number, and both are in the JSON; the table has a note where they are far apart. The limit stands on the best
+GEMM rate that the whole call has seen in the dtype.
 
 Needed FLOP of a step: 2 per parameter of a matrix product and token forward, 4 backward; every sampled token is sampled once and
 trained once (8 in all), every prompt is prefilled and trained once per group (8, without the head, which a prompt does not
@@ -24,6 +25,7 @@ from typing import Any
 
 _FLOP_PER_PARAMETER = 2 + 2 + 4  # sampled or prefilled; forward; backward
 GIB = 1 << 30
+UNSTEADY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +59,21 @@ class Run:
         """Sampled tokens a second, by the smaller of the trained and the generated tokens of the window."""
         return min(self.result["sampled_tokens"], self.result["generated_tokens"]) / self.result["seconds"]
 
-    @property
-    def limit_share(self) -> float:
+    def limit_share(self, gemm_flops: float) -> float:
         """Needed FLOP of the counted tokens and their prompts, over what the GEMM rate would do in that time."""
         tokens = self.tokens_per_s * self.result["seconds"]
         prompts = self.result["prompt_tokens"] * tokens / max(self.result["sampled_tokens"], 1)
-        return self.machine.needed_flop(tokens, prompts) / self.machine.gemm_flops / self.result["seconds"]
+        return self.machine.needed_flop(tokens, prompts) / gemm_flops / self.result["seconds"]
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, gemm_flops: float | None = None) -> dict[str, float]:
+        """`gemm_flops`: the rate that the limit stands on; that of this run's repetition by default."""
         result = self.result
         return {
             "tokens_per_s": self.tokens_per_s,
             "seconds_per_step": result["seconds"] / result["steps"],
             "mean_length": result["sampled_tokens"] / result["sequences"],
-            "limit_share": self.limit_share,
-            "gemm_gflops": self.machine.gemm_flops / 1e9,
+            "limit_share": self.limit_share(gemm_flops or self.machine.gemm_flops),
+            "generated_to_trained": result["generated_tokens"] / max(result["sampled_tokens"], 1),
             "peak_gib": result["peak_bytes"] / GIB,
         }
 
@@ -81,9 +83,10 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
     entries = []
     for dtype, lengths in dict.fromkeys((run.dtype, run.lengths) for run in runs):
         case = [run for run in runs if (run.dtype, run.lengths) == (dtype, lengths)]
-        entry: dict[str, Any] = {"dtype": dtype, "lengths": lengths, "sides": {}}
+        rate = max(run.machine.gemm_flops for run in runs if run.dtype == dtype)
+        entry: dict[str, Any] = {"dtype": dtype, "lengths": lengths, "gemm_gflops": rate / 1e9, "sides": {}}
         for side in dict.fromkeys(run.side for run in case):
-            figures = [run.figures() for run in case if run.side == side]
+            figures = [run.figures(rate) for run in case if run.side == side]
             entry["sides"][side] = {
                 "runs": len(figures),
                 **{name: statistics.median(each[name] for each in figures) for name in figures[0]},
@@ -126,8 +129,12 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
             spent = sorted(entry["shares"].items(), key=lambda item: -item[1])
             text = ", ".join(f"{name} {share:.1%}" for name, share in spent if share >= 0.0005)
             lines += ["", f"asyncrl's time, {entry['dtype']}, {entry['lengths']}: {text}"]
-        gemm = {side: f["gemm_gflops"] for side, f in entry["sides"].items()}
-        lines += ["", f"GEMM rate, {entry['dtype']}: {max(gemm.values()):.0f} GFLOP/s"]
+        ours = entry["sides"].get("asyncrl")
+        if ours and abs(ours["generated_to_trained"] - 1) > UNSTEADY:
+            lines += ["", f"NOTE, {entry['dtype']}, {entry['lengths']}: asyncrl's window was not in a steady state: "]
+            lines[-1] += f"it generated {ours['generated_to_trained']:.2f} of what it trained; take more --steps"
+    for dtype, rate in {entry["dtype"]: entry["gemm_gflops"] for entry in entries}.items():
+        lines += ["", f"GEMM rate, {dtype}: {rate:.0f} GFLOP/s"]
     return "\n".join(lines)
 
 
@@ -149,6 +156,7 @@ def document(runs: Sequence[Run], entries: Sequence[dict[str, Any]], options: di
                 "lengths": run.lengths,
                 "repetition": run.repetition,
                 **run.figures(),
+                "gemm_gflops": run.machine.gemm_flops / 1e9,
                 **{key: value for key, value in run.result.items() if key != "versions"},
                 "prompt_tokens_mean": run.machine.prompt_tokens_mean,
                 "decoder_parameters": run.machine.decoder_parameters,
@@ -202,7 +210,7 @@ def write_plot(path: Path, entries: Sequence[dict[str, Any]]) -> bool:
         axes.bar_label(axes.bar(places, heights, width * 0.92, label=side), fmt="%.0f", fontsize=8)
     for i, entry in enumerate(entries):
         ours = entry["sides"].get("asyncrl")
-        if ours:
+        if ours and ours["limit_share"]:
             limit = ours["tokens_per_s"] / ours["limit_share"]
             axes.hlines(limit, i - 0.42, i + 0.42, colors="black", linestyles="dashed", linewidth=1)
             axes.annotate(f"limit {limit:.0f}", (i, limit), (0, 2), textcoords="offset points", ha="center", fontsize=8)

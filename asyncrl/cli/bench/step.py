@@ -24,7 +24,7 @@ from .processes import environment, run_child, run_json, trl_python
 from .report import Machine, Run
 
 _QUICK: dict[str, Any] = {
-    "model": "tiny", "prompts": 2, "group_size": 2, "max_tokens": 8, "steps": 2, "warmup_steps": 1, "repetitions": 1,
+    "model": "tiny", "prompts": 2, "group_size": 2, "max_tokens": 8, "steps": 3, "warmup_steps": 1, "repetitions": 1,
     "dtypes": "float32", "lengths": "natural", "peer": "none", "threads": 1,
 }  # fmt: skip
 _DEFAULTS: dict[str, Any] = {
