@@ -8,10 +8,11 @@ the process at once, without a checkpoint.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config.describe import help_text
@@ -20,7 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl.runtime.runtime import RunSummary
+    from asyncrl.runtime.runtime import RunSummary, Runtime
 
 USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run] [--help]"
 
@@ -48,11 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for note in getattr(error, "__notes__", []):
             print(f"  {note}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # before the run took over the signals: nothing was begun
+        return 128 + signal.SIGINT
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files come first; from the first override (`a.b=c`, `--a.b v`) on, everything is an override."""
-    files = []
+    files: list[str] = []
     for index, argument in enumerate(arguments):
         if argument.startswith("--") or "=" in argument:
             return files, list(arguments[index:])
@@ -63,12 +66,11 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(config: Config) -> int:
     """One run in this process, on uvloop where it is installed. Returns the exit code; raises `AsyncrlError`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool would fight the lane for the cores
-    try:
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
         import uvloop
 
         loop_factory = uvloop.new_event_loop
-    except ImportError:
-        loop_factory = asyncio.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         # asyncio's own SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
         return runner.run(_run(config))
@@ -82,30 +84,35 @@ async def _run(config: Config) -> int:
     stopped: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
     scope = anyio.CancelScope()
+    runtime = Runtime(config, hard_exit=True)
 
     def stop(received: signal.Signals) -> None:
         stopped.append(received)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        runtime.expect_end(received.name)
+        scope.cancel()
         print(
             f"\nasyncrl: {received.name}: aborting the open step and writing a checkpoint; once more ends at once",
             file=sys.stderr,
             flush=True,
         )
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_DFL)
-        scope.cancel()
 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, stop, each)
     with scope:
-        async with Runtime(config, hard_exit=True) as runtime:
+        async with runtime:
             runtime.announce()
             summary = await runtime.run()
         _print_summary(summary, runtime)
     return 128 + stopped[0] if stopped else 0
 
 
-def _print_summary(summary: RunSummary, runtime: object) -> None:
+def _print_summary(summary: RunSummary, runtime: Runtime) -> None:
+    directory = runtime.directory
+    if directory is None or not runtime.world.is_first:
+        return
     books = summary.books
     print(
         f"done: version {summary.version} in {summary.seconds:.0f} s; groups: {books.admitted} admitted, {books.trained} trained, "
@@ -113,9 +120,14 @@ def _print_summary(summary: RunSummary, runtime: object) -> None:
     )
     for reason, count in summary.reasons.items():
         print(f"  {count} {reason}")
-    directory = getattr(runtime, "directory", None)
-    if directory is not None:
-        print(f"see {directory.path}: report.html, trace.json, metrics.jsonl, rollouts/, checkpoints/latest")
+    left = [
+        directory.report,
+        directory.trace,
+        directory.metrics,
+        directory.path / "rollouts",
+        directory.checkpoints / "latest",
+    ]
+    print(f"see {directory.path}: {', '.join(path.name for path in left if path.exists())}")
 
 
 if __name__ == "__main__":

@@ -158,6 +158,14 @@ class Ledger(Protocol):
         """Live groups of this rank past their deadline (`late: drop` only); the caller ends them."""
         ...
 
+    def describe(self) -> str:
+        """One sentence for a stalled run: the open step and whom it waits for."""
+        ...
+
+    def live_groups(self) -> list[Ticket]:
+        """This rank's groups that were admitted and not trained, those of the open step included, by group id."""
+        ...
+
     async def commit(self) -> int:
         """The open step was applied: next turn. Returns its number. The slots stay held until `release`."""
         ...

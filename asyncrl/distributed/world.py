@@ -96,11 +96,15 @@ class World:
         return self
 
     def close(self) -> None:
-        """Leave the process group. Closing twice is fine."""
+        """Leave the process group and the store. Closing twice is fine."""
+        self.leave()
+        self._store = None
+
+    def leave(self) -> None:
+        """Leave the process group: a rank that waits for this one in a collective gets an error. The store stays."""
         if self._opened and not self._closed and self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
         self._closed = True
-        self._store = None
 
     def __enter__(self) -> World:
         if not self._opened:

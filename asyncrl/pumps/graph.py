@@ -24,22 +24,26 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 import anyio
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.config.resolve import slots
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import LifecycleError
-from asyncrl.transport.queue import open_queue
-from asyncrl.types import Group, Prompt, Trajectory
+from asyncrl.errors import DataError, LifecycleError
+from asyncrl.transport.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
 from .evaluate import EvaluatePump
-from .pipeline import Rooms, StepReport
+from .pipeline import Publication, Rooms, Scoring, StepReport
 from .publish import PublishPump
 from .rollout import RolloutPump
 from .score import ScorePump
 from .train import TrainPump
+
+T = TypeVar("T")
+Edge: TypeAlias = tuple[QueueSender[T], QueueReceiver[T]]
 
 
 class Graph:
@@ -56,15 +60,19 @@ class Graph:
         config, recorder = rooms.config, rooms.recorder
         self._rooms = rooms
         self._prompts = prompts
-        self._groups_in, groups_out = open_queue("groups", slots(config), recorder)
-        publications_in, publications_out = open_queue("publications", 1, recorder)
+        groups: Edge[Group] = open_queue("groups", slots(config), recorder)
+        publications: Edge[Publication] = open_queue("publications", 1, recorder)
+        self._groups_in, groups_out = groups
+        publications_in, publications_out = publications
         self._publish = PublishPump(rooms, publications_out, at_version)
         self._train = TrainPump(rooms, groups_out, publications_in, self._publish.published, on_step)
         self._evaluate = EvaluatePump(rooms, held_out, config.rollout.environment) if held_out else None
-        self._finished = anyio.Event()
+        self._finished = anyio.Event()  # no step can come any more, the last one is published
+        self._generated = anyio.Event()  # no rollout and no scorer is left
+        self._generation_scope = anyio.CancelScope()
         self._callbacks: list[Callable[[], None]] = []
         self._generating = False
-        self._submitted = 0
+        self._rollout: RolloutPump | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -74,12 +82,18 @@ class Graph:
     async def _training(self) -> None:
         try:
             async with anyio.create_task_group() as pumps:
-                pumps.start_soon(self._train.run, name="train pump")
+                pumps.start_soon(self._train_to_the_end, name="train pump")
                 pumps.start_soon(self._publish.run, name="publish pump")
         finally:
             self._finished.set()
             for callback in self._callbacks:
                 callback()
+
+    async def _train_to_the_end(self) -> None:
+        await self._train.run()
+        # In the same step of the loop in which edge 5 closed: a scorer that still wants to hand a group on is cancelled,
+        # where it would otherwise end the run with "broken resource" (time limit, slow last publish).
+        self._generation_scope.cancel()
 
     def when_finished(self, callback: Callable[[], None]) -> None:
         """Call back once no step can come any more; at once if that is so."""
@@ -92,28 +106,31 @@ class Graph:
         """Generate, score and train the configured prompts until the end. Groups left over are dropped and counted."""
         assert self._prompts is not None
         self._generating = True
-        scope = anyio.CancelScope()
-        supervisor.start("generation", self._generation, scope)
+        supervisor.start("generation", self._generation)
         limit = self._rooms.config.train.time_limit_s
         with anyio.move_on_after(limit) as timer:
             await self._finished.wait()
         if timer.cancelled_caught:
             self._train.stop_after_step()
             await self._finished.wait()
-        scope.cancel()
+        await self._generated.wait()  # else a group could be admitted after the others were ended
         self._generating = False
         await self._rooms.book.end_all("the run ended first")
 
-    async def _generation(self, scope: anyio.CancelScope) -> None:
+    async def _generation(self) -> None:
         assert self._prompts is not None
-        scoring_in, scoring_out = open_queue("scoring", self._rooms.config.reward.workers, self._rooms.recorder)
-        with scope:
-            async with anyio.create_task_group() as pumps:
-                rollout = RolloutPump(self._rooms, self._prompts, scoring_in)
-                score = ScorePump(self._rooms, scoring_out, self._groups_in.clone())
-                self._groups_in.close()  # a run owns the edge: embedding may not submit beside it
-                pumps.start_soon(rollout.run, name="rollout pump")
-                pumps.start_soon(score.run, name="score pump")
+        edge: Edge[Scoring] = open_queue("scoring", self._rooms.config.reward.workers, self._rooms.recorder)
+        scoring_in, scoring_out = edge
+        try:
+            with self._generation_scope:
+                async with anyio.create_task_group() as pumps:
+                    self._rollout = rollout = RolloutPump(self._rooms, self._prompts, scoring_in)
+                    score = ScorePump(self._rooms, scoring_out, self._groups_in.clone())
+                    self._groups_in.close()  # a run owns the edge: embedding may not submit beside it
+                    pumps.start_soon(rollout.run, name="rollout pump")
+                    pumps.start_soon(score.run, name="score pump")
+        finally:
+            self._generated.set()
 
     async def drain(self) -> None:
         """No more groups will be submitted: train what is here, then end. Returns when the training half ended."""
@@ -125,26 +142,52 @@ class Graph:
     # -- embedding -------------------------------------------------------------------------------------------------
 
     async def submit(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> bool:
-        """A whole scored group from outside. False where the ledger finds it too old."""
+        """A whole scored group from outside; waits for a slot. False where the ledger finds it too old.
+
+        Errors: LifecycleError where no step can come any more, also while it waits; DataError for a group that was
+        submitted before or does not fit together. None of them keeps the slot.
+        """
         rooms = self._rooms
-        if self._generating or self._finished.is_set():
-            raise LifecycleError(
-                "submit: this Runtime runs its own prompts" if self._generating else "submit: the training ended"
-            )
+        if self._generating:
+            raise LifecycleError("submit: this Runtime runs its own prompts")
         oldest = min((t.oldest_version for t in trajectories if t.oldest_version >= 0), default=rooms.trainer.version)
-        turn = oldest // rooms.config.algorithm.updates_per_batch
-        ticket = await rooms.ledger.admit(prompt.group_id, turn)
+        ticket = await self._admit(prompt.group_id, oldest // rooms.config.algorithm.updates_per_batch)
         if ticket is None:
             rooms.counters["staleness/dropped"] += 1
             return False
         rooms.book.open(ticket)
-        self._submitted += 1
+        try:
+            await self._groups_in.put(self._whole(ticket, trajectories, prompt))
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await rooms.book.end(prompt.group_id, "dropped", "was not handed on")
+            if isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)):
+                raise LifecycleError("submit: the training ended") from error
+            raise
+        return True
+
+    async def _admit(self, group_id: int, oldest: int) -> Ticket | None:
+        """As `Ledger.admit`, but not for longer than slots can come free. Errors: LifecycleError."""
+        with anyio.CancelScope() as scope:
+            self.when_finished(scope.cancel)
+            try:
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                return await self._rooms.ledger.admit(group_id, oldest)
+            finally:
+                if scope.cancel in self._callbacks:
+                    self._callbacks.remove(scope.cancel)
+        raise LifecycleError("submit: the training ended")
+
+    def _whole(self, ticket: Ticket, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> Group:
         group: Group | None = None
         for trajectory in trajectories:
-            group = rooms.stash.add(ticket, prompt, replace(trajectory, group_id=prompt.group_id))
-        assert group is not None, "members 0..G-1 make a group whole"
-        await self._groups_in.put(group)
-        return True
+            group = self._rooms.stash.add(ticket, prompt, replace(trajectory, group_id=prompt.group_id))
+        if group is None:
+            raise DataError(
+                f"submit: group {prompt.group_id} does not become whole: it ended before, or its {len(trajectories)} "
+                f"trajectories are not the members 0 to {len(trajectories) - 1}; a group is submitted once"
+            )
+        return group
 
     # -- what the facade asks --------------------------------------------------------------------------------------
 
@@ -158,6 +201,11 @@ class Graph:
         config, ledger = self._rooms.config, self._rooms.ledger
         reached = config.train.max_steps is not None and ledger.turn >= config.train.max_steps
         return reached or ledger.finished or self._train.stopping
+
+    @property
+    def in_hand(self) -> int | None:
+        """The group id of the prompt that was taken from the cursor and waits for its slot."""
+        return None if self._rollout is None else self._rollout.in_hand
 
     @property
     def busy(self) -> bool:

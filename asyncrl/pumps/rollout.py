@@ -28,6 +28,7 @@ class RolloutPump:
         self._rooms = rooms
         self._prompts = prompts
         self._scoring = scoring
+        self.in_hand: int | None = None  # a prompt taken from the cursor that waits for its slot: a checkpoint keeps it
 
     async def run(self) -> None:
         """Ends when the prompts, or the steps that need them, ran out and every group is handed on."""
@@ -47,8 +48,11 @@ class RolloutPump:
         prompt = self._prompts.next() if await self._wanted() else None
         if prompt is None:
             return None
+        self._rooms.book.wait_for_slot(prompt.group_id)
         with self._rooms.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
+            self.in_hand = prompt.group_id  # also after a cancellation: the cursor is past it and nobody played it
             ticket = await self._rooms.ledger.admit(prompt.group_id)
+        self.in_hand = None
         assert ticket is not None, "a fresh group always gets a ticket"
         self._rooms.book.open(ticket)
         return ticket, prompt

@@ -35,21 +35,24 @@ class RunDirectory:
         ConfigError: it holds a run and neither `resume` nor `run.overwrite` says what to do; or nothing to resume from.
         Only the leader (rank 0) writes.
         """
+        if config.resume and not self.config_file.exists():
+            raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
+        if not leader:
+            return []  # the leader checks and writes; reading what it may be writing now proves nothing
         changes: list[str] = []
         if config.resume:
-            if not self.config_file.exists():
-                raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
             changes = check_resume(load_config([self.config_file]), config)
-        elif self.config_file.exists() and leader:
+        elif self.config_file.exists():
             if not config.run.overwrite:
                 raise ConfigError(
                     f"{self.path} holds a run already; go on from it with resume=true, move it aside with "
                     "run.overwrite=true, or choose another run.name"
                 )
             self._move_aside()
-        if leader:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self.config_file.write_text(to_yaml(config))
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        partial = self.config_file.with_name("config.yaml.partial")
+        partial.write_text(to_yaml(config))
+        partial.replace(self.config_file)  # a kill in between must not leave half of it: `resume` reads it
         return changes
 
     def _move_aside(self) -> None:

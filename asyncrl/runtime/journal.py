@@ -10,10 +10,9 @@ import math
 import resource
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
-import anyio.to_thread
 
 from asyncrl.config.describe import to_plain
 from asyncrl.config.schema import Config
@@ -27,10 +26,17 @@ from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory
+from .offload import offload
+
+if TYPE_CHECKING:
+    from asyncrl.models.policy import PolicyModel
+
+_ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")  # 0 where none was
 
 
 class Journal:
-    """Opened with `with`. Everything is called on the loop thread; only rollout files and the report go to a worker thread."""
+    """`with Journal(...) as journal: await journal.open()`. Everything is called on the loop's thread; what opens, writes
+    or renders files goes to threads."""
 
     def __init__(
         self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, flops: float | None
@@ -47,23 +53,31 @@ class Journal:
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         self.history: list[tuple[int, dict[str, float]]] = []
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
-        resume = version if config.resume else None
-        sinks: Sinks = Sinks(())
+        self._version = version
+        self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
+
+    async def open(self) -> None:
+        """Open the sinks. Errors: ConfigError (a sink that is not installed or refuses to start)."""
+        config, directory = self._config, self._directory
         if directory is not None:
-            sinks = open_sinks(
-                config.telemetry.sinks,
-                directory.path,
-                name=config.run.name,
-                config=to_plain(config),
-                resume_step=resume,
-            )
-            self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume)
-        self._sinks = sinks
+            resume = self._version if config.resume else None
+
+            def files() -> None:
+                self._sinks = open_sinks(
+                    config.telemetry.sinks,
+                    directory.path,
+                    name=config.run.name,
+                    config=to_plain(config),
+                    resume_step=resume,
+                )
+                self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume)
+
+            await offload(files, "sinks")
+        self._recorder.take_window()  # what was before belongs to no step
 
     def __enter__(self) -> Journal:
         self.live.__enter__()
-        self._recorder.take_window()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -75,8 +89,9 @@ class Journal:
     def committed(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
         """Call at the commit of a step. Returns the report with all metrics of the step in it."""
         metrics = {
-            **report.metrics,
+            **dict.fromkeys(_ALWAYS, 0.0),
             **self._recorder.drain(),
+            **report.metrics,  # after the recorder's: a reward's mean is that of the trained groups, not of the last scored
             **self._budget.step(self._recorder.take_window()),
             **extra,
         }
@@ -91,6 +106,8 @@ class Journal:
         """Write the line of `version`; `extra` is what was due there (`eval/*`)."""
         report, metrics = self._pending.pop(version, (None, {}))
         line = {**metrics, **extra}
+        if not line:
+            return  # the start of a run that evaluates nothing there
         self.history.append((version, line))
         self._sinks.write(version, line)
         if report is not None:
@@ -102,8 +119,9 @@ class Journal:
                     for group_id, values in report.advantages.items()
                     for member, value in enumerate(values)
                 }
-                await self._rollouts.write_async(
-                    version, report.groups, trained_version=trained_at, advantages=advantages
+                writer, groups = self._rollouts, report.groups
+                await offload(
+                    lambda: writer.write(version, groups, trained_version=trained_at, advantages=advantages), "rollouts"
                 )
         elif extra:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
@@ -121,11 +139,23 @@ class Journal:
                 write_report(directory.path, name=self._config.run.name, result=outcome)
 
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(write)
+            await offload(write, "report")
 
     def idle(self) -> dict[str, float]:
         """Shares of the whole run so far: `busy/*`, `idle/*`."""
         return self._budget.metrics()
+
+
+def needed_flop(report: StepReport, policy: PolicyModel | None) -> float:
+    """FLOP that a step needed: every prompt once per group in prefill and training, every sampled token once in each.
+
+    Matrix products alone, 2 per parameter forward and 4 backward; NaN for a dry run.
+    """
+    if policy is None:
+        return math.nan
+    prompts = sum(group.prompt.ids.size for group in report.groups)
+    sampled = sum(int(t.mask.sum()) for group in report.groups for t in group.trajectories)
+    return 2.0 * policy.matmul_parameters * (1 + 3) * (prompts + sampled)
 
 
 def peak_memory_gib() -> float:

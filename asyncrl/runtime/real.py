@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import Config
@@ -21,6 +22,7 @@ from asyncrl.training.trainer import TorchTrainer
 from asyncrl.weights.shared import SharedWeights
 
 from .memory import check_memory
+from .offload import offload
 from .rooms import Parts
 
 
@@ -43,7 +45,8 @@ async def open_real(
 ) -> Parts:
     """Lane, policy, trainer and engine on one device. Errors: ConfigError, PlatformError (memory)."""
     threads = config.threads or os.cpu_count() or 1
-    check_memory(config, device)
+    transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
+    await offload(lambda: check_memory(config, device), "memory")
 
     def on_start() -> None:
         torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
@@ -55,6 +58,7 @@ async def open_real(
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         policy, tokenizer, core, flops = await lane.run(lambda: _load(config, world, device), name="start/load")
     trainer = LaneTrainer(core, lane, recorder)
+    assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
         policy,
         tokenizer,

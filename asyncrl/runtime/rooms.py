@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer
+from .offload import offload
 
 if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
@@ -185,6 +187,8 @@ class Builder:
         return Parts(engine, trainer, (engine,), lanes, ByteTokenizer())
 
     async def _real(self) -> Parts:
-        from .real import open_real  # torch models and transformers are not loaded for a dry run
-
-        return await open_real(self.config, self.world, self.device, self.recorder, self.stack)
+        # Models and transformers are not loaded for a dry run; importing them takes seconds, which the loop does not wait.
+        real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
+        return await real.open_real(  # type: ignore[no-any-return]
+            self.config, self.world, self.device, self.recorder, self.stack
+        )

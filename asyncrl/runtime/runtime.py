@@ -13,23 +13,21 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+from weakref import WeakSet
 
 import anyio
 import numpy as np
 import torch
-from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import Watchdog
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import PromptSource
-from asyncrl.data.prompts_files import load_rows
 from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LedgerError, LifecycleError
@@ -41,11 +39,13 @@ from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import LedgerStatistics, Prompt, SamplingParams, Trajectory
 
-from . import dry
 from .directory import RunDirectory
-from .journal import Journal
+from .journal import Journal, needed_flop
+from .offload import offload
+from .prompts import load_prompts
 from .rooms import Builder, Built, Overrides, choose_device
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
+from .steps import StepStream
 
 
 class State(Enum):
@@ -91,7 +91,10 @@ class Runtime:
         self._state = State.NEW
         self._task: asyncio.Task[Any] | None = None
         self._next_group = EMBEDDED_GROUPS
-        self._listeners: list[MemoryObjectSendStream[StepReport]] = []
+        self._listeners: WeakSet[StepStream[StepReport]] = WeakSet()
+        self._steps_over = False
+        self._pumps_exist = False
+        self._watchdog: Watchdog | None = None
         self._started = 0.0
         self._ran = False
 
@@ -131,84 +134,78 @@ class Runtime:
 
     async def _open(self) -> None:
         stack = self._stack
-        self.world = World.from_env()
+        self.world = world = World.from_env()
         embedding = self._rows is not None or self._given.data.train is None
-        self.config = config = resolve(self._given, self.world.world_size, embedding=embedding)
-        leader = self.world.rank == 0
+        self.config = config = resolve(self._given, world.world_size, embedding=embedding)
+        leader = world.is_first
         self.directory = RunDirectory(config) if self._write else None
         self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []
         self.recorder = recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
-        saved = self._find_saved()
+        self._watched: list[Any] = []
+        self._watchdog = await stack.enter_async_context(self._make_watchdog())
+        saved = await self._find_saved()
         device = torch.device("cpu")
         if config.train.kind == "torch":
-            device = choose_device(config.model.device, self.world.local_rank)
-        stack.enter_context(self.world.open(device))
-        turn = saved.turn if saved else 0
-        self.built: Built = await Builder(config, self.world, device, recorder, stack).build(
-            self._overrides, turn, saved.version if saved else 0
+            device = choose_device(config.model.device, world.local_rank)
+        stack.callback(world.close)
+        if world.world_size > 1:
+            await offload(lambda: world.open(device), "rendezvous")
+        self.built: Built = await Builder(config, world, device, recorder, stack).build(
+            self._overrides, saved.turn if saved else 0, saved.version if saved else 0
         )
-        rooms = self.built.rooms
-        self._rooms = rooms
-        self._checkpointer = Checkpointer(config, self.directory, self.built, self.world, recorder)
-        self._prompts, held_out = self._load_prompts()
+        self._watched.extend(self.built.lanes)  # only now: loading a model may take longer than any closure may later
+        self._rooms = rooms = self.built.rooms
+        self._checkpointer = Checkpointer(config, self.directory, self.built, world, recorder)
+        with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
+            self._prompts, held_out = await offload(
+                lambda: load_prompts(config, self.built.tokenizer, world, self._rows), "prompts"
+            )
+        self._next_group = EMBEDDED_GROUPS + world.rank
         if saved is not None:
             await self._checkpointer.restore(saved, self._prompts)
+            self._next_group = saved.next_group(world.rank)
         self._journal = stack.enter_context(
             Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.peak_flops)
         )
+        await self._journal.open()
         for line in self.resume_changes:
             self._journal.live.note(f"resume: {line}")
-        stack.push_async_exit(self._finalize)
-        self._watchdog = await stack.enter_async_context(self._make_watchdog())
         self._graph = Graph(rooms, self._prompts, held_out, self._at_version, self._on_step)
+        self._graph.when_finished(self._no_more_steps)
+        stack.push_async_exit(self._finalize)
         self._supervisor = await stack.enter_async_context(Supervisor())
         self._supervisor.start("event loop lag", monitor, recorder)  # for ever: cancelled when the block ends
         self._graph.start(self._supervisor)
+        self._pumps_exist = True
 
-    def _find_saved(self) -> SavedRun | None:
+    async def _find_saved(self) -> SavedRun | None:
         if not self.config.resume:
             return None
-        assert self.directory is not None
-        return SavedRun.latest(self.directory)
-
-    def _load_prompts(self) -> tuple[PromptSource | None, list[Prompt]]:
-        config = self.config
-        tokenizer = self.built.tokenizer
-        rows: Any = self._rows if self._rows is not None else config.data.train
-        if rows is None and config.train.kind == "dry_run":
-            rows = dry.rows()
-        if rows is None:
-            return None, []
-        prompts = PromptSource(
-            load_rows(rows),
-            tokenizer,
-            config.data,
-            seed=config.seed,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            max_epochs=config.train.max_epochs,
-        )
-        held_out: list[Prompt] = []
-        if config.data.eval is not None and config.evaluate.every is not None:
-            data = config.data.model_copy(update={"shuffle": False})
-            source = PromptSource(load_rows(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
-            held_out = list(iter(source.next, None))
-        return prompts, held_out
+        directory = self.directory
+        if directory is None:
+            raise ConfigError("resume=true needs the run directory: a Runtime with write=False has none")
+        return await offload(lambda: SavedRun.latest(directory), "find-checkpoint")
 
     def _make_watchdog(self) -> Watchdog:
         return Watchdog(
             self.config.watchdog,
             recorder=self.recorder,
-            lanes=self.built.lanes,
+            lanes=self._watched,
             progress=self._progress,
-            work_remains=lambda: self._graph.busy,
-            on_stall=lambda error: self._supervisor.fail(error),
+            work_remains=lambda: self._pumps_exist and self._graph.busy,
+            on_stall=lambda error: self._supervisor.fail(error) if self._pumps_exist else None,
+            details=[lambda: self._rooms.ledger.describe() if self._pumps_exist else "starting"],
             hard_exit=self._hard_exit,
         )
 
     def _progress(self) -> tuple[float, ...]:
         books = self._rooms.ledger.statistics()
         return (self._rooms.engine.statistics().get("tokens", 0.0), books.admitted, books.trained, self._graph.scored)
+
+    def expect_end(self, reason: str) -> None:
+        """The program is about to cancel the block (a signal): from now on it has `watchdog.abort_grace_s`."""
+        if self._state is State.OPEN and self._watchdog is not None:
+            self._watchdog.shutdown_deadline(reason)
 
     # -- a run over configured data --------------------------------------------------------------------------------
 
@@ -247,44 +244,48 @@ class Runtime:
         )
 
     def _on_step(self, report: StepReport) -> None:
-        extra = {"perf/needed_flop": self._needed_flop(report)}
+        extra = {"perf/needed_flop": needed_flop(report, self.built.policy)}
+        if self._prompts is not None:
+            counts = self._prompts.statistics()
+            extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
         full = self._journal.committed(report, extra)
         for listener in self._listeners:
-            listener.send_nowait(full)
+            listener.push(full)
 
-    def _needed_flop(self, report: StepReport) -> float:
-        """FLOP that the step needed: every prompt once per group in prefill and training, every sampled token once in each."""
-        policy = self.built.policy
-        if policy is None:
-            return math.nan
-        forward = 2.0 * policy.matmul_parameters
-        prompts = sum(group.prompt.ids.size for group in report.groups)
-        sampled = sum(int(t.mask.sum()) for group in report.groups for t in group.trajectories)
-        return forward * (1 + 3) * (prompts + sampled)
+    def _no_more_steps(self) -> None:
+        self._steps_over = True
+        for listener in self._listeners:
+            listener.close()
 
     async def _at_version(self, version: int) -> None:
         """What is due at a version, before its slots are released: evaluation, checkpoint, its line of metrics."""
         last = self._graph.nothing_left()
         extra = await self._graph.evaluate(version, last)
         if self._checkpointer.due(version, last):
-            saved = await self._checkpointer.save(version, self._prompts)
+            saved = await self._checkpointer.save(version, self._books())
             extra["time/checkpoint"] = saved.seconds
         await self._journal.write(version, extra)
+
+    def _books(self) -> dict[str, Any]:
+        return self._checkpointer.books(self._prompts, self._graph.in_hand, self._next_group)
 
     async def _finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
         with anyio.CancelScope(shield=True):
-            rooms, version = self._rooms, self._rooms.trainer.version
+            version, books = self._rooms.trainer.version, self._books()  # before live groups are ended
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
-            await rooms.book.end_all(ended)
             try:
+                if error is not None and self.world.world_size > 1:
+                    # Another rank may wait in a collective that this one will never join: it must hear of that before
+                    # this one waits for it.
+                    await offload(self.world.leave, "leave")
+                await self._rooms.book.end_all(ended)
                 if self._checkpointer.final_due(version, error):
                     self._journal.live.note(f"writing a checkpoint of version {version}")
-                    await self._checkpointer.save(version, self._prompts)
+                    await self._checkpointer.save(version, books)
             finally:
                 await self._journal.finish(ended if error is not None else "completed")
-                for listener in self._listeners:
-                    listener.close()
+                self._no_more_steps()
             if error is None:
                 self._check_books()
 
@@ -309,7 +310,7 @@ class Runtime:
         Each call has a group id of its own, which keys its randomness. Errors: `GenerationError`, `LifecycleError`.
         """
         self._check_open("generate")
-        group_id, self._next_group = self._next_group, self._next_group + 1
+        group_id, self._next_group = self._next_group, self._next_group + self.world.world_size
         prepared = self._prepare(prompt, group_id, columns or {})
         generate = self._rooms.engine.generate
         if sampling is not None:
@@ -348,7 +349,8 @@ class Runtime:
             for member, (t, reward) in enumerate(zip(trajectories, rewards, strict=True))
         )
         first = scored[0]
-        prompt = Prompt(group_id=first.group_id, ids=first.tokens[: first.prompt_length], prompt="")
+        ids = first.tokens[: first.prompt_length]
+        prompt = Prompt(group_id=first.group_id, ids=ids, prompt=self.tokenizer.decode(ids.tolist()))
         return await self._graph.submit(scored, prompt)
 
     def _prepare(self, prompt: Any, group_id: int, columns: Mapping[str, Any]) -> Prompt:
@@ -364,15 +366,15 @@ class Runtime:
         await self._graph.drain()
         return self.summary()
 
-    async def steps(self) -> AsyncIterator[StepReport]:
-        """Every step committed from now on, until the training ends or the Runtime closes."""
+    def steps(self) -> StepStream[StepReport]:
+        """`async for report in rt.steps()`: every step committed from this call on, until the training ends or the
+        Runtime closes."""
         self._check_open("steps")
-        send, receive = anyio.create_memory_object_stream[StepReport](math.inf)
-        self._listeners.append(send)
-        self._graph.when_finished(send.close)
-        with receive:
-            async for report in receive:
-                yield report
+        stream: StepStream[StepReport] = StepStream()
+        self._listeners.add(stream)
+        if self._steps_over:
+            stream.close()
+        return stream
 
     @property
     def version(self) -> int:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
@@ -24,7 +27,11 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.snapshot import take
 
 from .directory import RunDirectory
+from .offload import offload
 from .rooms import Built
+
+EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
+GATHER_TIMEOUT_S = 15.0  # a rank that is stopped has to say where it is within torchrun's grace period of 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,10 @@ class SavedRun:
     def turn(self) -> int:
         return int(self.checkpoint.run["turn"])
 
+    def next_group(self, rank: int) -> int:
+        """The first unused id for groups of an embedding program: ids key randomness, so none is used twice."""
+        return int(self.checkpoint.run["next_group"][str(rank)])
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -65,6 +76,7 @@ class Checkpointer:
         self._recorder = recorder
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         self._saved_version: int | None = None
+        self._store_of_ranks = world.store("checkpoint") if world.world_size > 1 else None
 
     def due(self, version: int, last: bool) -> bool:
         """Whether a checkpoint of this version is asked for, by the interval or as the last one."""
@@ -76,35 +88,53 @@ class Checkpointer:
     def final_due(self, version: int, error: BaseException | None) -> bool:
         """At the end, however it came. A stalled run writes none: what it would wait for may be what hangs.
 
-        One rank alone may not capture at an error, since a capture of several ranks is a collective.
+        Nor does one rank of several that failed alone: the others, which did not, are only stopped later.
         """
-        if isinstance(error, (StallError, CheckpointError)) or (self._world.world_size > 1 and error is not None):
-            return isinstance(error, asyncio.CancelledError) and self.due(version, last=True)
+        if isinstance(error, (StallError, CheckpointError)):
+            return False
+        if self._world.world_size > 1 and error is not None and not isinstance(error, asyncio.CancelledError):
+            return False
         return self.due(version, last=True)
 
-    async def save(self, version: int, prompts: PromptSource | None) -> Written:
+    def books(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
+        """Where this rank is in its prompts, taken at one moment (no await). Take it before live groups are ended.
+
+        `untrained`: ids of the prompt stream that were taken from the cursor and not trained: admitted ones, those of the
+        open step included, and the one that waits for its slot.
+        """
+        rooms = self._built.rooms
+        live = {ticket.group_id for ticket in rooms.ledger.live_groups()} | (set() if in_hand is None else {in_hand})
+        return {
+            "turn": rooms.ledger.turn,
+            "prompts": prompts.state_dict() if prompts else None,
+            "untrained": sorted(group_id for group_id in live if group_id < EMBEDDED_GROUPS),
+            "next_group": next_group,
+        }
+
+    async def save(self, version: int, books: dict[str, Any]) -> Written:
         """Errors: CheckpointError, earlier checkpoints untouched."""
         assert self._store is not None and self._built.core is not None
-        core, rooms = self._built.core, self._built.rooms
+        core = self._built.core
         started = time.perf_counter()
         with (
             self._recorder.span("checkpoint", track="checkpoint", version=version),
             self._recorder.wait("publish pump", f"the checkpoint of version {version}", on="disk", cause="checkpoint"),
         ):
-            run = {
-                "version": version,
-                "turn": rooms.ledger.turn,
-                "prompts": {str(self._world.rank): prompts.state_dict() if prompts else None},
-                "untrained": {str(self._world.rank): self._untrained()},
-                "world_size": self._world.world_size,
-                "config": to_plain(self._config),
-            }
-            run = await self._gather(run)
-            snapshot = await self._built.lanes[0].run(lambda: take(core), name="checkpoint/capture", priority=2)
-            if snapshot.version != version:
-                raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             path = self._store.path(version)
+            everybody = await self._gather(version, books)
             if self._world.rank == 0:
+                run = {
+                    "version": version,
+                    "turn": books["turn"],
+                    "prompts": {str(rank): each["prompts"] for rank, each in enumerate(everybody)},
+                    "untrained": {str(rank): each["untrained"] for rank, each in enumerate(everybody)},
+                    "next_group": {str(rank): each["next_group"] for rank, each in enumerate(everybody)},
+                    "world_size": self._world.world_size,
+                    "config": to_plain(self._config),
+                }
+                snapshot = await self._built.lanes[0].run(lambda: take(core), name="checkpoint/capture", priority=2)
+                if snapshot.version != version:
+                    raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
                 saved = await self._store.save_in_thread(
                     version,
                     lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer),
@@ -114,21 +144,31 @@ class Checkpointer:
         self._saved_version = version
         return Written(time.perf_counter() - started, path)
 
-    def _untrained(self) -> list[int]:
-        """Group ids of the prompt stream that were admitted and not trained, those of the open step included."""
-        live = (ticket.group_id for ticket in self._built.rooms.ledger.live_groups())
-        return sorted(group_id for group_id in live if group_id < EMBEDDED_GROUPS)
+    async def _gather(self, version: int, books: dict[str, Any]) -> list[dict[str, Any]]:
+        """On rank 0 the books of all ranks, through the store and not by a collective: a run that is being stopped may have
+        ranks that will never join one. Errors: CheckpointError where a rank does not say."""
+        if self._store_of_ranks is None:
+            return [books]
+        store, ranks = self._store_of_ranks, range(self._world.world_size)
+        keys = [f"{version}/{rank}" for rank in ranks]
 
-    async def _gather(self, run: dict[str, Any]) -> dict[str, Any]:
-        """Every rank's cursor and untrained groups, in one record."""
-        if self._world.world_size == 1:
-            return run
-        everybody = await self._built.lanes[0].run(
-            lambda: self._world.all_gather_object(run), name="checkpoint/gather", priority=2
-        )
-        for key in ("prompts", "untrained"):
-            run[key] = {rank: value for other in everybody for rank, value in other[key].items()}
-        return run
+        def exchange() -> list[dict[str, Any]]:
+            try:
+                store.set(keys[self._world.rank], orjson.dumps(books).decode())
+                if self._world.rank != 0:
+                    return []
+                store.wait(keys, timedelta(seconds=GATHER_TIMEOUT_S))
+                found = [orjson.loads(store.get(key)) for key in keys]
+            except RuntimeError as error:  # DistStoreError and DistNetworkError are
+                raise CheckpointError(
+                    f"the checkpoint of version {version} was not written: not every rank said within "
+                    f"{GATHER_TIMEOUT_S:g} s where it is in its prompts ({error}); earlier checkpoints are as they were"
+                ) from error
+            for key in keys:
+                store.delete_key(key)
+            return found
+
+        return await offload(exchange, "checkpoint-gather")
 
     async def restore(self, saved: SavedRun, prompts: PromptSource | None) -> None:
         """Weights, optimizer, schedule, version; prompt cursor; untrained groups first. Errors: CheckpointError, DataError."""
@@ -140,13 +180,10 @@ class Checkpointer:
                 f"resume=true: the checkpoint was written by {run['world_size']} ranks and this run has {self._world.world_size}; "
                 "start it with the same number"
             )
-        state = saved.checkpoint.trainer()
+        state = await offload(saved.checkpoint.trainer, "restore")
         await self._built.lanes[0].run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
         if prompts is not None:
             rank = str(self._world.rank)
             prompts.load_state_dict(run["prompts"][rank])
             prompts.requeue(run["untrained"][rank])
         self._saved_version = saved.version
-
-
-EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream

@@ -1,0 +1,45 @@
+"""The prompts of a run, opened and tokenized before it starts. Everything here blocks: call it on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts_files import load_rows
+from asyncrl.distributed.world import World
+from asyncrl.types import Prompt
+
+from . import dry
+
+
+def load_prompts(
+    config: Config, tokenizer: Any, world: World, given: Sequence[Mapping[str, Any]] | None
+) -> tuple[PromptSource | None, list[Prompt]]:
+    """(the cursor over the training prompts, the held-out prompts). None: an embedding program brings its own.
+
+    `given`: rows instead of `data.train`. Errors: DataError, over-long prompts under `overlong: refuse` included.
+    """
+    rows: Any = given if given is not None else config.data.train
+    if rows is None and config.train.kind == "dry_run":
+        rows = dry.rows()
+    if rows is None:
+        return None, []
+    prompts = PromptSource(
+        load_rows(rows),
+        tokenizer,
+        config.data,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.world_size,
+        max_epochs=config.train.max_epochs,
+    )
+    if config.data.overlong == "refuse":
+        prompts.check_all()
+    held_out: list[Prompt] = []
+    if config.data.eval is not None and config.evaluate.every is not None:
+        data = config.data.model_copy(update={"shuffle": False})
+        source = PromptSource(load_rows(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
+        held_out = list(iter(source.next, None))
+    return prompts, held_out
