@@ -187,3 +187,27 @@ async def test_update_weights_drops_saved_prompts_and_answers_while_idle() -> No
         with pytest.raises(GenerationError, match=r"version 2.*holds version 1"):
             await run.engine.update_weights(2)
         assert (await run.engine.generate(request(4, 0))).versions.tolist() == [1] * 12
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+async def test_a_prompt_never_mixes_versions(mode: Literal["keep", "recompute"]) -> None:
+    """The weights change while a long prompt is half prefilled: it starts again, and is all of one version."""
+    policy, plain = policy_and_plain("qwen3")
+    asked = request(41, 3, max_tokens=5)
+    answers: list[Generation] = []
+    async with opened(policy, kv_after_update=mode, prefill_tokens=4) as run:
+
+        async def one() -> None:
+            answers.append(await run.engine.generate(asked))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            while run.engine.statistics()["prefill_tokens"] < 12:
+                await run.lane.run(lambda: None, name="tick")
+            done = await run.lane.run(
+                lambda: (change_weights(policy), run.engine.core.tokens_prefilled)[1], name="train/finish", priority=1
+            )
+        assert 12 <= done < 40
+        assert run.engine.statistics()["prefill_tokens"] == done + 40
+    assert (answers[0].versions == 1).all()
+    assert np.abs(answers[0].logprobs - plain_logprobs(plain_copy(policy, plain), asked, answers[0])).max() < 1e-4
