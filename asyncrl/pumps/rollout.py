@@ -48,7 +48,6 @@ class RolloutPump:
         prompt = self._prompts.next() if await self._wanted() else None
         if prompt is None:
             return None
-        self._rooms.book.wait_for_slot(prompt.group_id)
         with self._rooms.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
             self.in_hand = prompt.group_id  # also after a cancellation: the cursor is past it and nobody played it
             ticket = await self._rooms.ledger.admit(prompt.group_id)
