@@ -576,3 +576,36 @@ def test_evaluation_metrics_know_avg_and_pass() -> None:
     assert house.evaluations[0][f"{name}/avg@1"] == house.evaluations[1][f"{name}/avg@1"] == 0.25
     assert house.evaluations[0][f"{name}/pass@1"] == 0.25
     assert house.evaluations[0][f"{name}/completions/mean_length"] == TOKENS
+
+
+def test_what_a_checkpoint_must_keep_is_known_at_every_version() -> None:
+    """The ledger's live groups and the one prompt that waits for its slot: with the trained ones every prompt, once."""
+    kept: list[tuple[int, list[int]]] = []
+
+    def note(house: House) -> None:
+        live_or_claimed = [ticket.group_id for ticket in house.ledger.live_groups()]
+        in_hand = [] if house.graph.in_hand is None else [house.graph.in_hand]
+        trained = [group for step in house.trained() for group in step]
+        kept.append((house.prompts.delivered, [*live_or_claimed, *in_hand, *trained]))
+
+    async def body(house: House, supervisor: object) -> None:
+        publish = house.graph._publish
+        inner = publish._at_version
+
+        async def at_version(version: int) -> None:
+            await inner(version)
+            assert house.graph.in_hand is not None  # all slots are held until this very version is published
+            note(house)
+
+        publish._at_version = at_version  # type: ignore[method-assign]
+        try:
+            await house.graph.run(supervisor)  # type: ignore[arg-type]
+        finally:
+            note(house)  # cancelled in the middle: before the live groups are ended
+
+    plan = Plan(groups_per_step=2, rollout_s=lambda group, member: 1.0 + group % 3)
+    live(plan, body=body, cancel_at_tick=120)
+
+    assert len(kept) > 3
+    for delivered, groups in kept:
+        assert sorted(groups) == list(range(delivered)), "a prompt was lost or stands there twice"

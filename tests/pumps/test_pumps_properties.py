@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +91,7 @@ def check_ages(house: House) -> int:
     bound = house.config.rollout.max_staleness
     assert bound is not None
     for version, batch in house.tokens_trained:
-        assert 0 <= version - batch.versions.max(), "trained on a token of a version that does not exist yet"
+        assert version - batch.versions.max() >= 0, "trained on a token of a version that does not exist yet"
         assert version - batch.versions.min() <= bound, "trained on a token that is too old"
     for report in house.reports:
         oldest = min(int(t.oldest_version) for group in report.groups for t in group.trajectories)
