@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +45,7 @@ class _Tree:
     rows: list[_Row] = field(default_factory=list)
 
 
-def pack_groups(
-    groups: Sequence[tuple[Group, npt.ArrayLike]], tokens_per_microbatch: int
-) -> list[Microbatch]:
+def pack_groups(groups: Sequence[tuple[Group, npt.ArrayLike]], tokens_per_microbatch: int) -> list[Microbatch]:
     """`groups`: (group, advantages [G] in member order). Every trajectory lands in exactly one microbatch.
 
     A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a single prompt with one
@@ -150,5 +149,5 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
     )
 
 
-def _join(parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+def _join(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)

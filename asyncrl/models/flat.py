@@ -18,6 +18,22 @@ from torch import Tensor, nn
 
 ALIGNMENT = 64  # elements: every parameter starts on a cache line in every dtype
 
+_BLOCK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in cache
+
+
+def add_wider_(target: Tensor, source: Tensor) -> None:
+    """`target += source` where `source` is narrower. On a CPU torch's mixed addition runs at a fifth of the rate of a
+    conversion in cache followed by a plain addition; the two need not have the same shape, only the same contiguous order.
+    """
+    if target.device.type != "cpu" or target.dtype == source.dtype:
+        target.add_(source)
+        return
+    into, values = target.view(-1), source.contiguous().view(-1)
+    scratch = torch.empty(min(_BLOCK, values.numel()), dtype=target.dtype)
+    for start in range(0, values.numel(), _BLOCK):
+        block = values[start : start + _BLOCK]
+        into[start : start + _BLOCK].add_(scratch[: block.numel()].copy_(block))
+
 
 class FlatParameters:
     """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
@@ -58,8 +74,9 @@ class FlatParameters:
         target = self.view(self.grad, index)
 
         def accumulate(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            target.add_(parameter.grad)
+            if parameter.grad is None:  # its user has added to the buffer itself and reports nothing (head, embedding)
+                return
+            add_wider_(target, parameter.grad)
             parameter.grad = None
 
         return accumulate
@@ -96,7 +113,9 @@ class FlatParameters:
         """Copy named tensors into the masters and refresh. KeyError names what is missing."""
         missing = [name for name in self.names if name not in state]
         if missing:
-            raise KeyError(f"state holds no parameter named {missing[:3]} ({len(missing)} missing of {len(self.names)})")
+            raise KeyError(
+                f"state holds no parameter named {missing[:3]} ({len(missing)} missing of {len(self.names)})"
+            )
         for name, master in self.named_masters():
             master.copy_(state[name])
         self.refresh()

@@ -33,7 +33,7 @@ def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: i
     else:
         module, tokenizer = _build_module(config, seed), None
     _check_tied(module)
-    module.to(torch.device(device))
+    nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype)
     _probe(policy)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
@@ -112,17 +112,16 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
         settings = load_model_config(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-        return module
+            built: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        return built
     path = _path(config)
     load_model_config(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, **gguf
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **gguf)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ConfigError(f"model.path: the weights of {path!r} could not be loaded ({_short(error)})") from error
+    module, report = loaded
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise ConfigError(
@@ -130,7 +129,9 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
             "left them random. Use a complete checkpoint, or model.random_init=true"
         )
     _repair(module.config)
-    return module
+    if config.gguf_file:
+        module.hf_quantizer = None  # the weights are dequantized: with it, transformers would refuse to save them
+    return module  # type: ignore[no-any-return]
 
 
 def _repair(config: PretrainedConfig) -> PretrainedConfig:

@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .flat import add_wider_
+
 CHUNK_ROWS = 512
 _CPU_BLOCK_ROWS = 16
+_VOCABULARY_BLOCK = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +155,12 @@ def _logits_gradient(
 
 
 def _accumulate(buffer: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """buffer [V, E] += grad_logits.T @ hidden."""
+    """buffer [V, E] += grad_logits.T @ hidden, in blocks of the vocabulary where the sum is wider than the product."""
     if buffer.dtype == hidden.dtype:
         buffer.addmm_(grad_logits.t(), hidden)
-    else:
-        buffer.add_(torch.mm(grad_logits.t(), hidden))
+        return
+    for start, end in _ranges(buffer.shape[0], _VOCABULARY_BLOCK):
+        add_wider_(buffer[start:end], torch.mm(grad_logits[:, start:end].t(), hidden))
 
 
 def _block_rows(hidden: Tensor, chunk: int) -> int:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from asyncrl.errors import ConfigError
 
 from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
+from .embedding import embed, is_plain
 from .flat import FlatParameters
 from .norms import replace_norms
 
@@ -44,12 +45,14 @@ class PolicyModel:
         self.flat = FlatParameters(module, self.dtype)
         self.decoder: nn.Module = module.get_decoder()
         self.head: nn.Linear = module.get_output_embeddings()
-        embedding = module.get_input_embeddings().weight
-        self._head_index = next(i for i, p in enumerate(self.flat.parameters) if p is self.head.weight)
+        embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]
+        self._embedding = embedding
+        index = {id(parameter): i for i, parameter in enumerate(self.flat.parameters)}
+        self._head_index = index[id(self.head.weight)]
+        self._embedding_index = index[id(embedding.weight)] if is_plain(embedding) else None
         # Multiply-adds of one token's forward, attention's own left out: an embedding that is only looked up has none.
-        self.matmul_parameters = sum(
-            p.numel() for p in self.flat.parameters if p.ndim >= 2 and (p is not embedding or p is self.head.weight)
-        )
+        looked_up = None if embedding.weight is self.head.weight else embedding.weight
+        self.matmul_parameters = sum(p.numel() for p in self.flat.parameters if p.ndim >= 2 and p is not looked_up)
 
     @property
     def config(self):  # type: ignore[no-untyped-def]
@@ -66,8 +69,14 @@ class PolicyModel:
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
+        if torch.is_grad_enabled() and self._embedding_index is not None:
+            buffer_VE = self.flat.view(self.flat.grad, self._embedding_index)
+            rows_TE = embed(self._embedding, tokens_T, buffer_VE)
+            inputs = {"inputs_embeds": rows_TE.unsqueeze(0)}
+        else:
+            inputs = {"input_ids": tokens_T.unsqueeze(0)}
         output = self.decoder(
-            input_ids=tokens_T.unsqueeze(0),
+            **inputs,
             position_ids=positions_T.unsqueeze(0),
             use_cache=False,
             **{PLAN_ARGUMENT: plan},
@@ -119,13 +128,19 @@ def refuse_unsupported(module: PreTrainedModel) -> None:
     config = module.config
     for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
         if getattr(config, key, 0):
-            raise ConfigError(f"model.path: {key} is {getattr(config, key)}; dropout in an RL policy is refused, set it to 0")
+            raise ConfigError(
+                f"model.path: {key} is {getattr(config, key)}; dropout in an RL policy is refused, set it to 0"
+            )
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, key, None) not in (None, 1, 1.0):
-            raise ConfigError(f"model.path: {type(module).__name__} transforms its logits ({key}); this is not supported yet")
+            raise ConfigError(
+                f"model.path: {type(module).__name__} transforms its logits ({key}); this is not supported yet"
+            )
     if "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise ConfigError(f"model.path: {type(module).__name__} has sliding-window layers; use a full-attention model")
     if getattr(module.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model.path: {type(module).__name__} has a bias in its head; this is not supported yet")
     if module.get_output_embeddings() is None or not hasattr(module, "get_decoder"):
-        raise ConfigError(f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head")
+        raise ConfigError(
+            f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head"
+        )

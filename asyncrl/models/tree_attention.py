@@ -92,7 +92,9 @@ class TreePlan:
         for span, tree in zip(self._suffixes, self._tree_of, strict=True):
             first, end = ends.get(tree, (span.start, span.start))
             if span.start != end:
-                raise ValueError(f"the suffixes of tree {tree} are not adjacent: one ends at {end}, next at {span.start}")
+                raise ValueError(
+                    f"the suffixes of tree {tree} are not adjacent: one ends at {end}, next at {span.start}"
+                )
             ends[tree] = (first, span.start + span.length)
         return [
             (_Span(first, end - first), self._prefixes[tree])
@@ -176,7 +178,9 @@ class _TreeAttention(torch.autograd.Function):
             _put(out, block, part)
             _put(lse.unsqueeze(-1), block, part_lse.unsqueeze(-1))
         for rows, prefix in plan.cross:
-            part, part_lse = _flash(_take(query, rows), _take(key, prefix), _take(value, prefix), 0.0, False, scale=scaling)
+            part, part_lse = _flash(
+                _take(query, rows), _take(key, prefix), _take(value, prefix), 0.0, False, scale=scaling
+            )
             _merge(_slice(out, rows), _slice(lse, rows), part[0].transpose(0, 1), part_lse[0].t())
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.plan, ctx.scaling = plan, scaling

@@ -92,7 +92,9 @@ class Metrics:
     def loss_sum(self) -> float:
         return 0.0 if self.loss is None else float(self.loss)
 
-    def add_mismatch(self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int) -> None:
+    def add_mismatch(
+        self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int
+    ) -> None:
         """All [S]; `age_S` int64, current version minus the token's. NaN sampler log-probs are left out."""
         known = ~sampler_S.isnan()
         difference = torch.where(known, trainer_S - sampler_S, 0.0).to(torch.float64)
@@ -104,7 +106,9 @@ class Metrics:
         foreign.index_add_(0, sequence_S, (age_S != 0).to(torch.float64))
         pure = (foreign == 0).index_select(0, sequence_S) & known
         distance = difference.abs() * pure
-        current = torch.stack([pure.sum().double(), distance.sum(), distance.max() if distance.numel() else distance.sum()])
+        current = torch.stack(
+            [pure.sum().double(), distance.sum(), distance.max() if distance.numel() else distance.sum()]
+        )
         if self.current is not None:
             current[:2] += self.current[:2]
             current[2] = torch.maximum(current[2], self.current[2])
@@ -113,7 +117,8 @@ class Metrics:
     def table(self) -> Tensor:
         """This rank's row: every number that is reduced over ranks, float64 on the host."""
         row = [
-            float(self.values[name]) if name in self.values else _IDENTITY[kind(name)] for name in sorted(self.normalisers)
+            float(self.values[name]) if name in self.values else _IDENTITY[kind(name)]
+            for name in sorted(self.normalisers)
         ]
         ages = self.ages.flatten().tolist() if self.ages is not None else [0.0] * (AGES * 3)
         current = self.current.tolist() if self.current is not None else [0.0] * 3

@@ -123,9 +123,7 @@ class TorchTrainer:
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total)
         age_S = self.version - torch.from_numpy(batch.versions).to(logp_S.device, torch.int64)
-        step.metrics.add_mismatch(
-            logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
-        )
+        step.metrics.add_mismatch(logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences)
 
     def finish_train_step(self) -> StepResult:
         """Reduce, rescale, clip, step, tick the version, close.
@@ -146,7 +144,9 @@ class TorchTrainer:
         denominator = denominators[step.loss.normaliser]
         loss = totals.loss / denominator
         if not math.isfinite(loss):
-            raise DivergenceError(f"the loss of the step after version {self.version} is {loss}; the weights are untouched")
+            raise DivergenceError(
+                f"the loss of the step after version {self.version} is {loss}; the weights are untouched"
+            )
         gradient = self.policy.flat.grad
         gradient.mul_(1.0 / denominator)
         self.reducer.reduce_gradients_(gradient)
@@ -180,9 +180,7 @@ class TorchTrainer:
         self.policy.flat.zero_grad()
         self._step = None
 
-    def compute_logprobs(
-        self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
-    ) -> Float32Array:
+    def compute_logprobs(self, batch: Microbatch, model: Literal["policy", "reference"] = "policy") -> Float32Array:
         """Log-probs [S] at the batch's temperatures, without gradient. May be called inside a step: it leaves gradients
         alone. `reference`: the weights at the start; ValueError where the trainer keeps none."""
         with torch.no_grad():
@@ -190,7 +188,9 @@ class TorchTrainer:
                 logp_S, _ = self.forward(batch)
             else:
                 if self.reference is None:
-                    raise ValueError("compute_logprobs: the trainer was built without a reference (needs_reference=True)")
+                    raise ValueError(
+                        "compute_logprobs: the trainer was built without a reference (needs_reference=True)"
+                    )
                 with swapped(self.policy, self.reference):
                     logp_S, _ = self.forward(batch)
         result: Float32Array = logp_S.float().cpu().numpy()

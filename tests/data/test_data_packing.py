@@ -34,7 +34,9 @@ def make_trajectory(
     )
 
 
-def make_group(group_id: int, prompt: list[int], members: list[tuple[list[int], list[bool]]]) -> tuple[Group, list[float]]:
+def make_group(
+    group_id: int, prompt: list[int], members: list[tuple[list[int], list[bool]]]
+) -> tuple[Group, list[float]]:
     trajectories = tuple(
         make_trajectory(group_id, i, len(members), prompt, tokens, mask) for i, (tokens, mask) in enumerate(members)
     )
@@ -75,7 +77,10 @@ def path_to(batch: Microbatch, index: int) -> tuple[list[int], list[int]]:
 @given(batches(), st.integers(1, 60))
 def test_every_scored_token_once_with_its_context_and_columns(groups: list, budget: int) -> None:
     expected = {
-        (t.group_id, t.member, int(i)): t for group, _ in groups for t in group.trajectories for i in np.flatnonzero(t.mask)
+        (t.group_id, t.member, int(i)): t
+        for group, _ in groups
+        for t in group.trajectories
+        for i in np.flatnonzero(t.mask)
     }
     advantages = {(g.group_id, i): a for g, values in groups for i, a in enumerate(values)}
     sequences = []

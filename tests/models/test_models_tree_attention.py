@@ -47,7 +47,9 @@ def inputs(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype) -> list
     ]
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = torch.einsum("thd,shd->hts", query, key) * scale
@@ -64,7 +66,9 @@ def test_equals_dense_masked_attention(trees: list, path: str, heads: tuple[int,
     expected = dense(*qkv, mask, 0.3)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    for ours, theirs in zip(torch.autograd.grad(out, qkv, weights), torch.autograd.grad(expected, qkv, weights), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(out, qkv, weights), torch.autograd.grad(expected, qkv, weights), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -84,7 +88,9 @@ def test_views_and_bins_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     viewed = plan.attend(0, *qkv, 0.5)
     torch.testing.assert_close(binned, viewed, rtol=0, atol=1e-13)
     weights = torch.ones_like(viewed)
-    for ours, theirs in zip(torch.autograd.grad(binned, qkv, weights), torch.autograd.grad(viewed, qkv, weights), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(binned, qkv, weights), torch.autograd.grad(viewed, qkv, weights), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 

@@ -36,8 +36,12 @@ def cut(groups: list, pieces: int, seed: int = 0) -> list[Microbatch]:
     raise AssertionError(f"no budget cuts the batch into {pieces}")
 
 
-def run(policy, microbatches: list[Microbatch], loss: Loss, **config: object) -> tuple[StepResult, dict[str, torch.Tensor]]:
-    trainer = TorchTrainer(policy, TrainConfig(lr=0.1, **{"grad_clip": None, **config}), max_completion_length=MAX_LENGTH)
+def run(
+    policy, microbatches: list[Microbatch], loss: Loss, **config: object
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    trainer = TorchTrainer(
+        policy, TrainConfig(lr=0.1, **{"grad_clip": None, **config}), max_completion_length=MAX_LENGTH
+    )
     trainer.begin_train_step(loss)
     for microbatch in microbatches:
         trainer.train_microbatch(microbatch)
@@ -86,8 +90,10 @@ def test_gradient_checkpointing_is_equal() -> None:
     groups, loss = batch(), build_loss("grpo")
     _, plain = run(tiny_policy(), cut(groups, 2), loss)
     policy = tiny_policy()
+    calls: list[int] = []
+    policy.module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     _, checkpointed = run(policy, cut(groups, 2), loss, gradient_checkpointing=True)
-    assert policy.module.is_gradient_checkpointing
+    assert len(calls) == 4  # each of two microbatches ran the layer again in backward
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=0, atol=1e-14)
 

@@ -258,7 +258,9 @@ def trainer_at(core: TorchTrainer, version: int) -> TorchTrainer:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), asyncio.CancelledError(), KeyboardInterrupt(), Failure()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), asyncio.CancelledError(), KeyboardInterrupt(), Failure()], ids=repr
+)
 def test_exception_in_the_second_microbatch_leaves_the_step_open_and_abort_cleans(error: BaseException) -> None:
     core = trainer()
     before = weights(core)

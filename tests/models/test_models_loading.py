@@ -1,0 +1,238 @@
+"""Loading: directory, random weights, GGUF; what is refused; the policy's own calls against plain transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models.flat import add_wider_
+from asyncrl.models.loading import load_policy, parameter_count
+from asyncrl.models.norms import FusedRMSNorm, replace_norms
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.tree_attention import TreePlan
+
+SHAPE = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.4,
+    "max_position_embeddings": 64,
+}
+
+
+def save_tokenizer(directory: Path) -> None:
+    words = {f"w{i}": i for i in range(37)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0"))).save_pretrained(directory)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loaded_policy_equals_a_plain_transformers_forward(tmp_path: Path, family: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(LlamaConfig(**SHAPE)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    policy, tokenizer = load_policy(ModelConfig(path=str(tmp_path), dtype=dtype))
+    assert tokenizer.convert_tokens_to_ids("w5") == 5
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    tokens = torch.arange(9) * 5 % 37
+    with torch.no_grad():
+        ours = policy.logits(policy.hidden(tokens, torch.arange(9), TreePlan([0], [9])))
+        theirs = plain(input_ids=tokens[None]).logits[0].float()
+    assert ours.dtype == torch.float32
+    tolerance = 1e-4 if dtype == "float32" else 0.05 * float(theirs.abs().max())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def test_random_init_is_keyed_by_the_seed_and_leaves_the_global_state_alone(directory: Path) -> None:
+    config = ModelConfig(path=str(directory), random_init=True)
+    state = torch.random.get_rng_state()
+    first, second, other = (load_policy(config, seed=seed)[0].flat.master for seed in (1, 1, 2))
+    assert torch.equal(first, second) and not torch.equal(first, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_parameter_count_allocates_nothing_and_is_right(directory: Path) -> None:
+    config = ModelConfig(path=str(directory))
+    assert parameter_count(config) == load_policy(config)[0].flat.numel
+    shape = json.loads((directory / "config.json").read_text())
+    shape |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 60, "vocab_size": 128000}
+    (directory / "config.json").write_text(json.dumps(shape))
+    assert parameter_count(config) > 10**11  # 400 GB of float32: would not fit here
+
+
+def test_errors_accuse_precisely(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    def load(path: Path | str | None, **kwargs: object) -> None:
+        load_policy(ModelConfig(path=None if path is None else str(path), **kwargs))
+
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(ConfigError, match="model.path is not set"):
+        load(None)
+    with pytest.raises(ConfigError, match="there is no directory"):
+        load(empty / "nowhere")
+    with pytest.raises(ConfigError, match="no model configuration"):
+        load(empty)
+    with pytest.raises(ConfigError, match=r"no 'x\.gguf' in"):
+        load(directory, gguf_file="x.gguf")
+    with pytest.raises(ConfigError, match=r"model\.tokenizer"):
+        load(directory, tokenizer=str(empty))
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="weights"):
+        load(directory)
+
+
+def test_missing_weights_are_refused_not_left_random(directory: Path) -> None:
+    shape = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"layers\.2"):
+        load_policy(ModelConfig(path=str(directory)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"attention_dropout": 0.1}, "dropout"), ({"layer_types": ["sliding_attention"] * 2}, "sliding")],
+)
+def test_what_would_compute_something_else_is_refused(change: dict, message: str) -> None:
+    config = LlamaConfig(**SHAPE)
+    module = LlamaForCausalLM(config)
+    for key, value in change.items():
+        setattr(module.config, key, value)
+    with pytest.raises(ConfigError, match=message):
+        PolicyModel(module)
+
+
+def test_hidden_logit_transform_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LlamaForCausalLM.forward
+
+    def scaled(self: LlamaForCausalLM, *args: object, **kwargs: object) -> object:
+        output = real(self, *args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    with pytest.raises(ConfigError, match="transforms its logits"):
+        load_policy(ModelConfig(path=str(directory)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_model_loads_as_it_is(tmp_path: Path, dtype: str, tied: bool) -> None:
+    policy = PolicyModel(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)), dtype)
+    policy.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == policy.dtype
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, policy.module.state_dict()[name])
+
+
+def test_norms_are_replaced_only_where_they_are_plain() -> None:
+    policy = PolicyModel(LlamaForCausalLM(LlamaConfig(**SHAPE)), "float64")
+    norms = [m for m in policy.module.modules() if isinstance(m, FusedRMSNorm)]
+    assert len(norms) == 5
+
+    class OddRMSNorm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.zeros(4)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+    assert replace_norms(torch.nn.Sequential(OddRMSNorm())) == 0
+    clone = copy.deepcopy(policy.module)  # a clone computes with its own weights
+    clone.model.norm.weight.data.zero_()
+    x = torch.ones(2, 16, dtype=torch.float64)
+    assert not clone.model.norm(x).any() and policy.module.model.norm(x).all()
+
+
+def test_norm_gradient() -> None:
+    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    from asyncrl.models.norms import rms_norm
+
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
+
+
+def test_add_wider_equals_a_plain_addition() -> None:
+    target = torch.randn(600, 1000)
+    source = torch.randn(600, 1000).to(torch.bfloat16)
+    expected = target + source.float()
+    add_wider_(target, source)
+    assert torch.equal(target, expected)
+
+
+def test_gguf(tmp_path: Path) -> None:
+    """A tiny GGUF file: epsilon repaired, no quantization mark, equal to the model that it was written from."""
+    gguf = pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    shape = {**SHAPE, "head_dim": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+    shape["head_dim"] = 8
+    module = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True, rms_norm_eps=1e-5))
+    writer = gguf.GGUFWriter(str(tmp_path / "tiny.gguf"), "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(37)
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    state = module.state_dict()
+    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
+    for layer in range(2):
+        for ours, theirs in names.items():
+            tensor = state[f"model.layers.{layer}.{ours}.weight"]
+            if theirs in ("attn_q", "attn_k"):  # llama.cpp interleaves the rotary halves
+                heads = 4 if theirs == "attn_q" else 2
+                tensor = tensor.view(heads, 2, 4, 32).transpose(1, 2).reshape(tensor.shape)
+            writer.add_tensor(f"blk.{layer}.{theirs}.weight", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_tokenizer(tmp_path / "tokenizer")
+    config = ModelConfig(path=str(tmp_path), gguf_file="tiny.gguf", tokenizer=str(tmp_path / "tokenizer"))
+    policy, _ = load_policy(config)
+    assert policy.config.rms_norm_eps == 1e-5 and not hasattr(policy.config, "quantization_config")
+    assert {m.eps for m in policy.module.modules() if isinstance(m, FusedRMSNorm)} == {1e-5}
+    assert parameter_count(config) == policy.flat.numel
+    for name, tensor in policy.module.state_dict().items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-6)
+    policy.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
