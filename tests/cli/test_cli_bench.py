@@ -15,7 +15,7 @@ from asyncrl.cli.bench import main
 from asyncrl.cli.bench.job import PEERS, REWARD, REWARD_FUNCTION, BenchError, StepJob, cache_directory, write_prompts
 from asyncrl.cli.bench.processes import environment, run_json, trl_python
 from asyncrl.cli.bench.report import Machine, Run, document, summarise, table
-from asyncrl.cli.bench.step import parse
+from asyncrl.cli.bench.step import parse, public_command
 
 MACHINE = Machine(
     gemm_flops=1e6, decoder_parameters=100, head_parameters=40, prompt_tokens_mean=10.0, prompt_tokens_max=12
@@ -72,6 +72,11 @@ def test_a_wrong_option_is_named(arguments: list[str], complaint: str, capsys: p
         parse(arguments)
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_places_on_this_machine_are_not_written_down() -> None:
+    given = ["--trl-python", "/x/bin/python", "--steps", "3", "--cache=/y", "--out", "/z", "train.eps=1e-7"]
+    assert public_command(given) == "asyncrl bench step --steps 3 train.eps=1e-7"
 
 
 def test_an_unknown_bench_is_named(capsys: pytest.CaptureFixture[str]) -> None:

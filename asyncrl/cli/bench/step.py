@@ -23,6 +23,7 @@ from .job import MODELS, PEERS, BenchError, StepJob, cache_directory, write_prom
 from .processes import environment, run_child, run_json, trl_python
 from .report import Machine, Run
 
+_PLACES = ("--trl-python", "--cache", "--out")
 _QUICK: dict[str, Any] = {
     "model": "tiny", "prompts": 2, "group_size": 2, "max_tokens": 8, "steps": 3, "warmup_steps": 1, "repetitions": 1,
     "dtypes": "float32", "lengths": "natural", "peer": "none", "threads": 1,
@@ -63,6 +64,20 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, help="seconds that one run may take")
     add("overrides", nargs="*", metavar="a.b=c", help="settings of asyncrl's side, after the job's own")
     return parser
+
+
+def public_command(arguments: Sequence[str]) -> str:
+    """What is written beside the figures: without the options that only name places on this machine."""
+    kept: list[str] = []
+    skip = False
+    for word in arguments:
+        if skip or word.startswith(tuple(f"{option}=" for option in _PLACES)):
+            skip = False
+        elif word in _PLACES:
+            skip = True
+        else:
+            kept.append(word)
+    return shlex.join(["asyncrl", "bench", "step", *kept])
 
 
 def _positive(text: str) -> int:
@@ -174,7 +189,9 @@ class StepBench:
         )
 
     def write(self) -> Path:
-        options = {key: value for key, value in vars(self.options).items() if key not in ("out", "cache", "trl_python")}
+        options = {
+            key: value for key, value in vars(self.options).items() if f"--{key}".replace("_", "-") not in _PLACES
+        }
         content = report.document(self.runs, report.summarise(self.runs), {**options, "command": self.command})
         path = Path(self.options.out) / f"{self.options.name}.json"
         report.write_json(path, content)
@@ -190,7 +207,7 @@ def main(arguments: Sequence[str]) -> int:
     cache = cache_directory(options.cache)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="run-", dir=cache))
-    bench = StepBench(options, shlex.join(["asyncrl", "bench", "step", *arguments]), scratch, cache)
+    bench = StepBench(options, public_command(arguments), scratch, cache)
     try:
         entries = bench.measure()
     except BenchError as error:
