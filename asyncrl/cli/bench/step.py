@@ -35,7 +35,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="asyncrl bench step", description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="asyncrl bench step", allow_abbrev=False, description=__doc__.partition("\n\n")[0]
+    )
     add = parser.add_argument
     add("--quick", action="store_true", help="smoke test: tiny random model, 2 prompts x 2 x 8 tokens, asyncrl alone")
     add("--model", help="smollm2 (default), tiny, or a model directory")
