@@ -34,10 +34,12 @@ PLANS = {
 @pytest.mark.parametrize("native", [False, True], ids=["scope", "task"])
 @pytest.mark.parametrize("name", PLANS)
 def test_cancelled_at_any_moment_the_books_add_up(name: str, native: bool) -> None:
+    """Odd ticks by a cancel scope, even ones by `Task.cancel`: a stage of the flow lasts longer than one tick."""
     plan = PLANS[name]
     length = live(plan).ticks
+    ticks = range(1 + native, length + 1, 2)
     cut_short = 0
-    for tick in range(1, length + 1):
+    for tick in ticks:
         try:
             house = live(plan, cancel_at_tick=tick, native_cancel=native)
         except BaseException as error:
@@ -45,4 +47,4 @@ def test_cancelled_at_any_moment_the_books_add_up(name: str, native: bool) -> No
             raise
         cut_short += isinstance(house.error, asyncio.CancelledError)
         assert house.error is None or isinstance(house.error, asyncio.CancelledError), (tick, house.error)
-    assert cut_short > length * 0.8, "most of these runs end early: else this test cancels nothing"
+    assert cut_short > len(ticks) * 0.8, "most of these runs end early: else this test cancels nothing"
