@@ -94,7 +94,7 @@ def test_errors_accuse_precisely(directory: Path, tmp_path_factory: pytest.TempP
         load_policy(ModelConfig(path=None if path is None else str(path), **kwargs))
 
     empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(ConfigError, match="model.path is not set"):
+    with pytest.raises(ConfigError, match=r"model\.path is not set"):
         load(None)
     with pytest.raises(ConfigError, match="there is no directory"):
         load(empty / "nowhere")

@@ -1,0 +1,55 @@
+"""Two and three ranks with unequal shares, none included, equal one rank (gloo, real processes)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import training_rank
+
+import asyncrl
+from asyncrl.training.reducer import OneRank
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize(("shares", "name"), [("2,3", "grpo"), ("4,0,1", "dapo")])
+def test_ranks_equal_one_rank(tmp_path: Path, shares: str, name: str) -> None:
+    expected = training_rank.step(OneRank(), training_rank.groups(), name)
+    size, port = len(shares.split(",")), free_port()
+    script = Path(training_rank.__file__)
+    environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(size), str(port), str(tmp_path), shares, name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(size)
+    ]
+    try:
+        for process in ranks:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    for rank in range(size):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=1e-10)
+        torch.testing.assert_close(found["gradient"], expected["gradient"], rtol=0, atol=1e-12)
+        for (*numbers, metrics), (*wanted, wanted_metrics) in zip(found["results"], expected["results"], strict=True):
+            assert numbers == pytest.approx(wanted, rel=1e-10)
+            assert metrics == pytest.approx(wanted_metrics, rel=1e-8, abs=1e-12)
