@@ -42,8 +42,12 @@ _RANK = {cause: rank for rank, cause in enumerate(DEPTH)}
 UNEXPLAINED = "unexplained"
 
 _KINDS: tuple[tuple[str, str], ...] = (
+    ("engine/decode", "decode"),
+    ("engine/prefill", "prefill"),
+    ("engine/weights", "publish"),
     ("decode", "decode"),
     ("prefill", "prefill"),
+    ("train/logprobs", "logprobs"),
     ("admit", "prefill"),
     ("train", "train"),
     ("begin_train", "train"),
