@@ -38,8 +38,11 @@ SAME_FLOOR: dict[str, set[str]] = {
 TORCH_FREE = {"types", "ports", "errors", "config", "telemetry", "concurrency", "environments", "rewards"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_TEST_FILE_LINES = 650  # a test file is a list: it is read entry by entry
 # path or path:function -> reason
-SIZE_EXCEPTIONS: dict[str, str] = {}
+SIZE_EXCEPTIONS: dict[str, str] = {
+    "tests/algorithms/test_algorithms_trl_oracle.py:stand_in": "every attribute that TRL's own code reads, one a line",
+}
 
 
 def imports(tree: ast.AST, room_path: list[str]) -> Iterator[tuple[str, int, bool]]:
@@ -95,8 +98,9 @@ def check_file(path: Path) -> Iterator[str]:
 
 def check_sizes(path: Path, relative: Path, text: str, tree: ast.AST) -> Iterator[str]:
     lines = text.count("\n")
-    if lines > MAX_FILE_LINES and str(relative) not in SIZE_EXCEPTIONS:
-        yield f"{relative}: {lines} lines; at most {MAX_FILE_LINES}"
+    most = MAX_TEST_FILE_LINES if relative.parts[0] == "tests" else MAX_FILE_LINES
+    if lines > most and str(relative) not in SIZE_EXCEPTIONS:
+        yield f"{relative}: {lines} lines; at most {most}"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
