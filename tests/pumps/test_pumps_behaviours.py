@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from pumps_house import TOKENS, House, Plan, live
-
-from asyncrl.errors import DivergenceError, RewardCrash, RewardError, RewardTimeout
+from pumps_house import House, live
+from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
 
 def slow(*groups: int, seconds: float = 10.0, others: float = 1.0):  # type: ignore[no-untyped-def]
@@ -60,8 +60,6 @@ def test_3_strict_on_policy_never_trains_a_stale_group() -> None:
 
 
 def test_3_strict_on_policy_rejects_a_stale_group_that_is_submitted() -> None:
-    from pumps_house import make_prompt, make_trajectory
-
     async def body(house: House, supervisor: object) -> None:
         async def submit(group: int, version: int) -> bool:
             return await house.graph.submit((make_trajectory(group, 0, 1, [version], reward=1.0),), make_prompt(group))
@@ -105,8 +103,6 @@ def test_5_a_step_that_does_not_commit_is_aborted(call: str) -> None:
 
 async def test_5_abort_is_idempotent_and_leaves_the_trainer_usable() -> None:
     house = House(Plan())
-    from contextlib import AsyncExitStack
-
     async with AsyncExitStack() as stack:
         await house.build(stack)
         await house.trainer.abort_train_step()
@@ -155,240 +151,6 @@ def test_7_each_step_clears_its_rows_once_all_of_them_and_only_after_its_commit(
     assert house.stash.statistics().cleared == 12
 
 
-# -- failures ------------------------------------------------------------------------------------------------------
-
-
-def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:
-    """All members of group 1 fail, at different times. One slot comes back, at the first failure, and is used again."""
-    plan = Plan(
-        groups_per_step=2,
-        group_size=4,
-        max_staleness=0,
-        max_failed_groups=1,
-        prompts=5,
-        rollout_s=lambda group, member: 1.0 + member if group == 1 else 10.0,
-        fails=lambda group, member: ValueError(f"member {member}") if group == 1 else None,
-    )
-
-    house = live(plan)
-
-    assert house.error is None
-    [failed] = house.events("failed")
-    assert failed.groups == (1,) and failed.at == pytest.approx(1.0)
-    assert [event.at for event in house.events("admit") if event.groups == (2,)] == [failed.at]
-    assert house.books.failed == 1 and house.books.trained == 4
-    assert house.book.reasons == {"failed: ValueError: member 0": 1}
-
-
-def test_one_failed_group_too_many_ends_the_run_with_its_cause() -> None:
-    plan = Plan(
-        prompts=8, max_failed_groups=1, fails=lambda group, member: KeyError("tool") if group in (2, 3) else None
-    )
-
-    house = live(plan)
-
-    assert "tool" in str(house.error) and isinstance(house.error.__cause__, KeyError)
-    assert "rollout.max_failed_groups allows 1" in str(house.error)
-    assert house.books.failed == 2
-
-
-@pytest.mark.parametrize("preset", ["sync", "one_off", "async"])
-def test_failed_groups_are_replaced_until_max_steps_is_reached(preset: str) -> None:
-    """A replacement must not wait for a whole batch of slots: the open step may wait for nothing but it."""
-    plan = Plan(
-        preset=preset,
-        groups_per_step=3,
-        max_steps=4,
-        max_failed_groups=100,
-        rollout_s=lambda group, member: 1.0 + group % 3,
-        fails=lambda group, member: ValueError("no") if group % 3 == 1 and member == 1 else None,
-    )
-
-    house = live(plan)
-
-    assert house.error is None
-    assert [len(step) for step in house.trained()] == [3, 3, 3, 3]
-    assert house.books.failed > 0
-
-
-def test_an_episode_that_cancels_itself_fails_its_group_and_hangs_nobody() -> None:
-    """User code may await a task that somebody cancelled: to us that is a failure of its group, not a farewell."""
-    import asyncio
-
-    plan = Plan(
-        groups_per_step=2,
-        max_staleness=0,
-        prompts=6,
-        max_failed_groups=1,
-        fails=lambda group, member: asyncio.CancelledError() if (group, member) == (3, 1) else None,
-    )
-
-    house = live(plan)
-
-    assert house.error is None
-    assert house.books.failed == 1 and house.books.trained == 5
-
-
-def test_an_environment_that_returns_another_member_fails_its_group() -> None:
-    class Confused:
-        def __init__(self, inner: object) -> None:
-            self.inner = inner
-
-        async def run(self, prompt, member, group_size, generate):  # type: ignore[no-untyped-def]
-            trajectory = await self.inner.run(prompt, member, group_size, generate)  # type: ignore[attr-defined]
-            return replace(trajectory, member=0) if prompt.group_id == 1 else trajectory
-
-    async def body(house: House, supervisor: object) -> None:
-        house.rooms.environment = Confused(house.rooms.environment)  # type: ignore[assignment]
-        await house.graph.run(supervisor)  # type: ignore[arg-type]
-
-    house = live(Plan(groups_per_step=2, max_staleness=0, max_steps=3, max_failed_groups=1), body=body)
-
-    assert house.error is None
-    assert house.books.failed == 1 and len(house.reports) == 3
-    [reason] = house.book.reasons
-    assert "member 0" in reason and "member 1" in reason
-
-
-def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> None:
-    """A scorer that hears the end of the rollouts with half a group in the stash: counted, its slot released, no hang."""
-    from pumps_house import make_prompt, make_trajectory
-
-    from asyncrl.pumps.pipeline import Scoring
-    from asyncrl.pumps.score import ScorePump
-    from asyncrl.transport.queue import open_queue
-
-    async def body(house: House, supervisor: object) -> None:
-        rooms = house.rooms
-        scoring_in, scoring_out = open_queue("scoring", 4)
-        groups_in, groups_out = open_queue("groups", 4)
-        for group, members in ((0, 2), (1, 1)):
-            ticket = await rooms.ledger.admit(group)
-            assert ticket is not None
-            rooms.book.open(ticket)
-            for member in range(members):
-                trajectory = make_trajectory(group, member, 2, [0])
-                await scoring_in.put(Scoring(ticket, make_prompt(group), trajectory))
-        scoring_in.close()
-        await ScorePump(rooms, scoring_out, groups_in).run()
-        assert [group.group_id async for group in groups_out] == [0]
-        assert house.books.live == 1 and house.books.dropped == 1
-        assert await rooms.book.end(0, "dropped", "nobody trains here")
-
-    house = live(Plan(), body=body)
-
-    assert house.error is None
-    assert house.book.reasons["dropped: incomplete at the end of the rollouts"] == 1
-
-
-def test_a_failed_finish_keeps_version_and_rows_until_the_run_is_over() -> None:
-    seen: dict[str, object] = {}
-
-    class Watching(Exception):
-        pass
-
-    plan = Plan(groups_per_step=2, prompts=4, max_staleness=0, trainer_fails={("finish", 2): Watching("lost a rank")})
-
-    async def body(house: House, supervisor: object) -> None:
-        try:
-            await house.graph.run(supervisor)  # type: ignore[arg-type]
-        finally:  # the train pump is gone, nobody has cleaned up yet
-            seen["stash"] = house.stash.statistics().whole_groups
-            seen["books"] = house.books
-            seen["version"] = house.trainer.version
-
-    house = live(plan, body=body)
-
-    assert isinstance(house.error, Watching)
-    assert house.names("finish", "abort", "clear")[-2:] == ["finish", "abort"]
-    assert seen["version"] == 1 and house.trainer.version == 1
-    assert len(house.events("clear")) == 1
-
-
-@pytest.mark.parametrize("where", ["advantage", "logprobs", "begin"])
-def test_a_failure_before_begin_leaves_no_open_step(where: str) -> None:
-    def broken(rewards: object) -> object:
-        raise ZeroDivisionError("no estimator")
-
-    plan = {
-        "advantage": Plan(prompts=4, advantage=broken),
-        "logprobs": Plan(prompts=4, updates_per_batch=2, trainer_fails={("logprobs", 1): ZeroDivisionError("no pass")}),
-        "begin": Plan(prompts=4, trainer_fails={("begin", 1): ZeroDivisionError("no step")}),
-    }[where]
-
-    house = live(plan)
-
-    assert isinstance(house.error, ZeroDivisionError)
-    assert house.events("microbatch", "finish", "commit", "clear") == []
-    assert house.events("rollback") and house.trainer.version == 0
-    assert bool(house.events("abort")) == (where == "begin")  # where begin was not called there is nothing to abort
-
-
-def test_a_failed_weight_update_ends_the_run_and_its_step_stays_unreleased() -> None:
-    house = live(Plan(prompts=20, publish_fails={2: ConnectionError("an engine is gone")}))
-
-    assert isinstance(house.error, ConnectionError)
-    assert any("training" in note for note in house.error.__notes__)
-    assert [event.version for event in house.events("release")] == [0]
-    assert house.books.held >= 2  # of the step that no engine acknowledged
-
-
-@pytest.mark.parametrize("kind", [RewardError, RewardTimeout, RewardCrash])
-def test_a_failed_reward_ends_the_run_with_that_error(kind: type[RewardError]) -> None:
-    plan = Plan(
-        prompts=20,
-        group_size=4,
-        workers=1,
-        reward_s=lambda group, member: 0.5,
-        max_failed_groups=100,  # these are for environments: a reward has a policy of its own
-        reward_fails=lambda group, member: kind("accuracy: division by zero") if group == 5 else None,
-    )
-
-    house = live(plan)
-
-    assert type(house.error) is kind and "accuracy" in str(house.error)
-    assert house.books.failed == 0, "the groups that waited for a scorer are not to blame"
-
-
-def test_members_without_a_reward_are_trained_with_advantage_zero() -> None:
-    """Policy `none`: the component does not apply, here to a whole group and to a single member."""
-    plan = Plan(
-        groups_per_step=2,
-        group_size=3,
-        prompts=2,
-        reward=lambda group, member: None if group == 0 or member == 1 else float(member),
-    )
-
-    house = live(plan)
-
-    assert house.error is None
-    advantages = house.reports[0].advantages
-    assert advantages[0].tolist() == [0, 0, 0]
-    assert advantages[1][1] == 0 and advantages[1][0] == -advantages[1][2] != 0
-
-
-def test_a_mismatch_beyond_the_gate_ends_the_run_after_its_step_was_booked() -> None:
-    plan = Plan(prompts=8)
-
-    async def body(house: House, supervisor: object) -> None:
-        house.rooms.config = house.config.model_copy(
-            update={"algorithm": house.config.algorithm.model_copy(update={"mismatch_gate": 0.1})}
-        )
-        finish = house.trainer.inner.finish_train_step
-
-        async def mismatched():  # type: ignore[no-untyped-def]
-            result = await finish()
-            return replace(result, metrics={**result.metrics, "mismatch/current_mean": 0.5 * (result.version == 2)})
-
-        house.trainer.inner.finish_train_step = mismatched  # type: ignore[method-assign]
-        await house.graph.run(supervisor)  # type: ignore[arg-type]
-
-    house = live(plan, body=body)
-
-    assert isinstance(house.error, DivergenceError)
-    assert len(house.reports) == 2 and house.books.turn == 2
-
-
 # -- ends ----------------------------------------------------------------------------------------------------------
 
 
@@ -428,6 +190,20 @@ def test_the_time_limit_ends_the_run_after_the_step_in_progress() -> None:
     assert house.error is None and len(house.reports) == 3
     assert house.events("commit")[-1].at == pytest.approx(30.0, abs=0.1)
     assert house.ended_at == pytest.approx(30.0, abs=0.1)
+
+
+def test_a_run_returns_only_when_its_last_episode_has_cleaned_up() -> None:
+    async def body(house: House, supervisor: object) -> None:
+        await house.graph.run(supervisor)  # type: ignore[arg-type]
+        house.note("returned")
+
+    plan = Plan(max_staleness=1, time_limit_s=5.0, rollout_s=lambda g, m: 1.0 + 50.0 * (g % 4 == 3), cleanup_s=7.0)
+    house = live(replace(plan, late="drop"), body=body)
+
+    assert house.error is None
+    given_up = house.events("rollout gives up")
+    assert given_up and given_up[-1].at <= house.events("returned")[0].at
+    assert house.events("rollout starts", "rollout ends", "rollout gives up")[-1].at == given_up[-1].at
 
 
 # -- presets -------------------------------------------------------------------------------------------------------
@@ -512,6 +288,19 @@ def test_with_late_drop_a_straggler_is_dropped_and_counted_instead() -> None:
     assert house.rooms.counters["staleness/dropped"] == 1
     assert house.events("commit")[2].at < 10.0
     assert house.book.reasons == {"dropped: past its deadline": 1}
+
+
+@pytest.mark.parametrize("ticks", range(12))
+def test_a_group_may_be_dropped_for_its_age_on_its_way_to_the_train_pump(ticks: int) -> None:
+    """The straggler's last reward comes in the very moment in which the step after its deadline looks for expired groups."""
+    plan = Plan(groups_per_step=1, group_size=1, max_staleness=0, late="drop", prompts=6, publish_s=lambda v, s: 0.0)
+    plan = replace(plan, max_staleness=1, rollout_s=slow(0, seconds=100.0), train_token_s=0.0, finish_s=1.0)
+    expired = live(plan).events("dropped")[0].at
+
+    house = live(replace(plan, rollout_s=slow(0, seconds=expired), reward_ticks=ticks))
+
+    assert house.error is None
+    assert house.books.trained + house.books.dropped == 6 and house.books.dropped <= 1
 
 
 def test_tokens_of_one_trajectory_may_span_versions_and_keep_their_own() -> None:

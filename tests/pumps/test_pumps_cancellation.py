@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pumps_house import Plan, live
+from pumps_house import live
+from pumps_plan import Plan
 
 PLANS = {
     "async": Plan(

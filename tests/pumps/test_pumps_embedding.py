@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from pumps_house import House, Plan, live, make_prompt, make_trajectory
+from pumps_house import House, live
+from pumps_plan import Plan, make_prompt, make_trajectory
 
 from asyncrl.errors import DataError, LedgerError, LifecycleError
 

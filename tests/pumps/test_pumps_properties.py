@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 import pytest
-from pumps_house import House, Plan, live
+from pumps_house import House, live
+from pumps_plan import Plan
 
 from asyncrl.config.resolve import staleness_bound
 
@@ -111,7 +112,9 @@ def check_steps(house: House) -> None:
     plan = house.plan
     versions = [event.version for event in house.events("finished")]
     assert versions == list(range(1, plan.updates_per_batch * len(house.reports) + 1))
-    assert [report.version for report in house.reports] == versions[plan.updates_per_batch - 1 :: plan.updates_per_batch]
+    assert [report.version for report in house.reports] == versions[
+        plan.updates_per_batch - 1 :: plan.updates_per_batch
+    ]
     trained = [group for step in house.trained() for group in step]
     assert len(trained) == len(set(trained)) == house.books.trained
     for step in house.trained()[:-1]:

@@ -1,0 +1,210 @@
+"""What happens in a house, and the parts of it that are scripted because their time and their failures are the subject:
+prompts, environment, reward, and the engines that take new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+import numpy as np
+
+from asyncrl.config.resolve import resolve
+from asyncrl.config.schema import Config
+from asyncrl.types import FinishReason, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from pumps_house import House
+
+
+TOKENS = 4  # of a scripted completion
+PROMPT_TOKENS = 2
+Seconds = Callable[[int, int], float]  # (group, member) -> seconds
+Failure = Callable[[int, int], BaseException | None]
+
+
+class Event(NamedTuple):
+    at: float
+    what: str
+    groups: tuple[int, ...] = ()
+    version: int = -1
+
+
+def _nothing(group: int, member: int) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens in the house. Times in virtual seconds, `trainer_fails[("finish", 2)]`: the second such call."""
+
+    preset: str = "async"
+    groups_per_step: int = 2
+    group_size: int = 2
+    max_staleness: int | None = None
+    streaming: bool | None = None
+    late: str = "wait"
+    prompts: int | None = None  # None: endless
+    max_steps: int | None = None
+    time_limit_s: float | None = None
+    partial_final_step: bool = True
+    max_failed_groups: int = 0
+    updates_per_batch: int = 1
+    old_logprobs: str = "recompute"
+    workers: int = 2
+    tokens_per_microbatch: int = 64
+    rollout_s: Seconds = lambda group, member: 1.0
+    cleanup_s: float = 0.0  # how long a cancelled episode cleans up after itself
+    reward_s: Seconds = lambda group, member: 0.0
+    reward_ticks: int = 0  # iterations of the event loop that a reward takes on top
+    fails: Failure = _nothing
+    reward_fails: Failure = _nothing
+    reward: Callable[[int, int], float | None] = lambda group, member: float((group + member) % 3)
+    publish_s: Callable[[int, int], float] = lambda version, sink: 0.0
+    publish_fails: Mapping[int, Exception] = field(default_factory=dict)  # by version
+    sinks: int = 1
+    trainer_fails: Mapping[tuple[str, int], BaseException] = field(default_factory=dict)
+    advantage: Callable[[Sequence[float | None]], Any] | None = None
+    train_token_s: float = 0.001
+    finish_s: float = 0.01
+    engine: bool = False  # tokens from the dry-run engine instead of the script
+    held_out: int = 0
+    evaluate_every: int | None = None
+    evaluation_s: float = 1.0
+
+    def config(self) -> Config:
+        given = Config.model_validate(
+            {
+                "preset": self.preset,
+                "data": {"max_prompt_tokens": PROMPT_TOKENS, "eval": "held out" if self.held_out else None},
+                "rollout": {
+                    "group_size": self.group_size,
+                    "groups_per_step": self.groups_per_step,
+                    "max_staleness": self.max_staleness,
+                    "streaming": self.streaming,
+                    "late": self.late,
+                    "max_tokens": TOKENS,
+                    "max_failed_groups": self.max_failed_groups,
+                },
+                "reward": {"workers": self.workers},
+                "engine": {"kind": "dry_run"},
+                "algorithm": {"updates_per_batch": self.updates_per_batch, "old_logprobs": self.old_logprobs},
+                "train": {
+                    "kind": "dry_run",
+                    "max_steps": self.max_steps,
+                    "time_limit_s": self.time_limit_s,
+                    "partial_final_step": self.partial_final_step,
+                    "tokens_per_microbatch": self.tokens_per_microbatch,
+                },
+                "evaluate": {"every": self.evaluate_every},
+            }
+        )
+        return resolve(given, embedding=True)
+
+
+def make_prompt(group_id: int) -> Prompt:
+    return Prompt(group_id, np.arange(1, 1 + PROMPT_TOKENS, dtype=np.int32), f"prompt {group_id}")
+
+
+def make_trajectory(
+    group_id: int, member: int, group_size: int, versions: Sequence[int], reward: float | None = None
+) -> Trajectory:
+    """PROMPT_TOKENS of prompt, then one sampled token per version."""
+    length = PROMPT_TOKENS + len(versions)
+    mask = np.arange(length) >= PROMPT_TOKENS
+    return Trajectory(
+        group_id=group_id,
+        member=member,
+        group_size=group_size,
+        prompt_length=PROMPT_TOKENS,
+        tokens=np.arange(1, 1 + length, dtype=np.int32),
+        mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        sampled_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        versions=np.array([-1] * PROMPT_TOKENS + list(versions), np.int32),
+        temperature=1.0,
+        finish_reason=FinishReason.STOP,
+        reward=reward,
+    )
+
+
+class Prompts:
+    """The prompt cursor: group ids 0, 1, 2, ... up to `count`."""
+
+    def __init__(self, count: int | None) -> None:
+        self.count = count
+        self.delivered = 0
+
+    def next(self) -> Prompt | None:
+        if self.count is not None and self.delivered >= self.count:
+            return None
+        self.delivered += 1
+        return make_prompt(self.delivered - 1)
+
+
+class ScriptedEnvironment:
+    """TOKENS tokens spread evenly over `plan.rollout_s`; each carries the version its engine has at that moment."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+
+    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Any) -> Trajectory:
+        house, group = self.house, prompt.group_id
+        seconds = house.plan.rollout_s(group, member) if group >= 0 else house.plan.evaluation_s
+        engine = house.sinks[(group + member) % len(house.sinks)]
+        house.note("rollout starts", group, version=engine.version)
+        versions = []
+        try:
+            for _ in range(TOKENS):
+                versions.append(engine.version)
+                await anyio.sleep(seconds / TOKENS)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(house.plan.cleanup_s)
+            house.note("rollout gives up", group)
+            raise
+        failure = house.plan.fails(group, member)
+        if failure is not None:
+            raise failure
+        house.note("rollout ends", group, version=versions[0])
+        return make_trajectory(group, member, group_size, versions)
+
+
+class ScriptedReward:
+    def __init__(self, house: House) -> None:
+        self.house = house
+
+    async def __aenter__(self) -> ScriptedReward:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return None
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        plan, scored = self.house.plan, []
+        for trajectory in trajectories:
+            group, member = trajectory.group_id, trajectory.member
+            await anyio.sleep(plan.reward_s(group, member))
+            for _ in range(plan.reward_ticks):
+                await anyio.lowlevel.checkpoint()
+            failure = plan.reward_fails(group, member)
+            if failure is not None:
+                raise failure
+            scored.append(replace(trajectory, reward=plan.reward(group, member)))
+        return scored
+
+
+class Replica:
+    """A WeightSink: an engine with weights of its own, which it takes over after `plan.publish_s`."""
+
+    def __init__(self, house: House, index: int, version: int = 0) -> None:
+        self.house, self.index, self.version = house, index, version
+
+    async def update_weights(self, version: int) -> None:
+        await anyio.sleep(self.house.plan.publish_s(version, self.index))
+        if version in self.house.plan.publish_fails:
+            raise self.house.plan.publish_fails[version]
+        self.house.note("weights taken", version=version)
+        self.version = version
