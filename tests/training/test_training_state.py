@@ -9,39 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training_helpers import MAX_LENGTH, make_group, tiny_policy
+from training_helpers import LOSS, MAX_LENGTH, make_group, make_trainer, microbatches, tiny_policy, train_step, weights
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
-from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.errors import ConfigError, DivergenceError, TrainStepError
-from asyncrl.training.schedule import Schedule
+from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.types import Microbatch, Normaliser
-
-LOSS = build_loss("grpo")
-
-
-def microbatches(seed: int = 0, groups: int = 3, **kwargs: object) -> list[Microbatch]:
-    rng = np.random.default_rng(seed)
-    return [m for i in range(groups) for m in pack_groups([make_group(rng, i, **kwargs)], 1000)]
-
-
-def trainer(dtype: str = "float64", reducer: object = None, **config: object) -> TorchTrainer:
-    settings = TrainConfig(**{"lr": 0.01, **config})
-    return TorchTrainer(tiny_policy(dtype), settings, reducer, max_completion_length=MAX_LENGTH)
-
-
-def weights(core: TorchTrainer) -> torch.Tensor:
-    return core.policy.flat.master.clone()
-
-
-def train_step(core: TorchTrainer, batches: list[Microbatch] | None = None, loss: Loss = LOSS):
-    core.begin_train_step(loss)
-    for batch in microbatches() if batches is None else batches:
-        core.train_microbatch(batch)
-    return core.finish_train_step()
+from asyncrl.types import Normaliser
 
 
 class Failure(BaseException):
@@ -112,7 +87,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("state", "call", "error", "open_after"), TABLE, ids=lambda x: getattr(x, "__name__", None))
 def test_state_table(state: Callable, call: str, error: str | None, open_after: bool) -> None:
-    core = trainer()
+    core = make_trainer()
     state(core)
     before, gradient, version = weights(core), core.policy.flat.grad.clone(), core.version
     if error is not None:
@@ -129,7 +104,7 @@ def test_state_table(state: Callable, call: str, error: str | None, open_after: 
 
 def test_train_step_error_is_a_runtime_error() -> None:
     with pytest.raises(RuntimeError):
-        trainer().finish_train_step()
+        make_trainer().finish_train_step()
 
 
 # -- finish ------------------------------------------------------------------------------------------------------------
@@ -148,7 +123,7 @@ def test_order_of_finish(monkeypatch: pytest.MonkeyPatch) -> None:
         def reduce_gradients_(self, flat: torch.Tensor) -> None:
             log.append("reduce" if float(flat.norm()) == pytest.approx(norm / sequences) else "reduce of raw sums")
 
-    core = trainer(reducer=Spy())
+    core = make_trainer(reducer=Spy())
     core.begin_train_step(LOSS)
     for batch in microbatches():
         core.train_microbatch(batch)
@@ -167,19 +142,19 @@ def test_order_of_finish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_clip_acts_on_the_rescaled_gradient() -> None:
     """A threshold between the norm of the sums and that of the mean must not fire, however often the batch is repeated."""
-    free = train_step(trainer(grad_clip=None))
+    free = train_step(make_trainer(grad_clip=None))
     for repeats in (1, 3):
-        core = trainer(grad_clip=free.grad_norm * 1.01)
+        core = make_trainer(grad_clip=free.grad_norm * 1.01)
         result = train_step(core, microbatches() * repeats)
         assert result.grad_norm == pytest.approx(free.grad_norm, rel=1e-9)
         assert float(core.policy.flat.grad.norm()) == pytest.approx(free.grad_norm, rel=1e-9)
-    core = trainer(grad_clip=free.grad_norm / 4)
+    core = make_trainer(grad_clip=free.grad_norm / 4)
     assert train_step(core).grad_norm == pytest.approx(free.grad_norm)
     assert float(core.policy.flat.grad.norm()) == pytest.approx(free.grad_norm / 4, rel=1e-12)
 
 
 def test_no_scored_token_in_the_whole_step_raises_before_anything_moves() -> None:
-    core = trainer(weight_decay=0.5)
+    core = make_trainer(weight_decay=0.5)
     train_step(core)  # momentum exists: a step without gradient would move the weights
     before, version = weights(core), core.version
     for batches in ([], microbatches(masked=(0, 1, 2, 3))):
@@ -196,8 +171,8 @@ def test_fully_masked_sequences_count_in_the_sequence_normaliser() -> None:
     rng = np.random.default_rng(1)
     group = make_group(rng, 0)
     masked = [m for m in microbatches(masked=(0, 1, 2, 3))][:1]
-    alone = train_step(trainer(), pack_groups([group], 1000))
-    diluted = train_step(trainer(), [*pack_groups([group], 1000), *masked])
+    alone = train_step(make_trainer(), pack_groups([group], 1000))
+    diluted = train_step(make_trainer(), [*pack_groups([group], 1000), *masked])
     assert (alone.sequences, diluted.sequences) == (4, 8) and alone.tokens == diluted.tokens
     assert diluted.loss == pytest.approx(alone.loss / 2, rel=1e-12)
 
@@ -218,7 +193,7 @@ def test_metric_normalisers_and_extremes() -> None:
         )
 
     batches = microbatches()
-    metrics = train_step(trainer(), batches, Loss("probe", fn, Normaliser.TOKENS)).metrics
+    metrics = train_step(make_trainer(), batches, Loss("probe", fn, Normaliser.TOKENS)).metrics
     assert metrics["per_token"] == 2 and metrics["per_sequence"] == 1
     assert metrics["plain"] == sum(b.scored for b in batches)
     extreme = max(float(b.advantages.max()) for b in batches)
@@ -227,12 +202,12 @@ def test_metric_normalisers_and_extremes() -> None:
 
 
 def test_learning_rate_is_that_of_this_step() -> None:
-    core = trainer(lr=1.0, warmup_steps=4)
+    core = make_trainer(lr=1.0, warmup_steps=4)
     assert [train_step(core).lr for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_mismatch_by_age_and_of_the_current_version() -> None:
-    core = trainer()
+    core = make_trainer()
     train_step(core)
     pure, old, mixed = microbatches()
     pure = replace(pure, versions=np.full_like(pure.versions, 1))
@@ -250,7 +225,7 @@ def test_mismatch_by_age_and_of_the_current_version() -> None:
 
 
 def trainer_at(core: TorchTrainer, version: int) -> TorchTrainer:
-    fresh = trainer()
+    fresh = make_trainer()
     fresh.policy.version = version
     return fresh
 
@@ -262,7 +237,7 @@ def trainer_at(core: TorchTrainer, version: int) -> TorchTrainer:
     "error", [ValueError("bad"), asyncio.CancelledError(), KeyboardInterrupt(), Failure()], ids=repr
 )
 def test_exception_in_the_second_microbatch_leaves_the_step_open_and_abort_cleans(error: BaseException) -> None:
-    core = trainer()
+    core = make_trainer()
     before = weights(core)
     core.begin_train_step(failing_loss(2, error))
     first, second, _ = microbatches()
@@ -273,11 +248,11 @@ def test_exception_in_the_second_microbatch_leaves_the_step_open_and_abort_clean
         core.begin_train_step(LOSS)
     core.abort_train_step()
     assert not core.policy.flat.grad.any() and torch.equal(weights(core), before) and core.version == 0
-    assert train_step(core) == train_step(trainer())  # the next step is clean
+    assert train_step(core) == train_step(make_trainer())  # the next step is clean
 
 
 def test_failure_after_the_optimizer_step_still_ticks_the_version() -> None:
-    core = trainer("bfloat16")
+    core = make_trainer("bfloat16")
     committed(core)
     assert core.version == 1
     flat = core.policy.flat
@@ -288,7 +263,7 @@ def test_failure_after_the_optimizer_step_still_ticks_the_version() -> None:
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_divergence_leaves_weights_and_version(poison: str) -> None:
-    core = trainer()
+    core = make_trainer()
     before = weights(core)
     batch = microbatches()[0]
     if poison == "loss":
@@ -304,7 +279,7 @@ def test_divergence_leaves_weights_and_version(poison: str) -> None:
 
 
 def test_logprob_pass_between_microbatches_leaves_gradients_alone() -> None:
-    plain = train_step(trainer())
+    plain = train_step(make_trainer())
     core = TorchTrainer(tiny_policy(), TrainConfig(lr=0.01), max_completion_length=MAX_LENGTH, needs_reference=True)
     core.begin_train_step(LOSS)
     for batch in microbatches():
@@ -329,75 +304,4 @@ def test_reference_stays_at_the_start(dtype: str) -> None:
 
 def test_no_reference_is_an_error() -> None:
     with pytest.raises(ValueError, match="without a reference"):
-        trainer().compute_logprobs(microbatches()[0], "reference")
-
-
-# -- optimizer, schedule, state ------------------------------------------------------------------------------------------
-
-
-def test_decay_on_matrices_only() -> None:
-    core = trainer(lr=0.1, weight_decay=0.5)
-    vectors = {name: m.clone() for name, m in core.policy.flat.named_masters() if m.ndim < 2}
-    matrices = {name: m.clone() for name, m in core.policy.flat.named_masters() if m.ndim >= 2}
-    core.begin_train_step(LOSS)
-    core.policy.flat.grad.zero_()
-    core.optimizer.step()
-    for name, master in core.policy.flat.named_masters():
-        if name in vectors:
-            assert torch.equal(master, vectors[name])
-        else:
-            torch.testing.assert_close(master, matrices[name] * (1 - 0.1 * 0.5))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_state_round_trip_is_bit_exact(dtype: str) -> None:
-    settings = {"schedule": "cosine", "max_steps": 6, "warmup_steps": 1, "weight_decay": 0.1}
-    straight, first = trainer(dtype, **settings), trainer(dtype, **settings)
-    for core in (straight, first):
-        train_step(core)
-        train_step(core)
-    state = {
-        key: {n: t.clone() for n, t in value.items()} if key == "masters" else value
-        for key, value in first.state_dict().items()
-    }
-    second = trainer(dtype, **settings)
-    second.policy.flat.master.zero_()
-    second.load_state_dict(state)
-    assert second.version == 2 and torch.equal(second.policy.flat.working, first.policy.flat.working)
-    first.policy.flat.master.zero_()  # the copy is a copy
-    for _ in range(2):
-        assert train_step(straight) == train_step(second)
-    assert torch.equal(weights(straight), weights(second))
-
-
-def test_state_of_an_open_step_is_the_last_commit() -> None:
-    core = trainer()
-    train_step(core)
-    before = {name: tensor.clone() for name, tensor in core.state_dict()["masters"].items()}
-    core.begin_train_step(LOSS)
-    core.train_microbatch(microbatches()[0])
-    state = core.state_dict()
-    assert state["version"] == 1 and all(torch.equal(state["masters"][n], t) for n, t in before.items())
-    with pytest.raises(TrainStepError, match="load_state_dict"):
-        core.load_state_dict(state)
-
-
-def test_incomplete_state_is_named() -> None:
-    core = trainer()
-    train_step(core)
-    state = core.state_dict()
-    del state["masters"]["model.norm.weight"]
-    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
-        trainer().load_state_dict(state)
-    needs = TorchTrainer(tiny_policy(), TrainConfig(), max_completion_length=1, needs_reference=True)
-    with pytest.raises(KeyError, match="reference"):
-        needs.load_state_dict(core.state_dict())
-
-
-def test_schedules() -> None:
-    linear = Schedule(TrainConfig(lr=1.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.1), 12)
-    assert [linear.lr(k) for k in (0, 1, 2, 11, 50)] == pytest.approx([0.5, 1.0, 1.0, 0.1, 0.1])
-    cosine = Schedule(TrainConfig(lr=2.0, schedule="cosine"), 11)
-    assert [cosine.lr(k) for k in (0, 5, 10)] == pytest.approx([2.0, 1.0, 0.0])
-    with pytest.raises(ConfigError, match=r"train\.max_steps"):
-        Schedule(TrainConfig(schedule="linear"), None)
+        make_trainer().compute_logprobs(microbatches()[0], "reference")

@@ -7,8 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.algorithms.base import Loss, LossInputs
+from asyncrl.algorithms.registry import build_loss
+from asyncrl.config.schema import TrainConfig
+from asyncrl.data.packing import pack_groups
 from asyncrl.models.policy import PolicyModel
-from asyncrl.types import FinishReason, Group, Normaliser, Prompt, Ticket, Trajectory
+from asyncrl.training.trainer import TorchTrainer
+from asyncrl.types import FinishReason, Group, Microbatch, Normaliser, Prompt, StepResult, Ticket, Trajectory
 
 VOCABULARY = 41
 MAX_LENGTH = 12
@@ -82,6 +86,30 @@ def make_group(
     prompt = Prompt(group_id, prompt_ids, "")
     advantages = rng.standard_normal(size).astype(np.float32).astype(np.float64)
     return Group(Ticket(group_id, 0, 2), prompt, tuple(trajectories)), advantages
+
+
+LOSS = build_loss("grpo")
+
+
+def microbatches(seed: int = 0, groups: int = 3, **kwargs: object) -> list[Microbatch]:
+    rng = np.random.default_rng(seed)
+    return [m for i in range(groups) for m in pack_groups([make_group(rng, i, **kwargs)], 1000)]
+
+
+def make_trainer(dtype: str = "float64", reducer: object = None, **config: object) -> TorchTrainer:
+    settings = TrainConfig(**{"lr": 0.01, **config})
+    return TorchTrainer(tiny_policy(dtype), settings, reducer, max_completion_length=MAX_LENGTH)
+
+
+def weights(core: TorchTrainer) -> torch.Tensor:
+    return core.policy.flat.master.clone()
+
+
+def train_step(core: TorchTrainer, batches: list[Microbatch] | None = None, loss: Loss = LOSS) -> StepResult:
+    core.begin_train_step(loss)
+    for batch in microbatches() if batches is None else batches:
+        core.train_microbatch(batch)
+    return core.finish_train_step()
 
 
 def oracle_gradient(

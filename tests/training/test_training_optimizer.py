@@ -1,0 +1,80 @@
+"""Optimizer, schedule, and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training_helpers import LOSS, make_trainer, microbatches, tiny_policy, train_step, weights
+
+from asyncrl.config.schema import TrainConfig
+from asyncrl.errors import ConfigError, TrainStepError
+from asyncrl.training.schedule import Schedule
+from asyncrl.training.trainer import TorchTrainer
+
+
+def test_decay_on_matrices_only() -> None:
+    core = make_trainer(lr=0.1, weight_decay=0.5)
+    vectors = {name: m.clone() for name, m in core.policy.flat.named_masters() if m.ndim < 2}
+    matrices = {name: m.clone() for name, m in core.policy.flat.named_masters() if m.ndim >= 2}
+    core.begin_train_step(LOSS)
+    core.policy.flat.grad.zero_()
+    core.optimizer.step()
+    for name, master in core.policy.flat.named_masters():
+        if name in vectors:
+            assert torch.equal(master, vectors[name])
+        else:
+            torch.testing.assert_close(master, matrices[name] * (1 - 0.1 * 0.5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_state_round_trip_is_bit_exact(dtype: str) -> None:
+    settings = {"schedule": "cosine", "max_steps": 6, "warmup_steps": 1, "weight_decay": 0.1}
+    straight, first = make_trainer(dtype, **settings), make_trainer(dtype, **settings)
+    for core in (straight, first):
+        train_step(core)
+        train_step(core)
+    state = {
+        key: {n: t.clone() for n, t in value.items()} if key == "masters" else value
+        for key, value in first.state_dict().items()
+    }
+    second = make_trainer(dtype, **settings)
+    second.policy.flat.master.zero_()
+    second.load_state_dict(state)
+    assert second.version == 2 and torch.equal(second.policy.flat.working, first.policy.flat.working)
+    first.policy.flat.master.zero_()  # the copy is a copy
+    for _ in range(2):
+        assert train_step(straight) == train_step(second)
+    assert torch.equal(weights(straight), weights(second))
+
+
+def test_state_of_an_open_step_is_the_last_commit() -> None:
+    core = make_trainer()
+    train_step(core)
+    before = {name: tensor.clone() for name, tensor in core.state_dict()["masters"].items()}
+    core.begin_train_step(LOSS)
+    core.train_microbatch(microbatches()[0])
+    state = core.state_dict()
+    assert state["version"] == 1 and all(torch.equal(state["masters"][n], t) for n, t in before.items())
+    with pytest.raises(TrainStepError, match="load_state_dict"):
+        core.load_state_dict(state)
+
+
+def test_incomplete_state_is_named() -> None:
+    core = make_trainer()
+    train_step(core)
+    state = core.state_dict()
+    del state["masters"]["model.norm.weight"]
+    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
+        make_trainer().load_state_dict(state)
+    needs = TorchTrainer(tiny_policy(), TrainConfig(), max_completion_length=1, needs_reference=True)
+    with pytest.raises(KeyError, match="reference"):
+        needs.load_state_dict(core.state_dict())
+
+
+def test_schedules() -> None:
+    linear = Schedule(TrainConfig(lr=1.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.1), 12)
+    assert [linear.lr(k) for k in (0, 1, 2, 11, 50)] == pytest.approx([0.5, 1.0, 1.0, 0.1, 0.1])
+    cosine = Schedule(TrainConfig(lr=2.0, schedule="cosine"), 11)
+    assert [cosine.lr(k) for k in (0, 5, 10)] == pytest.approx([2.0, 1.0, 0.0])
+    with pytest.raises(ConfigError, match=r"train\.max_steps"):
+        Schedule(TrainConfig(schedule="linear"), None)
