@@ -58,7 +58,6 @@ class Plan:
     rollout_s: Seconds = lambda group, member: 1.0
     cleanup_s: float = 0.0  # how long a cancelled episode cleans up after itself
     reward_s: Seconds = lambda group, member: 0.0
-    reward_ticks: int = 0  # iterations of the event loop that a reward takes on top
     fails: Failure = _nothing
     reward_fails: Failure = _nothing
     reward: Callable[[int, int], float | None] = lambda group, member: float((group + member) % 3)
@@ -187,8 +186,6 @@ class ScriptedReward:
         for trajectory in trajectories:
             group, member = trajectory.group_id, trajectory.member
             await anyio.sleep(plan.reward_s(group, member))
-            for _ in range(plan.reward_ticks):
-                await anyio.lowlevel.checkpoint()
             failure = plan.reward_fails(group, member)
             if failure is not None:
                 raise failure

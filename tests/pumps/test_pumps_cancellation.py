@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pumps_house import live
+from pumps_house import House, live
 from pumps_plan import Plan
 
 PLANS = {
@@ -49,3 +49,36 @@ def test_cancelled_at_any_moment_the_books_add_up(name: str, native: bool) -> No
         cut_short += isinstance(house.error, asyncio.CancelledError)
         assert house.error is None or isinstance(house.error, asyncio.CancelledError), (tick, house.error)
     assert cut_short > len(ticks) * 0.8, "most of these runs end early: else this test cancels nothing"
+
+
+def test_what_a_checkpoint_must_keep_is_known_at_every_version() -> None:
+    """The ledger's live groups and the one prompt that waits for its slot: with the trained ones every prompt, once."""
+    kept: list[tuple[int, list[int]]] = []
+
+    def note(house: House) -> None:
+        live_or_claimed = [ticket.group_id for ticket in house.ledger.live_groups()]
+        in_hand = [] if house.graph.in_hand is None else [house.graph.in_hand]
+        trained = [group for step in house.trained() for group in step]
+        kept.append((house.prompts.delivered, [*live_or_claimed, *in_hand, *trained]))
+
+    async def body(house: House, supervisor: object) -> None:
+        publish = house.graph._publish
+        inner = publish._at_version
+
+        async def at_version(version: int) -> None:
+            await inner(version)
+            assert house.graph.in_hand is not None  # all slots are held until this very version is published
+            note(house)
+
+        publish._at_version = at_version  # type: ignore[method-assign]
+        try:
+            await house.graph.run(supervisor)  # type: ignore[arg-type]
+        finally:
+            note(house)  # cancelled in the middle: before the live groups are ended
+
+    plan = Plan(groups_per_step=2, rollout_s=lambda group, member: 1.0 + group % 3)
+    live(plan, body=body, cancel_at_tick=120)
+
+    assert len(kept) > 3
+    for delivered, groups in kept:
+        assert sorted(groups) == list(range(delivered)), "a prompt was lost or stands there twice"

@@ -20,7 +20,7 @@ from pumps_plan import Plan
 
 from asyncrl.config.resolve import staleness_bound
 
-BATCHES = 15
+BATCHES = 24
 SCHEDULES_PER_BATCH = 100
 CANCELLATIONS = 200
 

@@ -1,0 +1,58 @@
+"""When new weights count as published, and what may happen around an evaluation."""
+
+from __future__ import annotations
+
+import pytest
+from pumps_house import live
+from pumps_plan import TOKENS, Plan
+
+
+def test_slots_of_a_step_come_back_together_when_the_slowest_engine_has_the_weights() -> None:
+    plan = Plan(
+        groups_per_step=3, max_staleness=0, prompts=6, sinks=3, publish_s=lambda version, sink: [0.0, 2.0, 7.0][sink]
+    )
+
+    house = live(plan)
+
+    commit, release = house.events("commit")[0].at, house.events("release")[0].at
+    assert release == pytest.approx(commit + 7.0)
+    admitted = [event.at for event in house.events("admit")]
+    assert admitted[3:] == [pytest.approx(release)] * 3
+
+
+def test_a_slow_publish_hides_behind_training_but_the_next_finish_waits_for_it() -> None:
+    plan = Plan(groups_per_step=2, max_staleness=2, prompts=12, publish_s=lambda version, sink: 5.0)
+
+    house = live(plan)
+
+    finishes, releases = house.events("finish"), house.events("release")
+    assert all(finish.at >= release.at for finish, release in zip(finishes[1:], releases, strict=False))
+    overlapped = [e for e in house.events("microbatch") if finishes[0].at < e.at < releases[0].at]
+    assert overlapped, "microbatches of the next step are trained while the weights are on their way"
+
+
+def test_evaluation_sees_exactly_its_version_and_the_weights_stand_still() -> None:
+    """Evaluations are 20 times as long as a step. Every one reads the version it is booked under, to its last token."""
+    plan = Plan(groups_per_step=2, max_steps=5, held_out=3, evaluate_every=2, evaluation_s=20.0)
+
+    house = live(plan)
+
+    assert sorted(house.evaluations) == [0, 2, 4, 5]  # before the first, every second, after the last
+    finished = {event.version: event.at for event in house.events("finished")}
+    for event in house.events("evaluated"):
+        later = finished.get(event.version + 1)
+        assert later is None or later >= event.at, "an optimizer step during an evaluation"
+    starts = [event for event in house.events("rollout starts") if event.groups[0] < 0]
+    assert {event.version for event in starts} == {0, 2, 4, 5} and len(starts) == 4 * 3
+    assert house.books.admitted == 10, "evaluation takes no slots"
+
+
+def test_evaluation_metrics_know_avg_and_pass() -> None:
+    plan = Plan(max_steps=1, held_out=4, evaluate_every=1, reward=lambda group, member: 1.0 if group == -1 else 0.0)
+
+    house = live(plan)
+
+    name = "eval/single_turn"
+    assert house.evaluations[0][f"{name}/avg@1"] == house.evaluations[1][f"{name}/avg@1"] == 0.25
+    assert house.evaluations[0][f"{name}/pass@1"] == 0.25
+    assert house.evaluations[0][f"{name}/completions/mean_length"] == TOKENS
