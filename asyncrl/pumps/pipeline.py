@@ -7,9 +7,9 @@ admitted group ends exactly once whichever pump notices first that it cannot be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 import numpy as np
@@ -118,6 +118,5 @@ class Rooms:
     loss: Loss
     advantage: AdvantageFn
     book: GroupBook
-    extra_metrics: Callable[[], Mapping[str, float]] = dict
+    playing_groups: int | None = None  # most groups in rollout at a time on this rank; None: as many as there are slots
     counters: Counter[str] = field(default_factory=Counter)
-    notes: list[Any] = field(default_factory=list)

@@ -28,6 +28,8 @@ class RolloutPump:
         self._rooms = rooms
         self._prompts = prompts
         self._scoring = scoring
+        limit = rooms.playing_groups
+        self._playing = None if limit is None else anyio.Semaphore(limit)
         self.in_hand: int | None = None  # a prompt taken from the cursor that waits for its slot: a checkpoint keeps it
 
     async def run(self) -> None:
@@ -45,6 +47,9 @@ class RolloutPump:
         (Where the slots of a whole step come free together, the admissions after the first do not yield, so its groups
         still enter the engine in the same turn: `sync` depends on no timing.)
         """
+        if self._playing is not None:
+            with self._rooms.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
+                await self._playing.acquire()
         prompt = self._prompts.next() if await self._wanted() else None
         if prompt is None:
             return None
@@ -81,6 +86,9 @@ class RolloutPump:
                     members.start_soon(self._member, ticket, prompt, member)
         except* _EpisodeError as failures:
             await self._failed(ticket, failures)
+        finally:
+            if self._playing is not None:
+                self._playing.release()
 
     async def _member(self, ticket: Ticket, prompt: Prompt, member: int) -> None:
         trajectory = await self._episode(prompt, member)

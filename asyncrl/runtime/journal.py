@@ -104,27 +104,38 @@ class Journal:
 
     async def write(self, version: int, extra: Mapping[str, float]) -> None:
         """Write the line of `version`; `extra` is what was due there (`eval/*`)."""
-        report, metrics = self._pending.pop(version, (None, {}))
+        report, metrics = self._pending.get(version, (None, {}))
         line = {**metrics, **extra}
         if not line:
             return  # the start of a run that evaluates nothing there
+        if report is not None:
+            await self._write_rollouts(report)  # before the line: a step that has one has its rollouts too
+        self._pending.pop(version, None)
         self.history.append((version, line))
         self._sinks.write(version, line)
         if report is not None:
             self.live.step(version, line)
-            if self._rollouts is not None:
-                trained_at = version - self._config.algorithm.updates_per_batch
-                advantages = {
-                    (group_id, member): float(value)
-                    for group_id, values in report.advantages.items()
-                    for member, value in enumerate(values)
-                }
-                writer, groups = self._rollouts, report.groups
-                await offload(
-                    lambda: writer.write(version, groups, trained_version=trained_at, advantages=advantages), "rollouts"
-                )
-        elif extra:
+        else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
+
+    async def _write_rollouts(self, report: StepReport) -> None:
+        if self._rollouts is None:
+            return
+        writer, version = self._rollouts, report.version
+        trained_at = version - self._config.algorithm.updates_per_batch
+        advantages = {
+            (group_id, member): float(value)
+            for group_id, values in report.advantages.items()
+            for member, value in enumerate(values)
+        }
+        await offload(
+            lambda: writer.write(version, report.groups, trained_version=trained_at, advantages=advantages), "rollouts"
+        )
+
+    async def write_pending(self) -> None:
+        """The lines of steps that were committed and not written yet, where the run ended in between."""
+        for version in sorted(self._pending):
+            await self.write(version, {})
 
     async def finish(self, outcome: str) -> None:
         """Trace and report, after the last step; also of a run that failed."""

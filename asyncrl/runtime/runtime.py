@@ -126,11 +126,23 @@ class Runtime:
         if error is None:
             try:
                 await self._graph.drain()
+                await self._other_ranks()
                 self._supervisor.cancel()  # what runs for ever: the lag monitor
             except BaseException as failure:
                 await self._stack.__aexit__(type(failure), failure, failure.__traceback__)
                 raise
         return await self._stack.__aexit__(kind, error, traceback)
+
+    async def _other_ranks(self) -> None:
+        """At a clean end: until every rank released its last step, so that the shared books can be checked.
+
+        A rank that died instead is noticed by torchrun, whose signal cancels this wait.
+        """
+        ledger = self._rooms.ledger
+        while self.world.world_size > 1 and (books := ledger.statistics()).held + books.live + books.claimed:
+            seen = ledger.changes
+            if ledger.statistics() == books:  # else it changed between the two lines
+                await ledger.wait_changed(seen)
 
     async def _open(self) -> None:
         stack = self._stack
@@ -204,7 +216,7 @@ class Runtime:
 
     def expect_end(self, reason: str) -> None:
         """The program is about to cancel the block (a signal): from now on it has `watchdog.abort_grace_s`."""
-        if self._state is State.OPEN and self._watchdog is not None:
+        if self._watchdog is not None:
             self._watchdog.shutdown_deadline(reason)
 
     # -- a run over configured data --------------------------------------------------------------------------------
@@ -258,13 +270,16 @@ class Runtime:
             listener.close()
 
     async def _at_version(self, version: int) -> None:
-        """What is due at a version, before its slots are released: evaluation, checkpoint, its line of metrics."""
+        """What is due at a version, before its slots are released: evaluation, its line of metrics, checkpoint.
+
+        In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
+        checkpoint therefore stand in the next line.
+        """
         last = self._graph.nothing_left()
-        extra = await self._graph.evaluate(version, last)
+        await self._journal.write(version, await self._graph.evaluate(version, last))
         if self._checkpointer.due(version, last):
             saved = await self._checkpointer.save(version, self._books())
-            extra["time/checkpoint"] = saved.seconds
-        await self._journal.write(version, extra)
+            self.recorder.count("time/checkpoint", saved.seconds)
 
     def _books(self) -> dict[str, Any]:
         return self._checkpointer.books(self._prompts, self._graph.in_hand, self._next_group)
@@ -280,6 +295,7 @@ class Runtime:
                     # this one waits for it.
                     await offload(self.world.leave, "leave")
                 await self._rooms.book.end_all(ended)
+                await self._journal.write_pending()
                 if self._checkpointer.final_due(version, error):
                     self._journal.live.note(f"writing a checkpoint of version {version}")
                     await self._checkpointer.save(version, books)

@@ -1,0 +1,135 @@
+"""Configurations and processes for the tests of whole runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.telemetry.sinks import read_jsonl
+
+MODEL = Path(__file__).with_name("runtime_model.py")
+ROOT = MODEL.parents[2]
+# What depends on the clock, and nothing else: all other metrics of a sync run are the same in every run.
+CLOCKED = ("time", "perf/", "time/", "idle/", "busy/", "loop/", "lane/", "queue/")
+
+REAL: dict[str, Any] = {
+    "threads": 1,
+    "model": {"path": f"{MODEL}:build"},
+    "data": {"train": f"{MODEL}:rows", "max_prompt_tokens": 12},
+    "reward": f"{MODEL}:share",
+    "rollout": {"group_size": 4, "groups_per_step": 4, "max_tokens": 8},
+    "train": {"lr": 1e-2, "max_steps": 3, "tokens_per_microbatch": 128},
+    "telemetry": {"live": "off"},
+}
+DRY: dict[str, Any] = {
+    "engine": {"kind": "dry_run"},
+    "train": {"kind": "dry_run", "max_steps": 3, "tokens_per_microbatch": 128},
+    "data": {"max_prompt_tokens": 64},
+    "rollout": {"group_size": 4, "groups_per_step": 4, "max_tokens": 8},
+    "dry_run": {"decode_step_s": 0.0005, "finish_s": 0.0005},
+    "telemetry": {"live": "off"},
+}
+
+
+def write_yaml(folder: Path, tree: dict[str, Any], name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def config_of(folder: Path, *overrides: str, base: dict[str, Any] = REAL) -> Config:
+    """The base configuration with overrides, its run directory in `folder`."""
+    return load_config([write_yaml(folder, base)], [f"run.dir={folder}/runs", *overrides])
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return read_jsonl(run / "metrics.jsonl")
+
+
+def unclocked(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k != "time" and not k.startswith(CLOCKED[1:])} for line in lines]
+
+
+def rollouts_of(run: Path) -> list[dict[str, Any]]:
+    """Every trajectory that was trained, in order of steps."""
+    files = sorted((run / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem[5:]))
+    return [row for path in files for row in read_jsonl(path)]
+
+
+def weights_of(run: Path, version: int) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(run / "checkpoints" / f"step_{version}" / "model.safetensors")
+
+
+def equal_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+class Process:
+    """A program of ours in a process of its own, its output in a file so that no pipe fills up."""
+
+    def __init__(self, folder: Path, *arguments: str, program: Sequence[str] = ("-m", "asyncrl.main"), **environ: str):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **environ,
+        }
+        self.log = folder / "output.txt"
+        with self.log.open("wb") as log:
+            self._popen = subprocess.Popen(
+                [sys.executable, *program, *arguments],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """The exit code. A process that does not end in time is killed, and the test fails with its output."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"not ended after {timeout_s:g} s:\n{self.output[-4000:]}") from None
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+        """Until the outside sees it: there is no event that a foreign process could set for us."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            if self._popen.poll() is not None:
+                raise AssertionError(f"ended with {self._popen.returncode} before {what}:\n{self.output[-4000:]}")
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"no {what} after {timeout_s:g} s:\n{self.output[-4000:]}")
+            time.sleep(0.02)
+
+    def send(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        """The process and everything it started, at once."""
+        os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+
+
+def lines_at_least(run: Path, count: int) -> Callable[[], bool]:
+    return lambda: len(metrics_of(run)) >= count

@@ -1,0 +1,142 @@
+"""What the tests of whole runs bring along as a user would: a model of ten thousand parameters, rows, rewards, environments."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from asyncrl.environments.single_turn import SingleTurn
+
+LETTERS = "abcdefgh"
+VOCABULARY = ["<pad>", "<eos>", *LETTERS, *"123456789", "=", "[", "]", "?"]
+TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+def build(seed: int) -> tuple[Any, Any]:
+    """(model, tokenizer): Qwen3-shaped, one layer, characters as tokens; the tokenizer has no chat template."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config), tokenizer
+
+
+def build_chat(seed: int) -> tuple[Any, Any]:
+    model, tokenizer = build(seed)
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
+
+
+def build_wedged(seed: int) -> tuple[Any, Any]:
+    """Its ninth forward never comes back, like a collective whose partner is gone."""
+    model, tokenizer = build(seed)
+    calls = iter(range(10**9))
+
+    def hook(*_: Any) -> None:
+        if next(calls) >= 8:
+            time.sleep(3600)
+
+    model.model.layers[0].register_forward_pre_hook(hook)
+    return model, tokenizer
+
+
+def rows(count: int = 24) -> list[dict[str, str]]:
+    return [{"prompt": f"{LETTERS[i % 8]}{1 + i % 9}=", "answer": LETTERS[i % 8]} for i in range(count)]
+
+
+def held_out() -> list[dict[str, str]]:
+    return rows(6)
+
+
+def share(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Share of the characters that are the asked letter."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [text.count(letter) / max(len(text), 1) for text, letter in zip(texts, answer, strict=True)]
+
+
+def short(completions: list[Any], **columns: Any) -> list[float | None]:
+    """Does not apply to completions of odd length."""
+    return [None if len(text) % 2 == 1 else float(len(text) < 6) for text in completions]
+
+
+def broken(completions: list[str], **columns: Any) -> list[float]:
+    raise KeyError("no such column")
+
+
+def crash(completions: list[str], **columns: Any) -> list[float]:
+    os._exit(9)
+
+
+def slow(completions: list[str], **columns: Any) -> list[float]:
+    time.sleep(float(os.environ.get("SLOW_REWARD_S", "5")))
+    return [0.0] * len(completions)
+
+
+class Hanging:
+    """The first groups are played; a later one waits for what never comes."""
+
+    def __init__(self, **offered: Any) -> None:
+        self._inner = SingleTurn(**offered)
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        if prompt.group_id >= 4:
+            await asyncio.Event().wait()
+        return await self._inner.run(prompt, member, group_size, generate)
+
+
+class Wedging(Hanging):
+    """Blocks the event loop, as user code must not."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        if prompt.group_id >= 4:
+            block_the_loop()
+        return await self._inner.run(prompt, member, group_size, generate)
+
+
+def block_the_loop() -> None:
+    time.sleep(3600)
+
+
+class Thinking(Hanging):
+    """A held-out prompt takes its time, so that a signal finds the run in its evaluation."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        if prompt.group_id < 0:
+            print("evaluating", flush=True)
+            await asyncio.sleep(float(os.environ.get("THINKING_S", "60")))
+        return await self._inner.run(prompt, member, group_size, generate)
+
+
+class Stubborn(Hanging):
+    """Its episodes do not take a cancellation for an answer."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        if prompt.group_id >= 4:
+            print("stubborn", flush=True)
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    continue
+        return await self._inner.run(prompt, member, group_size, generate)

@@ -1,0 +1,234 @@
+"""The user's own data in five lines of YAML, and every setting of the algorithm in a real run of a few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import yaml
+from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, write_yaml
+from runtime_model import rows
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import DataError
+from asyncrl.runtime.runtime import RunSummary, Runtime
+
+Metrics = Mapping[str, float]
+FAST: dict[str, Any] = REAL | {"telemetry": {"live": "off", "trace": False, "report": False}}
+
+
+async def train(config: Config) -> RunSummary:
+    async with Runtime(config) as runtime:
+        return await runtime.run()
+
+
+def steps_of(summary: RunSummary) -> list[Metrics]:
+    """The metrics of the steps, each checked to be finite."""
+    lines = [metrics for _, metrics in summary.history if "loss" in metrics]
+    for line in lines:
+        bad = {name: value for name, value in line.items() if not math.isfinite(value)}
+        assert not bad, bad
+    assert any(line["optim/grad_norm"] > 0 for line in lines)
+    return lines
+
+
+def write_jsonl(path: Path, data: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    return path
+
+
+def chat_rows() -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows(8)]
+
+
+async def test_five_lines_of_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files beside the YAML are found wherever the run is started."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir(), elsewhere.mkdir()
+    write_jsonl(home / "train.jsonl", rows())
+    (home / "user.py").write_text(MODEL.read_text())
+    text = """\
+model: {path: "user.py:build"}
+data: {train: train.jsonl, max_prompt_tokens: 12}
+reward: user.py:share
+rollout: {group_size: 4, groups_per_step: 4, max_tokens: 8}
+train: {lr: 1.0e-2, max_steps: 2, tokens_per_microbatch: 128}
+"""
+    (home / "x.yaml").write_text(text)
+    monkeypatch.chdir(elsewhere)
+    summary = await train(load_config([home / "x.yaml"], ["threads=1", "telemetry.live=off"]))
+    assert summary.version == 2
+    assert len(steps_of(summary)) == 2
+    assert {row["prompt"] for row in rollouts_of(elsewhere / "runs/run")} <= {row["prompt"] for row in rows()}
+
+
+@pytest.mark.parametrize("form", ["parquet", "datasets"])
+async def test_parquet_and_datasets_directories(tmp_path: Path, form: str) -> None:
+    place = tmp_path / f"train.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows()), place)
+    else:
+        _save_to_disk(place, rows())
+    summary = await train(config_of(tmp_path, f"data.train={place}", "train.max_steps=1", base=FAST))
+    assert summary.version == 1
+    assert {(row["prompt"], row["prompt"][0]) for row in rollouts_of(tmp_path / "runs/run")} <= {
+        (row["prompt"], row["answer"]) for row in rows()
+    }
+
+
+def _save_to_disk(place: Path, data: list[dict[str, Any]]) -> None:
+    """What `datasets.Dataset.save_to_disk` leaves behind, without the package: an Arrow stream and two JSON files."""
+    place.mkdir()
+    table = pa.Table.from_pylist(data)
+    with (
+        pa.OSFile(str(place / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    (place / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (place / "dataset_info.json").write_text("{}")
+
+
+async def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
+    place = write_jsonl(tmp_path / "chat.jsonl", chat_rows())
+    config = config_of(
+        tmp_path, f"data.train={place}", f"model.path={MODEL}:build_chat", "train.max_steps=1", base=FAST
+    )
+    async with Runtime(config) as runtime:
+        steps = runtime.steps()
+        await runtime.run()
+        [report] = [report async for report in steps]
+        decode = runtime.tokenizer.decode
+        for group in report.groups:
+            assert decode(group.prompt.ids.tolist()) == f"[{group.prompt.prompt[0]['content']}]="  # type: ignore[index]
+            assert isinstance(group.trajectories[0].completion, list)
+
+
+@pytest.mark.parametrize("policy", ["skip", "cut", "refuse"])
+async def test_overlong_prompts_are_skipped_cut_or_refused_and_counted(tmp_path: Path, policy: str) -> None:
+    long = [{"prompt": "abcdefgha3=", "answer": "a"}]
+    place = write_jsonl(tmp_path / "long.jsonl", [*rows(6), *long, *rows(6), *long])
+    overrides = (f"data.train={place}", "data.max_prompt_tokens=4", f"data.overlong={policy}", "train.max_epochs=1")
+    config = config_of(tmp_path, *overrides, "train.max_steps=null", base=FAST)
+    if policy == "refuse":
+        with pytest.raises(DataError, match="row 7"):
+            await train(config)
+        return
+    summary = await train(config)
+    last = steps_of(summary)[-1]
+    assert (last["data/skipped"], last["data/cut"]) == ((2, 0) if policy == "skip" else (0, 2))
+    assert summary.books.trained == last["data/delivered"] == (12 if policy == "skip" else 14)
+    prompts = [row["prompt_length"] for row in rollouts_of(tmp_path / "runs/run")]
+    assert max(prompts) == (3 if policy == "skip" else 4)
+
+
+async def test_several_rewards_with_weights(tmp_path: Path) -> None:
+    functions = [
+        {"function": f"{MODEL}:share", "weight": 1.0, "name": "letters"},
+        {"function": f"{MODEL}:short", "weight": 0.5},
+    ]
+    summary = await train(config_of(tmp_path, base=FAST | {"reward": {"functions": functions, "workers": 2}}))
+    for line, (version, _) in zip(steps_of(summary), summary.history, strict=True):
+        trained = [row for row in rollouts_of(tmp_path / "runs/run") if row["trained_version"] == version - 1]
+        letters = [row["components"]["letters"] for row in trained]
+        brief = [row["components"]["short"] for row in trained if row["components"]["short"] is not None]
+        assert line["reward/letters/mean"] == pytest.approx(sum(letters) / len(letters))
+        assert line["reward/short/mean"] == pytest.approx(sum(brief) / len(brief))
+        for row in trained:
+            expected = row["components"]["letters"] + 0.5 * (row["components"]["short"] or 0.0)
+            assert row["reward"] == pytest.approx(expected)
+            assert (row["components"]["short"] is None) == (len(row["completion"]) % 2 == 1)
+
+
+async def test_epochs_end_a_run_with_a_partial_step(tmp_path: Path) -> None:
+    base = FAST | {"rollout": FAST["rollout"] | {"groups_per_step": 7}}
+    summary = await train(config_of(tmp_path, "train.max_steps=null", "train.max_epochs=0.75", base=base))
+    assert [line["train/groups"] for line in steps_of(summary)] == [7, 7, 4]  # 18 of 24 rows
+    assert steps_of(summary)[-1]["train/sequences"] == 16
+
+
+async def test_a_time_limit_ends_a_run_after_the_step_in_progress(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path, "train.max_steps=null", "train.time_limit_s=0.5", "checkpoint.every=1000000", base=FAST
+    )
+    summary = await train(config)
+    assert summary.version >= 1 and summary.seconds < 30
+    assert summary.books.trained == 4 * summary.version
+    assert (tmp_path / f"runs/run/checkpoints/step_{summary.version}").is_dir()
+
+
+async def test_evaluation_before_every_n_and_after(tmp_path: Path) -> None:
+    """Greedy evaluation of the same weights gives the same numbers: the eval of version 2 is that of its checkpoint."""
+    tree = FAST | {
+        "evaluate": {"every": 2, "samples": 2, "temperature": 0, "pass_reward": 0.2},
+        "checkpoint": {"every": 2},
+    }
+    tree["data"] = FAST["data"] | {"eval": f"{MODEL}:held_out"}
+    await train(config_of(tmp_path, "train.max_steps=5", "checkpoint.keep=0", base=tree))
+    lines = {line["step"]: line for line in metrics_of(tmp_path / "runs/run")}
+    name = "eval/single_turn"
+    assert [step for step in lines if f"{name}/avg@2" in lines[step]] == [0, 2, 4, 5]
+    for step in (0, 2, 4, 5):
+        line = lines[step]
+        assert 0 <= line[f"{name}/avg@2"] <= 1 and 0 <= line[f"{name}/pass@2"] <= 1
+        assert line[f"{name}/share/mean"] == pytest.approx(line[f"{name}/avg@2"])
+    assert set(lines[0]) == {"step", "time", *(key for key in lines[2] if key.startswith("eval/"))}
+    for step in (2, 4):
+        again = tree | {
+            "model": {"path": str(tmp_path / f"runs/run/checkpoints/step_{step}")},
+            "run": {"name": f"e{step}"},
+        }
+        summary = await train(config_of(tmp_path, "train.max_steps=1", base=again))
+        version, metrics = summary.history[0]
+        assert version == 0
+        assert {key: lines[step][key] for key in metrics} == pytest.approx(dict(metrics))
+
+
+VARIANTS: dict[str, list[str]] = {
+    "grpo": ["algorithm.loss=grpo"],
+    "dapo": ["algorithm.loss=dapo", "algorithm.epsilon_high=0.28"],
+    "dr_grpo": ["algorithm.loss=dr_grpo", "algorithm.advantage=dr_grpo"],
+    "gspo": ["algorithm.loss=gspo", "algorithm.epsilon=0.0003", "algorithm.epsilon_high=0.0004"],
+    "kl": ["algorithm.kl_coef=0.05"],
+    "two updates": ["algorithm.updates_per_batch=2"],
+    "two updates, gspo, kl": ["algorithm.updates_per_batch=2", "algorithm.loss=gspo", "algorithm.kl_coef=0.05"],
+    "sampler log-probs": ["algorithm.old_logprobs=sampler"],
+    "checkpointing": ["train.gradient_checkpointing=true"],
+    "bfloat16": ["model.dtype=bfloat16"],
+    "recompute": ["engine.kv_after_update=recompute"],
+    "filters": ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.temperature=0.8"],
+    "small engine": ["engine.max_sequences=6", "engine.prefill_tokens=8"],
+    "one_off": ["preset=one_off"],
+    "cosine": ["train.schedule=cosine", "train.warmup_steps=1", "train.weight_decay=0.1", "train.grad_clip=null"],
+    "late drop": ["rollout.late=drop"],
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+async def test_every_variant_trains(tmp_path: Path, variant: str) -> None:
+    summary = await train(config_of(tmp_path, *VARIANTS[variant], "train.max_steps=4", base=FAST))
+    lines = steps_of(summary)
+    updates = 2 if "two updates" in variant else 1
+    assert summary.version == 4 * updates and len(lines) == 4
+    assert summary.books.trained == 16
+    assert max(line["staleness/max"] for line in lines) <= 2 * updates
+    weights = json.loads((tmp_path / f"runs/run/checkpoints/step_{summary.version}/config.json").read_text())
+    assert weights["dtype"] == ("bfloat16" if variant == "bfloat16" else "float32")
+    if "kl" in variant:
+        assert lines[0]["kl"] == pytest.approx(0, abs=1e-5) if updates == 1 else lines[0]["kl"] > 0
+        assert lines[-1]["kl"] > 1e-6 and lines[-1]["time/logprobs"] > 0
+    if variant == "cosine":
+        assert lines[0]["optim/lr"] == lines[1]["optim/lr"] == 0.01 > lines[2]["optim/lr"] > lines[3]["optim/lr"] == 0
+
+
+async def test_unknown_names_are_refused_by_the_resolved_configuration(tmp_path: Path) -> None:
+    file = write_yaml(tmp_path, yaml.safe_load(yaml.safe_dump(REAL)))
+    with pytest.raises(ValueError, match="dr_grpo"):
+        load_config([file], ["algorithm.loss=grop"])

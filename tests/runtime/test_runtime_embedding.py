@@ -1,0 +1,257 @@
+"""A Runtime inside somebody else's event loop: used, closed, broken, cancelled, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+import uvloop
+from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of
+from runtime_model import share
+
+from asyncrl import Runtime
+from asyncrl.config.schema import Config
+from asyncrl.errors import AsyncrlError, LifecycleError
+from asyncrl.types import Trajectory
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+def embedded(folder: Path, base: dict[str, Any] = REAL, *overrides: str) -> Config:
+    """Without prompts, rewards or an end: the program brings them."""
+    tree = {k: v for k, v in base.items() if k != "reward"}
+    tree["data"] = {"max_prompt_tokens": base["data"]["max_prompt_tokens"]}
+    tree["train"] = {k: v for k, v in base["train"].items() if k != "max_steps"}
+    return config_of(folder, "rollout.groups_per_step=2", *overrides, base=tree)
+
+
+async def feed(runtime: Runtime, groups: int) -> None:
+    for _ in range(groups):
+        group = await runtime.generate("a3=", n=4)
+        await runtime.submit(group, share([str(t.completion) for t in group], ["a"] * 4))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_generate_submit_steps_finish(tmp_path: Path, loop: str) -> None:
+    async def program() -> tuple[list[int], Any]:
+        versions: list[int] = []
+        async with Runtime(embedded(tmp_path)) as runtime:
+            steps = runtime.steps()
+            await feed(runtime, 5)
+            summary = await runtime.finish()
+            async for report in steps:
+                versions.append(report.version)
+                assert 0 <= report.metrics["reward/mean"] <= 1
+                assert report.groups[0].prompt.prompt == "a3="
+            with pytest.raises(LifecycleError):
+                await runtime.submit(await runtime.generate("b=", n=1), [0.0])
+        return versions, summary
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        versions, summary = runner.run(program())
+    assert versions == [1, 2, 3]  # the last one smaller
+    assert (summary.version, summary.books.trained) == (3, 5)
+
+
+async def test_prompts_are_strings_messages_or_token_ids(tmp_path: Path) -> None:
+    config = embedded(tmp_path, REAL | {"model": {"path": f"{MODEL}:build_chat"}})
+    async with Runtime(config, write=False) as runtime:
+        [text] = await runtime.generate("a3=")
+        [messages] = await runtime.generate([{"role": "user", "content": "a3="}])
+        ids = runtime.tokenizer.encode("[a3=]=")
+        [raw] = await runtime.generate(ids)
+        for trajectory in (text, messages, raw):
+            assert trajectory.tokens[: trajectory.prompt_length].tolist() == ids
+            assert trajectory.versions[trajectory.mask].tolist() == [0] * trajectory.completion_length
+        assert isinstance(messages.completion, list) and isinstance(text.completion, str)
+    assert not (tmp_path / "runs").exists()
+
+
+async def test_what_submit_refuses(tmp_path: Path) -> None:
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        one, other = await runtime.generate("a", n=2), await runtime.generate("b", n=2)
+        for trajectories, rewards, words in (
+            (one, [1.0], "one reward each"),
+            ([], [], "at least one"),
+            ([one[0], other[0]], [0.0, 1.0], "one group"),
+            (one, [0.0, float("nan")], "finite"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                await runtime.submit(trajectories, rewards)
+        assert runtime.summary().books.admitted == 0
+
+
+async def test_a_reader_of_steps_may_leave_early(tmp_path: Path) -> None:
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(feed, runtime, 6)
+            async for report in runtime.steps():
+                assert report.version == 1
+                break
+        assert (await runtime.finish()).version == 3
+        assert [report async for report in runtime.steps()] == []
+
+
+async def test_opened_once_used_open_closed_where_opened(tmp_path: Path) -> None:
+    runtime = Runtime(embedded(tmp_path, DRY), write=False)
+    with pytest.raises(LifecycleError, match="new"):
+        await runtime.generate("a")
+    async with runtime:
+        async with asyncio.TaskGroup() as tasks:
+            stranger = tasks.create_task(_expect_lifecycle_error(runtime.__aexit__(None, None, None)))
+        assert "task that opened it" in stranger.result()
+        await feed(runtime, 2)  # and it is still open
+    for call in (runtime.generate("a"), runtime.submit([], []), runtime.finish(), runtime.run(), runtime.__aenter__()):
+        assert "closed" in await _expect_lifecycle_error(call)
+    with pytest.raises(LifecycleError, match="closed"):
+        runtime.steps()
+
+
+async def _expect_lifecycle_error(call: Any) -> str:
+    with pytest.raises(LifecycleError) as error:
+        await call
+    return str(error.value)
+
+
+async def test_the_users_exception_comes_out_unchanged(tmp_path: Path) -> None:
+    class MyError(Exception):
+        pass
+
+    mine = MyError("mine")
+    with pytest.raises(MyError) as caught:
+        async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+            await feed(runtime, 3)
+            raise mine
+    assert caught.value is mine and mine.__cause__ is None and not getattr(mine, "__notes__", [])
+
+
+async def test_a_pump_that_fails_cancels_the_block_and_its_error_comes_out(tmp_path: Path) -> None:
+    cancelled = False
+    with pytest.raises(AsyncrlError, match="the disk is full"):
+        async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+
+            async def broken_publish(version: int) -> None:
+                raise AsyncrlError("the disk is full")
+
+            runtime._rooms.sinks[0].update_weights = broken_publish  # type: ignore[method-assign]
+            await feed(runtime, 2)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled = True
+                raise
+    assert cancelled
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
+class Broken(Exception):
+    pass
+
+
+async def cycle(config: Config, how: str) -> None:
+    """Open, train a little, leave: in order, by an exception or by a cancellation from outside."""
+    if how == "cancel":
+        with anyio.CancelScope() as scope:
+            async with Runtime(config, rewards=share, write=False) as runtime, anyio.create_task_group() as tasks:
+                tasks.start_soon(feed, runtime, 50)
+                async for _ in runtime.steps():
+                    scope.cancel()
+        assert scope.cancelled_caught
+        return
+    try:
+        async with Runtime(config, rewards=share if how == "reward" else (), write=False) as runtime:
+            await feed(runtime, 3)
+            if how == "raise":
+                raise Broken
+    except Broken:
+        assert how == "raise"
+
+
+def snapshot() -> dict[str, Any]:
+    process = psutil.Process()
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": sorted(child.pid for child in process.children(recursive=True)),
+        "descriptors": process.num_fds(),
+        "shared memory": sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else [],
+        "tasks": len(asyncio.all_tasks()),
+    }
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_hundred_cycles_leave_nothing_behind(tmp_path: Path, loop: str) -> None:
+    dry, real = embedded(tmp_path, DRY), embedded(tmp_path)
+    ways = ["finish", "raise", "cancel"]
+
+    async def program() -> tuple[dict[str, Any], dict[str, Any]]:
+        for config in (dry, real):  # what is loaded once and kept by others: imports, the thread pools of torch
+            await cycle(config, "reward")
+        gc.collect()
+        before = snapshot()
+        for number in range(45):
+            await cycle(dry, ways[number % 3])
+        await cycle(dry, "reward")
+        for how in (*ways, "reward"):
+            await cycle(real, how)
+        gc.collect()
+        return before, snapshot()
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        before, after = runner.run(program())
+    assert after == before
+
+
+def test_the_example_agent_loop_runs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "examples" / "agent_loop.py"
+    spec = importlib.util.spec_from_file_location("agent_loop", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    try:
+        rewards = asyncio.run(module.main(steps=12))
+    finally:
+        sys.path[:] = before
+        sys.modules.pop("quickstart_model", None)
+    assert len(rewards) == 12
+    assert capsys.readouterr().out.count("version ") == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+
+
+async def test_an_environment_of_the_program_plays(tmp_path: Path) -> None:
+    from runtime_model import SingleTurn
+
+    class Mine:
+        def __init__(self) -> None:
+            self.played = 0
+
+        async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Trajectory:
+            self.played += 1
+            inner = SingleTurn(runtime.tokenizer, sampling, 0)
+            return await inner.run(prompt, member, group_size, generate)
+
+    from asyncrl import SamplingParams
+
+    sampling = SamplingParams(max_tokens=4)
+    mine = Mine()
+    runtime = Runtime(config_of(tmp_path, base=DRY), environment=mine, rewards=share_of_nothing, write=False)
+    async with runtime:
+        summary = await runtime.run()
+    assert mine.played >= summary.books.trained * 4 == 48
+
+
+def share_of_nothing(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]

@@ -1,0 +1,173 @@
+"""The command line: exit codes, help, dry run, and that all doors lead to the same run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runtime_helpers import DRY, MODEL, REAL, Process, metrics_of, unclocked, write_yaml
+
+from asyncrl.cli.app import main as console
+from asyncrl.main import main, split_arguments
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_help_names_every_setting_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("rollout.max_staleness", "train.lr", "watchdog.abort_grace_s", "preset=one_off"):
+        assert name in text
+    assert console(["--help"]) == 0
+    assert "asyncrl run CONFIG.yaml" in capsys.readouterr().out
+
+
+def test_unknown_command_and_missing_configuration_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console(["train"]) == 2
+    assert "'train'" in capsys.readouterr().err
+    assert console(["run"]) == 2
+    assert "no configuration" in capsys.readouterr().err
+
+
+def test_unknown_key_and_preset_exit_2_with_the_nearest_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write_yaml(here, DRY))
+    assert main([file, "train.max_stepz=2"]) == 2
+    assert "train.max_steps" in capsys.readouterr().err
+    assert main([file, "preset=asink"]) == 2
+    assert "async" in capsys.readouterr().err
+    assert main([str(here / "missing.yaml")]) == 2
+    assert "missing.yaml" in capsys.readouterr().err
+
+
+def test_files_compose_left_to_right_then_overrides(here: Path) -> None:
+    base = str(write_yaml(here, DRY))
+    more = str(write_yaml(here, {"rollout": {"groups_per_step": 2}, "train": {"max_steps": 5}}, "more.yaml"))
+    assert main([base, more, "--train.max-steps", "2", "run.name=composed"]) == 0
+    resolved = yaml.safe_load((here / "runs/composed/config.yaml").read_text())
+    assert (resolved["rollout"]["groups_per_step"], resolved["train"]["max_steps"]) == (2, 2)
+    assert resolved["rollout"]["max_staleness"] == 2  # as resolved: the preset's value is filled in
+    assert [line["step"] for line in metrics_of(here / "runs/composed")] == [1, 2]
+
+
+def test_arguments_are_files_until_the_first_override() -> None:
+    assert split_arguments(["a.yaml", "b.yaml", "x.y=1", "c.yaml"]) == (["a.yaml", "b.yaml"], ["x.y=1", "c.yaml"])
+
+
+def test_dry_run_prints_and_writes_the_plan_and_runs_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_yaml(here, REAL)), "--dry-run", "preset=one_off"]) == 0
+    text = capsys.readouterr().out
+    assert "slots: 8 groups (32 sequences)" in text
+    assert "at most 1 policy versions old" in text
+    assert "kv_cache" in text and "total" in text and "GiB" in text
+    assert (here / "runs/run/plan.txt").read_text() == text
+    plan = yaml.safe_load(text.split("\nslots:")[0])
+    assert plan["rollout"]["max_staleness"] == 1 and plan["engine"]["max_sequences"] == 32
+    assert not (here / "runs/run/metrics.jsonl").exists()
+    assert main([str(here / "run.yaml"), "train.max_steps=1"]) == 0  # a plan does not stand in the way of the run
+
+
+def test_a_run_directory_is_not_overwritten_by_accident(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write_yaml(here, DRY))
+    assert main([file]) == 0
+    assert main([file]) == 2
+    assert "run.overwrite=true" in capsys.readouterr().err
+    assert main([file, "run.overwrite=true", "train.max_steps=1"]) == 0
+    assert len(metrics_of(here / "runs/run")) == 1
+    [aside] = [path for path in (here / "runs").iterdir() if path.name != "run"]
+    assert len(metrics_of(aside)) == 3
+
+
+def test_reward_error_exits_6_and_names_the_function(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_yaml(here, DRY | {"reward": f"{MODEL}:broken"}))]) == 6
+    error = capsys.readouterr().err
+    assert "RewardError" in error and "'broken'" in error and "no such column" in error
+
+
+@pytest.mark.parametrize(("function", "kind"), [("slow", "RewardTimeout"), ("crash", "RewardCrash")])
+def test_a_reward_that_sleeps_or_dies_exits_6_and_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str], function: str, kind: str
+) -> None:
+    reward = {"functions": [f"{MODEL}:{function}"], "timeout_s": 0.3}
+    assert main([str(write_yaml(here, DRY | {"reward": reward}))]) == 6
+    error = capsys.readouterr().err
+    assert kind in error and f"'{function}'" in error
+
+
+def test_divergence_exits_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_yaml(here, REAL | {"preset": "sync", "algorithm": {"mismatch_gate": 1e-30}})
+    assert main([str(file)]) == 3
+    assert "DivergenceError" in capsys.readouterr().err
+    lines = metrics_of(here / "runs/run")
+    assert not lines or lines[-1]["step"] <= 1  # ended, not carried on
+
+
+def test_overlong_prompts_are_refused_before_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = REAL | {"data": {"train": f"{MODEL}:rows", "max_prompt_tokens": 2}}
+    assert main([str(write_yaml(here, tree))]) == 2
+    error = capsys.readouterr().err
+    assert "DataError" in error and "3 tokens" in error
+    assert metrics_of(here / "runs/run") == []
+
+
+def test_a_reward_that_cannot_be_imported_exits_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_yaml(here, DRY | {"reward": f"{MODEL}:shar"}))]) == 2
+    assert "shar" in capsys.readouterr().err
+
+
+STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "environment that never returns": (
+        DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Hanging"}, "watchdog": {"stall_timeout_s": 1.0}},
+        ["StallError", "while work remains"],
+    ),
+    "environment that blocks the loop": (
+        DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Wedging"}, "watchdog": {"loop_timeout_s": 1.0}},
+        ["event loop has been silent", "block_the_loop"],
+    ),
+    "closure that holds the lane": (
+        REAL | {"model": {"path": f"{MODEL}:build_wedged"}, "watchdog": {"lane_timeout_s": 1.0}},
+        ["has been held by closure", "runtime_model.py"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STALLS)
+def test_a_stalled_run_names_the_culprit_and_exits_4(here: Path, what: str) -> None:
+    tree, words = STALLS[what]
+    tree = tree | {"watchdog": {"interval_s": 0.2, "abort_grace_s": 1.0} | tree["watchdog"]}
+    process = Process(here, str(write_yaml(here, tree)))
+    assert process.wait(60) == 4, process.output
+    for word in words:
+        assert word in process.output
+
+
+def test_all_doors_give_the_same_run(here: Path) -> None:
+    """`asyncrl run`, `python -m asyncrl.main` and a one-rank torchrun: the same metrics for preset sync."""
+    file = str(write_yaml(here, REAL | {"preset": "sync"}))
+    assert console(["run", file, "run.name=console"]) == 0
+    module = Process(here, file, "run.name=module")
+    assert module.wait() == 0, module.output
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "asyncrl.main")
+    launched = Process(here, file, "run.name=torchrun", program=torchrun)
+    assert launched.wait() == 0, launched.output
+    lines = [unclocked(metrics_of(here / "runs" / name)) for name in ("console", "module", "torchrun")]
+    assert len(lines[0]) == 3
+    assert lines[0] == lines[1] == lines[2]
+    assert "report.html" in module.output and "latest" in module.output
+    assert "Writing model shards" not in module.output
+
+
+def test_the_console_script_is_declared() -> None:
+    scripts = importlib.metadata.entry_points(group="console_scripts")
+    found = [script for script in scripts if script.name == "asyncrl"]
+    if found:  # installed: the entry point loads; else the declaration has to do
+        assert found[0].load() is console
+    else:
+        declared = (MODEL.parents[2] / "pyproject.toml").read_text()
+        assert 'asyncrl = "asyncrl.cli.app:main"' in declared

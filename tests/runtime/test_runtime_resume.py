@@ -1,0 +1,168 @@
+"""Bit-identical reruns, and runs that were killed, stopped or ended and go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import yaml
+from runtime_helpers import (
+    REAL,
+    Process,
+    config_of,
+    equal_weights,
+    lines_at_least,
+    metrics_of,
+    rollouts_of,
+    unclocked,
+    weights_of,
+    write_yaml,
+)
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.runtime.runtime import RunSummary, Runtime
+from asyncrl.types import LedgerStatistics
+
+SYNC: dict[str, Any] = REAL | {
+    "preset": "sync",
+    "train": REAL["train"] | {"max_steps": 40, "schedule": "linear", "warmup_steps": 3},
+    "checkpoint": {"every": 1, "keep": 0},
+}
+FAST = {"telemetry": {"live": "off", "trace": False, "report": False}}
+
+
+async def run(folder: Path, *overrides: str, base: dict[str, Any]) -> RunSummary:
+    async with Runtime(config_of(folder, *overrides, base=base)) as runtime:
+        return await runtime.run()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sync run of 40 steps that nobody disturbed, in a process of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    process = Process(folder, str(write_yaml(folder, SYNC)))
+    assert process.wait() == 0, process.output
+    return folder / "runs/run"
+
+
+async def test_two_sync_runs_are_bit_identical(whole: Path, tmp_path: Path) -> None:
+    """In another process and on another loop (asyncio's here, uvloop there)."""
+    await run(tmp_path, base=SYNC)
+    again = tmp_path / "runs/run"
+    assert len(metrics_of(whole)) == 40
+    assert unclocked(metrics_of(again)) == unclocked(metrics_of(whole))
+    assert rollouts_of(again) == rollouts_of(whole)
+    assert equal_weights(weights_of(again, 40), weights_of(whole, 40))
+    rewards = [line["reward/mean"] for line in metrics_of(whole)]
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])  # it learns: this is no comparison of two runs that do nothing
+
+
+async def test_a_killed_sync_run_resumes_as_if_nothing_had_happened(whole: Path, tmp_path: Path) -> None:
+    killed = Process(tmp_path, str(write_yaml(tmp_path, SYNC)))
+    place = tmp_path / "runs/run"
+    killed.wait_until(lines_at_least(place, 8), "eighth step")
+    killed.kill()
+    reached = metrics_of(place)[-1]["step"]
+    assert reached < 40
+    summary = await run(tmp_path, "resume=true", base=SYNC)
+    assert summary.version == 40
+    assert unclocked(metrics_of(place)) == unclocked(metrics_of(whole))
+    assert rollouts_of(place) == rollouts_of(whole)
+    assert equal_weights(weights_of(place, 40), weights_of(whole, 40))
+
+
+async def test_an_async_run_that_is_stopped_skips_and_repeats_no_prompt(tmp_path: Path) -> None:
+    """Stopped twice in the middle, by a cancellation and by a kill; every prompt is trained exactly once per epoch."""
+    tree = REAL | {"checkpoint": {"every": 1}} | FAST
+    tree["train"] = tree["train"] | {"max_steps": 200, "max_epochs": 12, "schedule": "linear", "lr": 1e-3}
+    place = tmp_path / "runs/run"
+    books = await _cancelled_at(5, config_of(tmp_path, base=tree))
+    assert books.dropped > 0  # groups were under way: their prompts are trained after the resume
+    killed = Process(tmp_path, str(write_yaml(tmp_path, tree)), "resume=true")
+    killed.wait_until(lines_at_least(place, 12), "twelfth step")
+    killed.kill()
+    last = await run(tmp_path, "resume=true", base=tree)
+    assert last.version == 24 * 12 // 4
+    lines = metrics_of(place)
+    assert [line["step"] for line in lines] == list(range(1, 73))
+    for line in lines:  # the schedule goes on where it was: linear from 1e-3 to 0 over 200 steps
+        assert line["optim/lr"] == pytest.approx(1e-3 * (1 - (line["step"] - 1) / 199))
+    trained = Counter(row["group_id"] for row in rollouts_of(place))
+    assert trained == dict.fromkeys(range(24 * 12), 4)
+    for epoch in range(12):
+        prompts = Counter(row["prompt"] for row in rollouts_of(place) if row["epoch"] == epoch and row["member"] == 0)
+        assert prompts == Counter(row["prompt"] for row in _rows())
+
+
+async def _cancelled_at(version: int, config: Config) -> LedgerStatistics:
+    """Cancel a run from outside when it has committed this version. Returns its books."""
+    with anyio.CancelScope() as scope:
+        async with Runtime(config) as runtime, anyio.create_task_group() as tasks:
+
+            async def watch() -> None:
+                async for report in runtime.steps():
+                    if report.version == version:
+                        scope.cancel()
+
+            tasks.start_soon(watch)
+            await runtime.run()
+    assert scope.cancelled_caught
+    return runtime.summary().books
+
+
+def _rows() -> list[dict[str, str]]:
+    from runtime_model import rows
+
+    return rows()
+
+
+async def test_a_changed_configuration_is_shown_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = SYNC | {"telemetry": {"live": "plain"}}
+    await run(tmp_path, "train.max_steps=4", base=tree)
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: 4 -> 8") as refused:
+        await run(tmp_path, "resume=true", "rollout.group_size=8", "data.shuffle=false", base=tree)
+    assert "data.shuffle: true -> false" in str(refused.value)
+    saved = yaml.safe_load((tmp_path / "runs/run/config.yaml").read_text())
+    assert saved["rollout"]["group_size"] == 4  # a refusal changes nothing
+    summary = await run(tmp_path, "resume=true", "train.max_steps=5", "train.lr=0.003", base=tree)
+    assert summary.version == 5
+    output = capsys.readouterr().out
+    assert "resume: train.lr: 0.01 -> 0.003" in output
+    assert "resume: train.max_steps: 4 -> 5" in output
+
+
+async def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        await run(tmp_path, "resume=true", base=SYNC)
+    await run(tmp_path, "train.max_steps=4", "checkpoint.save_final=false", "checkpoint.every=100", base=SYNC)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        await run(tmp_path, "resume=true", base=SYNC)
+    with pytest.raises(ConfigError, match="write=False"):
+        async with Runtime(config_of(tmp_path, "resume=true", base=SYNC), write=False):
+            pass
+
+
+async def test_reference_model_and_embedding_ids_survive_a_resume(tmp_path: Path) -> None:
+    """KL is measured against the weights at the very start, not at the resume; `rt.generate` repeats no randomness."""
+    tree = SYNC | {"algorithm": {"kl_coef": 0.1}}
+    await run(tmp_path, "train.max_steps=8", base=tree)
+    await run(tmp_path, "train.max_steps=10", "resume=true", base=tree)
+    lines = metrics_of(tmp_path / "runs/run")
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["kl"] > 0.2 * lines[7]["kl"] > 0
+
+    embedded = {k: v for k, v in tree.items() if k not in ("data", "reward")} | {"data": {"max_prompt_tokens": 12}}
+    embedded["run"] = {"name": "embedded"}
+    ids = []
+    for overrides in (["resume=false"], ["resume=true"]):
+        async with Runtime(config_of(tmp_path, *overrides, base=embedded)) as runtime:
+            for _ in range(4):
+                group = await runtime.generate("a3=", n=4)
+                ids.append(group[0].group_id)
+                await runtime.submit(group, [0.0, 1.0, 0.0, 1.0])
+    assert len(set(ids)) == 8

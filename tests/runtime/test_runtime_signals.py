@@ -1,0 +1,174 @@
+"""SIGINT and SIGTERM: the open step is aborted, the last committed version is on disk, the exit code says which signal."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runtime_helpers import (
+    MODEL,
+    REAL,
+    Process,
+    equal_weights,
+    lines_at_least,
+    metrics_of,
+    rollouts_of,
+    weights_of,
+    write_yaml,
+)
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
+SECONDS = 20.0  # generous on a busy machine; torchrun's patience is 30
+
+
+def last_checkpoint(run: Path) -> int:
+    """The version of the latest checkpoint; it loads with `from_pretrained`, and its state is of the same version."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = run / "checkpoints" / "latest"
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    AutoTokenizer.from_pretrained(place)
+    version = int(place.resolve().name.removeprefix("step_"))
+    state = torch.load(place / "state" / "trainer.pt", weights_only=True)
+    assert state["version"] == version
+    masters = {name: tensor for name, tensor in state["masters"].items()}
+    loaded = dict(model.named_parameters())
+    assert masters and all(torch.equal(loaded[name], masters[name]) for name in masters if name in loaded)
+    return version
+
+
+def stop(process: Process, number: signal.Signals) -> int:
+    started = time.monotonic()
+    process.send(number)
+    code = process.wait(SECONDS + 30)
+    assert time.monotonic() - started < SECONDS, process.output
+    return code
+
+
+def endless(**more: Any) -> dict[str, Any]:
+    return REAL | {"train": REAL["train"] | {"max_steps": 100_000}} | more
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "tree"),
+    [
+        # Long completions: hardly anything but decoding happens.
+        (signal.SIGTERM, 143, endless(preset="sync", rollout=REAL["rollout"] | {"max_tokens": 48, "ignore_eos": True})),
+        # Eight updates of every batch: hardly anything but training.
+        (signal.SIGINT, 130, endless(algorithm={"updates_per_batch": 8})),
+    ],
+    ids=["decode", "training"],
+)
+def test_a_signal_leaves_the_last_committed_version(
+    tmp_path: Path, number: signal.Signals, code: int, tree: dict[str, Any]
+) -> None:
+    tree = tree | {"train": tree["train"] | {"tokens_per_microbatch": 256}}
+    process = Process(tmp_path, str(write_yaml(tmp_path, tree)))
+    run = tmp_path / "runs/run"
+    process.wait_until(lines_at_least(run, 3), "third step")
+    assert stop(process, number) == code, process.output
+    assert f"{number.name}: aborting the open step" in process.output
+    version = last_checkpoint(run)
+    assert version >= metrics_of(run)[-1]["step"] >= 3
+    assert (run / "report.html").exists() and (run / "trace.json").exists()
+
+
+def test_a_signal_during_evaluation_keeps_the_version_that_is_evaluated(tmp_path: Path) -> None:
+    tree = endless(preset="sync", evaluate={"every": 2}, checkpoint={"every": 1, "keep": 0})
+    tree["data"] = tree["data"] | {"eval": f"{MODEL}:held_out"}
+    tree["rollout"] = tree["rollout"] | {"environment": f"{MODEL}:Thinking"}
+    process = Process(tmp_path, str(write_yaml(tmp_path, tree)), "evaluate.every=2", "resume=false")
+    process.wait_until(lambda: "evaluating" in process.output, "evaluation before the first step")
+    assert stop(process, signal.SIGTERM) == 143, process.output
+    assert not (tmp_path / "runs/run/checkpoints/latest").exists()  # version 0 is the model as it was given
+    assert "latest" not in process.output
+
+    again = Process(tmp_path, str(tmp_path / "run.yaml"), "run.overwrite=true", "evaluate.every=2", THINKING_S="0.2")
+    run = tmp_path / "runs/run"
+    again.wait_until(
+        lambda: (run / "checkpoints/step_2").exists() or again.output.count("evaluating") > 6, "second one"
+    )
+    assert stop(again, signal.SIGINT) == 130, again.output
+    assert last_checkpoint(run) >= 2
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """The shutdown is made to hang: a reward that never answers cannot be it (its worker is killed), user code can."""
+    tree = endless(watchdog={"abort_grace_s": 60.0})
+    tree["rollout"] = tree["rollout"] | {"environment": f"{MODEL}:Stubborn"}
+    process = Process(tmp_path, str(write_yaml(tmp_path, tree)))
+    process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
+    process.send(signal.SIGTERM)
+    process.wait_until(lambda: "once more ends at once" in process.output, "announcement")
+    started = time.monotonic()
+    process.send(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
+    assert time.monotonic() - started < 2
+
+
+def test_a_shutdown_that_hangs_is_ended_by_the_watchdog(tmp_path: Path) -> None:
+    tree = endless(watchdog={"abort_grace_s": 1.0, "interval_s": 0.2})
+    tree["rollout"] = tree["rollout"] | {"environment": f"{MODEL}:Stubborn"}
+    process = Process(tmp_path, str(write_yaml(tmp_path, tree)))
+    process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
+    assert stop(process, signal.SIGTERM) == 4
+    assert "shutdown (SIGTERM) did not end within 1 s" in process.output
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Process]:
+    folder = tmp_path_factory.mktemp("two")
+    tree = REAL | {"rollout": REAL["rollout"] | {"groups_per_step": 6}, "checkpoint": {"every": 1, "keep": 0}}
+    process = Process(folder, str(write_yaml(folder, tree)), RANK_WEIGHTS=str(folder), program=(*TORCHRUN, "2", DUMP))
+    assert process.wait(180) == 0, process.output
+    return folder, process
+
+
+DUMP = str(Path(__file__).with_name("runtime_rank.py"))
+
+
+def test_two_ranks_end_with_the_same_weights(two_ranks: tuple[Path, Process]) -> None:
+    folder, _ = two_ranks
+    one, other = (torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert one["version"] == other["version"] == 3
+    assert equal_weights(one["weights"], other["weights"])
+    assert equal_weights(weights_of(folder / "runs/run", 3), one["named"])
+
+
+def test_two_ranks_share_the_groups_of_every_step(two_ranks: tuple[Path, Process]) -> None:
+    folder, _ = two_ranks
+    one, other = (torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
+    for mine, theirs in zip(one["groups"], other["groups"], strict=True):
+        assert len(mine) + len(theirs) == 6
+        assert not set(mine) & set(theirs)
+    trained = [group for step in one["groups"] + other["groups"] for group in step]
+    assert len(trained) == len(set(trained)) == 18
+    assert any(one["groups"]) and any(other["groups"])
+    assert {line["train/sequences"] for line in metrics_of(folder / "runs/run")} == {24}
+
+
+def test_only_the_first_rank_writes(two_ranks: tuple[Path, Process]) -> None:
+    folder, process = two_ranks
+    run = folder / "runs/run"
+    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
+    assert process.output.count("done: version 3") == 1
+    state = yaml.safe_load((run / "checkpoints/step_2/state/run.json").read_text())
+    assert state["world_size"] == 2 and set(state["prompts"]) == {"0", "1"}
+    one = torch.load(folder / "rank_0.pt", weights_only=True)
+    assert {row["group_id"] for row in rollouts_of(run)} == {group for step in one["groups"] for group in step}
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_torchrun_that_is_stopped_leaves_a_checkpoint(tmp_path: Path, ranks: str) -> None:
+    program = (*TORCHRUN, ranks, "-m", "asyncrl.main")
+    process = Process(tmp_path, str(write_yaml(tmp_path, endless())), program=program)
+    run = tmp_path / "runs/run"
+    process.wait_until(lines_at_least(run, 3), "third step")
+    assert stop(process, signal.SIGTERM) != 0
+    assert "SIGTERM: aborting the open step" in process.output
+    assert last_checkpoint(run) >= 3

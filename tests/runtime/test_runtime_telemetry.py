@@ -1,0 +1,165 @@
+"""What a run leaves behind: metrics by their names, a trace, a report, and where the time went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_helpers import MODEL, REAL, config_of, metrics_of
+
+from asyncrl.config.schema import Config
+from asyncrl.runtime.runtime import RunSummary, Runtime
+
+# CONVENTIONS: what users of the neighbouring tools look for under these names.
+NAMES = [
+    "reward/mean",
+    "reward/std",
+    "reward/share/mean",
+    "kl",
+    "mismatch_kl/mean",
+    "mismatch_kl/by_age/0",
+    "entropy",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/trained_mean_length",
+    "completions/clipped_ratio",
+    "staleness/mean",
+    "staleness/max",
+    "staleness/dropped",
+    "perf/tokens_per_s",
+    "perf/mfu",
+    "perf/peak_memory_gib",
+    "time/step",
+    "time/wait_for_group",
+    "time/reward",
+    "time/logprobs",
+    "time/train",
+    "time/weight_sync",
+    "queue/slots/depth",
+    "queue/stash/depth",
+    "queue/groups/depth",
+    "queue/scoring/depth",
+    "queue/publications/depth",
+    "loop/lag_ms_p99",
+    "optim/grad_norm",
+    "optim/lr",
+    "idle/unexplained",
+    "loss",
+    "train/tokens",
+    "train/sequences",
+    "train/groups",
+    "data/epoch",
+    "data/delivered",
+    "data/cut",
+    "data/skipped",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunSummary]:
+    """An async run with everything that has a metric of its own."""
+    import asyncio
+
+    folder = tmp_path_factory.mktemp("telemetry")
+    tree: dict[str, Any] = REAL | {
+        "algorithm": {"kl_coef": 0.01},
+        "evaluate": {"every": 10},
+        "checkpoint": {"every": 10},
+        "rollout": {"group_size": 8, "groups_per_step": 8, "max_tokens": 16},
+    }
+    tree["data"] = REAL["data"] | {"eval": f"{MODEL}:held_out"}
+
+    async def program() -> RunSummary:
+        async with Runtime(config_of(folder, "train.max_steps=30", base=tree)) as runtime:
+            return await runtime.run()
+
+    return folder / "runs/run", asyncio.run(program())
+
+
+def test_every_name_of_the_conventions_is_there(finished: tuple[Path, RunSummary]) -> None:
+    lines = metrics_of(finished[0])
+    everywhere = set.union(*(set(line) for line in lines))
+    assert sorted(set(NAMES) - everywhere) == []
+    assert {"time/checkpoint", "eval/single_turn/avg@1", "eval/single_turn/pass@1"} <= everywhere
+    assert any(name.startswith("idle/") and name != "idle/unexplained" for name in everywhere)
+    assert any(name.startswith("mismatch_kl/by_age/") and name != "mismatch_kl/by_age/0" for name in everywhere)
+    for line in lines[1:]:  # those that every step has
+        steady = [name for name in NAMES if not name.startswith(("queue/", "mismatch_kl/by_age"))]
+        assert sorted(set(steady) - set(line)) == [], line["step"]
+
+
+def test_one_line_a_version_in_order(finished: tuple[Path, RunSummary]) -> None:
+    run, summary = finished
+    assert [line["step"] for line in metrics_of(run)] == list(range(31))
+    assert [version for version, _ in summary.history] == list(range(31))
+    times = [line["time"] for line in metrics_of(run)]
+    assert times == sorted(times)
+
+
+def test_generation_goes_on_while_training(finished: tuple[Path, RunSummary]) -> None:
+    """Real staleness, within the bound, and sequences that were sampled by two versions."""
+    steps = metrics_of(finished[0])[1:]
+    assert max(line["staleness/max"] for line in steps) in (1, 2)
+    assert max(line["staleness/spanning_token_share"] for line in steps) > 0
+
+
+def test_the_wall_time_is_explained(finished: tuple[Path, RunSummary]) -> None:
+    """Idle by recorded causes: at most 2 % of the run without one; the shares sum to 1."""
+    run, summary = finished
+    assert sum(summary.shares.values()) == pytest.approx(1)
+    assert summary.shares["idle/unexplained"] <= 0.02
+    for line in metrics_of(run)[1:]:
+        shares = [value for name, value in line.items() if name.startswith(("busy/", "idle/"))]
+        assert sum(shares) == pytest.approx(1)
+        assert 0 < line["perf/mfu"] < 1
+        assert line["perf/peak_memory_gib"] > 0.05
+
+
+def test_the_trace_opens(finished: tuple[Path, RunSummary]) -> None:
+    trace = json.loads((finished[0] / "trace.json").read_text())
+    events = trace["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    names = {event["name"] for event in spans}
+    assert {"rollout", "score", "publish", "checkpoint", "evaluate", "microbatch", "finish"} <= names
+    assert any(name.startswith("engine/decode") for name in names)
+    assert any(name.startswith("wait: ") for name in names)
+
+
+def test_the_report_is_one_file_with_the_run_in_it(finished: tuple[Path, RunSummary]) -> None:
+    text = (finished[0] / "report.html").read_text()
+    assert "reward/mean" in text and "completed" in text
+    assert 'src="http' not in text and 'href="http' not in text.replace("https://ui.perfetto.dev", "")
+
+
+async def _decode_spans(config: Config) -> list[float]:
+    """Durations in milliseconds of the decode closures of a run."""
+    async with Runtime(config) as runtime:
+        await runtime.run()
+        return [
+            1e3 * event.duration
+            for event in runtime.recorder.events()
+            if event.phase == "X" and event.track.startswith("lane:") and event.name == "engine/decode"
+        ]
+
+
+async def test_a_reward_that_sleeps_does_not_hold_up_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mechanism: while rewards sleep in their workers, no decode step waits for one. The 99th percentile, with enough
+    repetitions to mean something, is measured by `tools/measure_reward_block.py`."""
+    spans = []
+    for seconds in ("0", "0.25"):
+        monkeypatch.setenv("SLOW_REWARD_S", seconds)
+        reward = {"functions": [f"{MODEL}:slow"], "workers": 8}
+        config = config_of(tmp_path, f"run.name=sleeps-{seconds}", "train.max_steps=8", base=REAL | {"reward": reward})
+        spans.append(sorted(await _decode_spans(config)))
+    quick, sleepy = spans
+    assert len(quick) >= 16 and len(sleepy) >= 16
+    assert sleepy[len(sleepy) // 2] < 2 * quick[len(quick) // 2] + 1
+    assert sleepy[-1] < 200  # 128 rewards of 250 ms were under way: one on the loop or under our GIL would show here
