@@ -73,6 +73,7 @@ class Graph:
         self._callbacks: list[Callable[[], None]] = []
         self._generating = False
         self._rollout: RolloutPump | None = None
+        self.time_is_up = False
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -111,11 +112,17 @@ class Graph:
         with anyio.move_on_after(limit) as timer:
             await self._finished.wait()
         if timer.cancelled_caught:
-            self._train.stop_after_step()
+            self.time_is_up = True
+            if self._rooms.ranks == 1:  # several have to agree on the last step: see `stop_at`
+                self._train.stop_after_step()
             await self._finished.wait()
         await self._generated.wait()  # else a group could be admitted after the others were ended
         self._generating = False
         await self._rooms.book.end_all("the run ended first")
+
+    def stop_at(self, turn: int) -> None:
+        """Begin no step of this turn or a later one. Every rank says the same turn, none that has begun anywhere."""
+        self._train.stop_at(turn)
 
     async def _generation(self) -> None:
         assert self._prompts is not None

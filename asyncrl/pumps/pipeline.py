@@ -118,5 +118,5 @@ class Rooms:
     loss: Loss
     advantage: AdvantageFn
     book: GroupBook
-    playing_groups: int | None = None  # most groups in rollout at a time on this rank; None: as many as there are slots
+    ranks: int = 1
     counters: Counter[str] = field(default_factory=Counter)

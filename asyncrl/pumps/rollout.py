@@ -11,6 +11,7 @@ import math
 
 import anyio
 
+from asyncrl.config.resolve import slots
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import AsyncrlError, EngineClosed, GenerationError
 from asyncrl.transport.queue import QueueSender
@@ -28,8 +29,8 @@ class RolloutPump:
         self._rooms = rooms
         self._prompts = prompts
         self._scoring = scoring
-        limit = rooms.playing_groups
-        self._playing = None if limit is None else anyio.Semaphore(limit)
+        # Of several ranks each plays its share of the slots: else the first to start would take all into its queue.
+        self._playing = None if rooms.ranks == 1 else anyio.Semaphore(-(-slots(rooms.config) // rooms.ranks))
         self.in_hand: int | None = None  # a prompt taken from the cursor that waits for its slot: a checkpoint keeps it
 
     async def run(self) -> None:

@@ -60,13 +60,18 @@ class TrainPump:
         self._ready: dict[int, Group] = {}  # whole groups without a place, in arrival order
         self._changed = anyio.Event()
         self._stop_requested = False
+        self._stop_turn: int | None = None
         config = rooms.config
         self._per_turn = config.algorithm.updates_per_batch
         self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
 
     @property
     def stopping(self) -> bool:
-        return self._stop_requested
+        return self._stop_requested or (self._stop_turn is not None and self._rooms.ledger.turn >= self._stop_turn)
+
+    def stop_at(self, turn: int) -> None:
+        """Begin no step of this turn or a later one."""
+        self._stop_turn = turn
 
     def stop_after_step(self) -> None:
         """End after the step in progress (time limit): whatever is not in it is dropped by the runtime."""
@@ -83,7 +88,7 @@ class TrainPump:
 
     def _finished(self) -> bool:
         limit = self._rooms.config.train.max_steps
-        return self._stop_requested or (limit is not None and self._rooms.ledger.turn >= limit)
+        return self.stopping or (limit is not None and self._rooms.ledger.turn >= limit)
 
     # -- what wakes the pump ---------------------------------------------------------------------------------------
 

@@ -139,8 +139,7 @@ class Builder:
             ),
             advantage=build_advantage(algorithm.advantage),
             book=GroupBook(ledger, stash),
-            # Its share of the slots, rounded up: else the first rank to start would take all of them into its queue.
-            playing_groups=-(-slots(self.config) // self.world.world_size) if self.world.world_size > 1 else None,
+            ranks=self.world.world_size,
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.peak_flops)
 

@@ -10,7 +10,6 @@ at the end  clean exit: what was submitted is trained (a last, smaller step wher
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +20,12 @@ from typing import Any
 from weakref import WeakSet
 
 import anyio
-import numpy as np
 import torch
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import Watchdog
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
-from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LedgerError, LifecycleError
 from asyncrl.ports import Environment
@@ -37,9 +34,10 @@ from asyncrl.pumps.pipeline import StepReport
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import LedgerStatistics, Prompt, SamplingParams, Trajectory
+from asyncrl.types import LedgerStatistics, SamplingParams, Trajectory
 
 from .directory import RunDirectory
+from .embedding import as_group, as_prompt
 from .journal import Journal, needed_flop
 from .offload import offload
 from .prompts import load_prompts
@@ -93,6 +91,7 @@ class Runtime:
         self._next_group = EMBEDDED_GROUPS
         self._listeners: WeakSet[StepStream[StepReport]] = WeakSet()
         self._steps_over = False
+        self._stop_agreed = False
         self._pumps_exist = False
         self._watchdog: Watchdog | None = None
         self._started = 0.0
@@ -159,6 +158,7 @@ class Runtime:
         device = torch.device("cpu")
         if config.train.kind == "torch":
             device = choose_device(config.model.device, world.local_rank)
+        self._device = device
         stack.callback(world.close)
         if world.world_size > 1:
             await offload(lambda: world.open(device), "rendezvous")
@@ -275,11 +275,25 @@ class Runtime:
         In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
         checkpoint therefore stand in the next line.
         """
+        await self._agree_on_time()
         last = self._graph.nothing_left()
         await self._journal.write(version, await self._graph.evaluate(version, last))
         if self._checkpointer.due(version, last):
             saved = await self._checkpointer.save(version, self._books())
             self.recorder.count("time/checkpoint", saved.seconds)
+
+    async def _agree_on_time(self) -> None:
+        """Whether the time limit passed on any rank. The step that may be in progress on some of them is the last one: it
+        cannot have finished anywhere, since its finish waits for this publish."""
+        if self.world.world_size == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
+            return
+        mine = torch.tensor([float(self._graph.time_is_up)], dtype=torch.float64, device=self._device)
+        total = await self.built.lanes[0].run(
+            lambda: float(self.world.all_reduce_sum_(mine)), name="publish/time", priority=1
+        )
+        if total > 0:
+            self._stop_agreed = True
+            self._graph.stop_at(self._rooms.ledger.turn + 1)
 
     def _books(self) -> dict[str, Any]:
         return self._checkpointer.books(self._prompts, self._graph.in_hand, self._next_group)
@@ -327,7 +341,7 @@ class Runtime:
         """
         self._check_open("generate")
         group_id, self._next_group = self._next_group, self._next_group + self.world.world_size
-        prepared = self._prepare(prompt, group_id, columns or {})
+        prepared = as_prompt(prompt, group_id, columns or {}, self.config.data, self.tokenizer)
         generate = self._rooms.engine.generate
         if sampling is not None:
 
@@ -350,31 +364,8 @@ class Runtime:
         False: its oldest token is too old to be trained within `max_staleness`; it is counted and not trained.
         """
         self._check_open("submit")
-        if not trajectories or len(trajectories) != len(rewards):
-            raise ValueError(
-                f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"
-            )
-        group_ids = {t.group_id for t in trajectories}
-        if len(group_ids) != 1:
-            raise ValueError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
-        for index, reward in enumerate(rewards):
-            if not math.isfinite(reward):
-                raise ValueError(f"submit: reward {index} is {reward}; rewards are finite numbers")
-        scored = tuple(
-            replace(t, member=member, group_size=len(trajectories), reward=float(reward))
-            for member, (t, reward) in enumerate(zip(trajectories, rewards, strict=True))
-        )
-        first = scored[0]
-        ids = first.tokens[: first.prompt_length]
-        prompt = Prompt(group_id=first.group_id, ids=ids, prompt=self.tokenizer.decode(ids.tolist()))
+        scored, prompt = as_group(trajectories, rewards, self.tokenizer)
         return await self._graph.submit(scored, prompt)
-
-    def _prepare(self, prompt: Any, group_id: int, columns: Mapping[str, Any]) -> Prompt:
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (int, np.integer)):
-            text = self.tokenizer.decode(list(prompt))
-            return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
-        ids = encode_prompt(prompt, self.config.data, self.tokenizer)
-        return Prompt(group_id=group_id, ids=np.asarray(ids, np.int32), prompt=prompt, columns=columns)
 
     async def finish(self) -> RunSummary:
         """No more groups will be submitted: train what is here (a smaller last step included); `steps()` ends."""

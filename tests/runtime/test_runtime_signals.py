@@ -124,6 +124,7 @@ def test_a_shutdown_that_hangs_is_ended_by_the_watchdog(tmp_path: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Process]:
     folder = tmp_path_factory.mktemp("two")
     tree = REAL | {"rollout": REAL["rollout"] | {"groups_per_step": 6}, "checkpoint": {"every": 1, "keep": 0}}
+    tree["train"] = REAL["train"] | {"max_steps": None, "time_limit_s": 2.0}
     process = Process(folder, str(write_yaml(folder, tree)), RANK_WEIGHTS=str(folder), program=(*TORCHRUN, "2", DUMP))
     assert process.wait(180) == 0, process.output
     return folder, process
@@ -133,11 +134,12 @@ DUMP = str(Path(__file__).with_name("runtime_rank.py"))
 
 
 def test_two_ranks_end_with_the_same_weights(two_ranks: tuple[Path, Process]) -> None:
+    """After the same step too: the time limit passes on each rank at a moment of its own."""
     folder, _ = two_ranks
     one, other = (torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert one["version"] == other["version"] == 3
+    assert one["version"] == other["version"] >= 2
     assert equal_weights(one["weights"], other["weights"])
-    assert equal_weights(weights_of(folder / "runs/run", 3), one["named"])
+    assert equal_weights(weights_of(folder / "runs/run", one["version"]), one["named"])
 
 
 def test_two_ranks_share_the_groups_of_every_step(two_ranks: tuple[Path, Process]) -> None:
@@ -147,7 +149,7 @@ def test_two_ranks_share_the_groups_of_every_step(two_ranks: tuple[Path, Process
         assert len(mine) + len(theirs) == 6
         assert not set(mine) & set(theirs)
     trained = [group for step in one["groups"] + other["groups"] for group in step]
-    assert len(trained) == len(set(trained)) == 18
+    assert len(trained) == len(set(trained)) == 6 * one["version"]
     assert any(one["groups"]) and any(other["groups"])
     assert {line["train/sequences"] for line in metrics_of(folder / "runs/run")} == {24}
 
@@ -155,11 +157,11 @@ def test_two_ranks_share_the_groups_of_every_step(two_ranks: tuple[Path, Process
 def test_only_the_first_rank_writes(two_ranks: tuple[Path, Process]) -> None:
     folder, process = two_ranks
     run = folder / "runs/run"
-    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
-    assert process.output.count("done: version 3") == 1
+    one = torch.load(folder / "rank_0.pt", weights_only=True)
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, one["version"] + 1))
+    assert process.output.count("done: version") == 1
     state = yaml.safe_load((run / "checkpoints/step_2/state/run.json").read_text())
     assert state["world_size"] == 2 and set(state["prompts"]) == {"0", "1"}
-    one = torch.load(folder / "rank_0.pt", weights_only=True)
     assert {row["group_id"] for row in rollouts_of(run)} == {group for step in one["groups"] for group in step}
 
 
