@@ -1,8 +1,8 @@
 """Does a reward that sleeps, or a crash in one, slow decoding down? Medians and 99th percentiles of the decode step.
 
-    python tools/measure_reward_block.py [--rounds 3] [--steps 40] [--sleep 5]
+    python tools/measure_reward_block.py [--rounds 3] [--steps 20] [--sleep 5]
 
-Runs of the quickstart's model take turns: the reward as it is, and one that sleeps `--sleep` seconds in every twentieth
+Runs of the quickstart's model take turns: the reward as it is, and one that sleeps `--sleep` seconds in every two-hundredth
 call (and one that ends its process, counted as 0). What is compared is the duration of the decode closures on the lane,
 over all rounds; the promise is a ratio of the 99th percentiles of at most 1.2. The turns cancel what the machine does
 meanwhile; on a busy machine use more rounds.
@@ -25,31 +25,31 @@ sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent)]
 
 import quickstart_model  # noqa: E402
 
-from asyncrl import Runtime, load_config  # noqa: E402
-
 
 def plain(prompts: Any, completions: Any, completion_ids: Any, answer: Any) -> list[float]:
     return quickstart_model.reward(prompts, completions, completion_ids, answer)
 
 
-def _every_twentieth(prompts: Any, completions: Any) -> bool:
-    return hash((str(prompts), str(completions))) % 20 == 0
+def _seldom(prompts: Any, completions: Any) -> bool:
+    return hash((str(prompts), str(completions))) % 200 == 0
 
 
 def sleeping(prompts: Any, completions: Any, completion_ids: Any, answer: Any) -> list[float]:
-    if _every_twentieth(prompts, completions):
+    if _seldom(prompts, completions):
         time.sleep(float(os.environ["MEASURE_SLEEP_S"]))
     return plain(prompts, completions, completion_ids, answer)
 
 
 def crashing(prompts: Any, completions: Any, completion_ids: Any, answer: Any) -> list[float]:
-    if _every_twentieth(prompts, completions):
+    if _seldom(prompts, completions):
         os._exit(3)
     return plain(prompts, completions, completion_ids, answer)
 
 
 async def decode_ms(reward: str, steps: int) -> list[float]:
     """Durations of the decode closures of one run, the first step (warm-up) left out."""
+    from asyncrl import Runtime, load_config  # not above: the reward workers load this file too, and need no torch
+
     overrides = [
         f"reward.functions=[{__file__}:{reward}]",
         "reward.workers=8",
@@ -68,7 +68,7 @@ async def decode_ms(reward: str, steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sleep", type=float, default=5.0, help="seconds")
     options = parser.parse_args()
     os.environ["MEASURE_SLEEP_S"] = str(options.sleep)
