@@ -3,7 +3,8 @@
     python examples/agent_loop.py            # the quickstart's model; prints the reward of every step
 
 The loop asks a question, samples a group of answers, judges them in plain Python and hands the group back. Training runs
-beside it in the same event loop. `submit` waits where the trainer is behind: that is all the flow control there is.
+beside it in the same event loop. `submit` waits for a slot, and answers False for a group that is too old to be trained in
+time: its question is asked again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ async def agent(runtime: Runtime, questions: list[dict[str, str]]) -> None:
         group = await runtime.generate(row["prompt"], n=8)
         answers = [str(trajectory.completion) for trajectory in group]
         scores = reward([row["prompt"]] * len(group), answers, None, [row["answer"]] * len(group))
-        await runtime.submit(group, scores)
+        if not await runtime.submit(group, scores):
+            questions.append(row)
 
 
 async def main(steps: int = 20) -> list[float]:

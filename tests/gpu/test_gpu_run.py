@@ -1,0 +1,49 @@
+"""What a CPU cannot show: the same code on a CUDA device. Skipped where there is none; run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl import Runtime, load_config
+from asyncrl.config.schema import ModelConfig
+from asyncrl.models.loading import load_policy
+from asyncrl.models.tree_attention import TreePlan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.15)])
+def test_hidden_states_equal_the_cpu_ones(dtype: str, tolerance: float) -> None:
+    config = ModelConfig(path=f"{ROOT / 'examples/quickstart_model.py'}:build", dtype=dtype)
+    tokens = torch.arange(24) % 10 + 2
+    logits = []
+    for device in ("cpu", "cuda"):
+        policy, _ = load_policy(config, torch.device(device), seed=0)
+        plan = TreePlan([0], [8], [8, 18], [10, 6], [0, 0])
+        positions = torch.cat([torch.arange(8), 8 + torch.arange(10), 8 + torch.arange(6)])
+        with torch.no_grad():
+            hidden = policy.hidden(tokens.to(device), positions.to(device), plan)
+            logits.append(policy.logits(hidden).log_softmax(-1).float().cpu())
+    assert (logits[0] - logits[1]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_run_trains_on_the_device_and_sampler_and_trainer_agree(dtype: str) -> None:
+    overrides = ["model.device=cuda", f"model.dtype={dtype}", "train.max_steps=5", "telemetry.live=off"]
+    config = load_config([ROOT / "examples/quickstart.yaml"], overrides)
+    async with Runtime(config, write=False) as runtime:
+        summary = await runtime.run()
+    steps = [metrics for _, metrics in summary.history if "reward/mean" in metrics]
+    assert summary.version == 5
+    assert all(math.isfinite(metrics["loss"]) for metrics in steps)
+    gaps = [metrics["mismatch/current_mean"] for metrics in steps if metrics.get("mismatch/current_tokens", 0)]
+    assert gaps and np.mean(gaps) < (1e-3 if dtype == "float32" else 0.05)
