@@ -60,7 +60,9 @@ class Stash:
         entry = self._waiting.get(group_id)
         if entry is None:
             if len(self._waiting) + len(self._whole) >= self._max_groups:
-                raise DataError(f"stash: group {group_id} is one more than the {self._max_groups} groups that have slots")
+                raise DataError(
+                    f"stash: group {group_id} is one more than the {self._max_groups} groups that have slots"
+                )
             entry = self._waiting[group_id] = _Entry(ticket, prompt, trajectory.group_size)
         member = trajectory.member
         if trajectory.group_size != entry.size or not 0 <= member < entry.size:
@@ -74,7 +76,9 @@ class Stash:
                 self._duplicates += 1
                 return None
             self._refused += 1
-            raise DataError(f"stash: member {member} of group {group_id} arrived twice with different tokens; the first is kept")
+            raise DataError(
+                f"stash: member {member} of group {group_id} arrived twice with different tokens; the first is kept"
+            )
         entry.members[member] = trajectory
         if len(entry.members) < entry.size:
             return None
@@ -117,4 +121,6 @@ class Stash:
 
 
 def _same(a: Trajectory, b: Trajectory) -> bool:
-    return np.array_equal(a.tokens, b.tokens) and np.array_equal(a.mask, b.mask) and np.array_equal(a.logprobs, b.logprobs)
+    return (
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.mask, b.mask) and np.array_equal(a.logprobs, b.logprobs)
+    )

@@ -47,4 +47,6 @@ class SharedWeights:
         first = self._policy.flat.parameters[0]
         start = flat.working.untyped_storage().data_ptr()
         if first.untyped_storage().data_ptr() != start:
-            raise DivergenceError("publish: the modules no longer read the flat buffer; somebody replaced their parameters")
+            raise DivergenceError(
+                "publish: the modules no longer read the flat buffer; somebody replaced their parameters"
+            )
