@@ -1,126 +1,387 @@
-"""The stash: where interleaved trajectories wait until their group is whole, and whole groups until their step is applied.
+"""The stash: where interleaved trajectories wait until their group is whole.
+
+    add(trajectory) --> [ waiting groups, by (epoch, group id) ] --> whole, once, members in order 0..G-1
+                               |  timeout · too old · cap · epoch over · flush · discard
+                               `--> an ended `StashedGroup` with what was here, so that its slot and leases go back
 
 Guarantees
-* a group is yielded exactly once, in completion order, with its members in order 0..G-1, whatever the arrival order;
-* a duplicate of the same member is idempotent (counted), a conflicting one is refused: the first is kept;
-* a record for a group that already ended is counted as late and goes nowhere;
-* the rows of a whole group stay here until `clear` after its step was applied, so an aborted step loses nothing.
+* a group is yielded exactly once, in completion order, with its members in order, whatever the arrival order;
+* a group is named by (epoch, group id), never by its prompt: a producer that restarts takes a new epoch, and its
+  groups never mix with the half-filled ones of its former life;
+* the same member again is idempotent (DUPLICATE); one that contradicts the group is refused (`StashRefused`, with its
+  reason): the first is kept and nothing changes;
+* a record of a group that ended is LATE and goes nowhere: ended groups are remembered, the oldest forgotten first;
+* what is here is bounded in groups and in bytes; every group that was here leaves through exactly one `StashedGroup`.
 
-Used from the loop thread only; no method waits.
+Used from one thread; only `wait_expired` waits.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-import numpy as np
+import anyio
 
-from asyncrl.errors import DataError
-from asyncrl.types import Group, Prompt, Ticket, Trajectory
+from asyncrl.errors import DataError, StallError
+from asyncrl.types import Trajectory
 
-TOMBSTONES = 65_536  # ended group ids remembered, oldest forgotten first; more than any pipeline holds at once
+C = TypeVar("C")
+TOMBSTONES = 65_536  # ended groups remembered; more than any pipeline holds at once
 
 
-@dataclass(slots=True)
-class _Entry:
-    ticket: Ticket
-    prompt: Prompt
+class GroupKey(NamedTuple):
+    """`epoch`: the life of the producer that numbers the groups; 0 for this process."""
+
+    epoch: int
+    group_id: int
+
+
+class Ending(StrEnum):
+    """How a group left the stash."""
+
+    WHOLE = "whole"
+    PARTIAL = "partial"  # its time was up, and the policy takes what there is
+    TIMEOUT = "timeout"
+    STALE = "stale"  # too old to be trained
+    EVICTED = "evicted"  # the oldest one, where a cap was reached
+    EPOCH = "epoch over"  # its producer is gone
+    FLUSHED = "flushed"  # incomplete at shutdown
+    DISCARDED = "discarded"  # the caller ended it
+
+
+class Status(StrEnum):
+    """What became of a trajectory that was not refused."""
+
+    WAITING = "waiting"
+    WHOLE = "whole"  # it completed its group
+    DUPLICATE = "duplicate"
+    LATE = "late"  # its group had ended
+    STALE = "stale"  # too old; it ended its group
+
+
+class Refusal(StrEnum):
+    MEMBER = "no such member"
+    SIZE = "conflicting group size"
+    CONFLICT = "conflicting member"
+    GROUPS = "too many groups"
+    BYTES = "too many bytes"
+
+
+class StashRefused(DataError):
+    """A trajectory was refused; the stash is as it was. `reason` is for counters and replies to producers."""
+
+    def __init__(self, reason: Refusal, message: str) -> None:
+        super().__init__(f"stash: {message}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class StashedGroup(Generic[C]):
+    """A group that left the stash. `leases` are those of `trajectories`, in the same order."""
+
+    key: GroupKey
+    ending: Ending
+    context: C  # of its first trajectory
     size: int
-    members: dict[int, Trajectory] = field(default_factory=dict)
+    trajectories: tuple[Trajectory, ...]  # ascending members; all of 0..size-1 where whole
+    leases: tuple[Any, ...]
+
+    @property
+    def trainable(self) -> bool:
+        return self.ending in (Ending.WHOLE, Ending.PARTIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[C]):
+    """`ended`: other groups (its own, where STALE) that ended by this arrival; never trainable ones."""
+
+    status: Status
+    whole: StashedGroup[C] | None = None
+    ended: tuple[StashedGroup[C], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StashStatistics:
     waiting_groups: int
     waiting_trajectories: int
+    waiting_bytes: int
     whole_groups: int  # yielded, not yet cleared
-    duplicates: int
-    refused: int
-    late: int
     cleared: int
+    accepted: int  # trajectories
+    duplicates: int
+    late: int
+    stale: int
+    refused: dict[Refusal, int]
+    endings: dict[Ending, int]
 
 
-class Stash:
-    def __init__(self, max_groups: int) -> None:
-        """`max_groups`: the slots of the pipeline; more groups than that here means a slot was lost, which raises."""
-        self._max_groups = max_groups
-        self._waiting: dict[int, _Entry] = {}
-        self._whole: dict[int, Group] = {}
-        self._ended: OrderedDict[int, None] = OrderedDict()
-        self._duplicates = self._refused = self._late = self._cleared = 0
+@dataclass(slots=True)
+class _Entry(Generic[C]):
+    context: C
+    size: int
+    bytes: int = 0
+    members: dict[int, tuple[Trajectory, Any]] = field(default_factory=dict)
 
-    def add(self, ticket: Ticket, prompt: Prompt, trajectory: Trajectory) -> Group | None:
-        """Returns the group if this trajectory made it whole. DataError for a member or size that contradicts the group."""
-        group_id = ticket.group_id
-        if group_id in self._ended or group_id in self._whole:
+
+class Stash(Generic[C]):
+    def __init__(
+        self,
+        max_groups: int,
+        *,
+        max_bytes: int | None = None,
+        on_full: Literal["error", "evict"] = "error",
+        timeout_s: float | None = None,
+        timeout_from: Literal["first", "last"] = "first",
+        on_timeout: Literal["drop", "partial", "error"] = "drop",
+        min_partial: int = 2,
+        tombstones: int = TOMBSTONES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """max_groups, max_bytes: caps on what waits here. on_full: refuse the trajectory, or end the oldest groups.
+
+        timeout_s: seconds on `clock` from the group's first or last arrival until it counts as incomplete for good:
+        it is dropped, yielded with the members that are here (at least `min_partial`, else dropped), or StallError.
+        """
+        if max_groups < 1 or min_partial < 1 or tombstones < 1 or (max_bytes is not None and max_bytes < 1):
+            raise ValueError(
+                f"stash: max_groups {max_groups}, max_bytes {max_bytes}, min_partial {min_partial} and tombstones "
+                f"{tombstones} must all be at least 1"
+            )
+        self._max_groups, self._max_bytes, self._on_full = max_groups, max_bytes, on_full
+        self._timeout, self._timeout_from, self._on_timeout = timeout_s, timeout_from, on_timeout
+        self._min_partial, self._tombstones, self._clock = min_partial, tombstones, clock
+        self._waiting: dict[GroupKey, _Entry[C]] = {}  # in order of first arrival
+        self._since: OrderedDict[GroupKey, float] = OrderedDict()  # what the timeout counts from, ascending
+        self._whole: set[GroupKey] = set()
+        self._ended: OrderedDict[GroupKey, None] = OrderedDict()
+        self._oldest_allowed = 0
+        self._bytes = self._cleared = self._accepted = self._duplicates = self._late = self._stale = 0
+        self._refused: Counter[Refusal] = Counter()
+        self._endings: Counter[Ending] = Counter()
+        self._arrived = anyio.Event()
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def add(self, trajectory: Trajectory, context: C, *, lease: Any = None, epoch: int = 0) -> Arrival[C]:
+        """Take one trajectory. `lease` comes back with its group; of a duplicate or late one the caller keeps it.
+
+        Errors: StashRefused for a member, a size or a content that contradicts the group, or a cap that is reached.
+        """
+        key = GroupKey(epoch, trajectory.group_id)
+        if key in self._ended or key in self._whole:
             self._late += 1
-            return None
-        entry = self._waiting.get(group_id)
+            return Arrival(Status.LATE)
+        entry = self._waiting.get(key)
+        self._check(key, entry, trajectory)
+        if entry is not None and trajectory.member in entry.members:
+            self._duplicates += 1
+            return Arrival(Status.DUPLICATE)
+        size = nbytes(trajectory)
+        victims = self._victims(key, entry, size)
+        evicted = tuple(self._end(victim, Ending.EVICTED) for victim in victims)
         if entry is None:
-            if len(self._waiting) + len(self._whole) >= self._max_groups:
-                raise DataError(
-                    f"stash: group {group_id} is one more than the {self._max_groups} groups that have slots"
-                )
-            entry = self._waiting[group_id] = _Entry(ticket, prompt, trajectory.group_size)
-        member = trajectory.member
-        if trajectory.group_size != entry.size or not 0 <= member < entry.size:
-            self._refused += 1
-            raise DataError(
-                f"stash: member {member} of group {group_id} says group size {trajectory.group_size}; "
-                f"the group has size {entry.size} and members 0..{entry.size - 1}"
-            )
-        if member in entry.members:
-            if _same(entry.members[member], trajectory):
-                self._duplicates += 1
-                return None
-            self._refused += 1
-            raise DataError(
-                f"stash: member {member} of group {group_id} arrived twice with different tokens; the first is kept"
-            )
-        entry.members[member] = trajectory
+            entry = self._waiting[key] = _Entry(context, trajectory.group_size)
+        entry.members[trajectory.member] = (trajectory, lease)
+        entry.bytes += size
+        self._bytes += size
+        self._accepted += 1
+        self._stamp(key)
+        if 0 <= trajectory.oldest_version < self._oldest_allowed:
+            self._stale += 1
+            return Arrival(Status.STALE, ended=(*evicted, self._end(key, Ending.STALE)))
         if len(entry.members) < entry.size:
+            return Arrival(Status.WAITING, ended=evicted)
+        self._whole.add(key)
+        return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE), evicted)
+
+    def _check(self, key: GroupKey, entry: _Entry[C] | None, trajectory: Trajectory) -> None:
+        size, member = trajectory.group_size, trajectory.member
+        name = f"member {member} of {_name(key)}"
+        if entry is not None and size != entry.size:
+            self._refuse(Refusal.SIZE, f"{name} says group size {size}; the group began with size {entry.size}")
+        if not 0 <= member < size:
+            self._refuse(Refusal.MEMBER, f"{name} says group size {size}, so its members are 0 to {size - 1}")
+        if entry is not None and member in entry.members and not same(entry.members[member][0], trajectory):
+            self._refuse(Refusal.CONFLICT, f"{name} arrived twice with different contents; the first is kept")
+
+    def _victims(self, key: GroupKey, entry: _Entry[C] | None, size: int) -> list[GroupKey]:
+        """The oldest groups that have to go, so that the caps hold with `size` more bytes for group `key`."""
+        groups = len(self._waiting) + (entry is None)
+        total = self._bytes + size
+        own = size + (entry.bytes if entry is not None else 0)
+        limit = self._max_bytes
+        if limit is not None and (own > limit or (total > limit and self._on_full == "error")):
+            what = "the group alone" if own > limit else "the waiting groups"
+            self._refuse(
+                Refusal.BYTES,
+                f"{_name(key)}: with {size} bytes more {what} would hold {own if own > limit else total} bytes; "
+                f"at most {limit} (max_bytes) may wait",
+            )
+        if groups > self._max_groups and self._on_full == "error":
+            self._refuse(Refusal.GROUPS, f"{_name(key)} is one more than the {self._max_groups} groups that may wait")
+        victims: list[GroupKey] = []
+        for candidate, other in self._waiting.items():
+            if groups <= self._max_groups and (limit is None or total <= limit):
+                break
+            if candidate != key:
+                victims.append(candidate)
+                groups -= 1
+                total -= other.bytes
+        return victims
+
+    def _refuse(self, reason: Refusal, message: str) -> None:
+        self._refused[reason] += 1
+        raise StashRefused(reason, message)
+
+    def _stamp(self, key: GroupKey) -> None:
+        if key in self._since and self._timeout_from == "first":
+            return
+        self._since[key] = self._clock()
+        self._since.move_to_end(key)
+        if self._timeout is not None:
+            self._arrived.set()
+            self._arrived = anyio.Event()
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def expire(self) -> list[StashedGroup[C]]:
+        """Groups whose time is up now, oldest first. Errors: StallError where the policy is `error`; nothing changes."""
+        expired = []
+        while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
+            key = next(iter(self._since))
+            entry = self._waiting[key]
+            if self._on_timeout == "error":
+                missing = [m for m in range(entry.size) if m not in entry.members]
+                raise StallError(
+                    f"stash: {_name(key)} waited {self._timeout} s for its members {missing} of {entry.size}; its producer "
+                    "is gone or too slow (a longer timeout_s waits for it, on_timeout=drop or partial goes on without)"
+                )
+            expired.append(self._end(key, self._incomplete(entry, Ending.TIMEOUT)))
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """When (on `clock`) the first waiting group's time is up; None if that cannot happen."""
+        if self._timeout is None or not self._since:
             return None
-        del self._waiting[group_id]
-        group = Group(entry.ticket, entry.prompt, tuple(entry.members[m] for m in range(entry.size)))
-        self._whole[group_id] = group
-        return group
+        return next(iter(self._since.values())) + self._timeout
 
-    def discard(self, group_id: int) -> bool:
-        """Forget an incomplete or whole group (it was dropped or failed). True if it was here."""
-        self._bury(group_id)
-        return self._waiting.pop(group_id, None) is not None or self._whole.pop(group_id, None) is not None
+    async def wait_expired(self) -> list[StashedGroup[C]]:
+        """Wait until `expire()` has something. `clock` must run as the event loop's does. Errors: StallError."""
+        while True:
+            arrived = self._arrived  # before the look: an arrival after it is not slept over
+            if expired := self.expire():
+                return expired
+            deadline = self.next_deadline()
+            if deadline is None:
+                await arrived.wait()
+            else:
+                await anyio.sleep(max(0.0, deadline - self._clock()))
 
-    def clear(self, group_ids: Iterable[int]) -> None:
-        """The step of these whole groups was applied: free their rows. KeyError for a group that is not here."""
+    def evict_stale(self, version: int, max_staleness: int) -> list[StashedGroup[C]]:
+        """End the groups that hold a token older than `version - max_staleness`, now and on arrival from here on.
+
+        Tokens of future versions, and groups without a sampled token, are never too old.
+        """
+        self._oldest_allowed = max(self._oldest_allowed, version - max_staleness)
+        stale = []
+        for key, entry in self._waiting.items():
+            versions = [t.oldest_version for t, _ in entry.members.values()]
+            if any(0 <= oldest < self._oldest_allowed for oldest in versions):
+                stale.append(key)
+        return [self._end(key, Ending.STALE) for key in stale]
+
+    def end_epoch(self, epoch: int) -> list[StashedGroup[C]]:
+        """The producer of this epoch is gone: its incomplete groups can never be whole."""
+        return [self._end(key, Ending.EPOCH) for key in list(self._waiting) if key.epoch == epoch]
+
+    def discard(self, group_id: int, epoch: int = 0) -> StashedGroup[C] | None:
+        """End one group, waiting or yielded; later records of it are late. What waited of it, or None."""
+        key = GroupKey(epoch, group_id)
+        if key in self._waiting:
+            return self._end(key, Ending.DISCARDED)
+        self._whole.discard(key)
+        self._bury(key)
+        return None
+
+    def clear(self, group_ids: Iterable[int], epoch: int = 0) -> None:
+        """These yielded groups were trained. KeyError for one that was not yielded, or was cleared before."""
         for group_id in group_ids:
-            del self._whole[group_id]
-            self._bury(group_id)
+            self._whole.remove(GroupKey(epoch, group_id))
             self._cleared += 1
 
+    def flush(self) -> list[StashedGroup[C]]:
+        """Nothing more will arrive: every waiting group ends, partial ones are yielded where the policy is `partial`."""
+        return [self._end(key, self._incomplete(entry, Ending.FLUSHED)) for key, entry in list(self._waiting.items())]
+
     def incomplete(self) -> list[int]:
-        """Group ids that still wait for members."""
-        return list(self._waiting)
+        """Ids of the groups that still wait for members, in order of first arrival."""
+        return [key.group_id for key in self._waiting]
 
     def statistics(self) -> StashStatistics:
         return StashStatistics(
             waiting_groups=len(self._waiting),
-            waiting_trajectories=sum(len(e.members) for e in self._waiting.values()),
+            waiting_trajectories=sum(len(entry.members) for entry in self._waiting.values()),
+            waiting_bytes=self._bytes,
             whole_groups=len(self._whole),
-            duplicates=self._duplicates,
-            refused=self._refused,
-            late=self._late,
             cleared=self._cleared,
+            accepted=self._accepted,
+            duplicates=self._duplicates,
+            late=self._late,
+            stale=self._stale,
+            refused=dict(self._refused),
+            endings=dict(self._endings),
         )
 
-    def _bury(self, group_id: int) -> None:
-        self._ended[group_id] = None
-        if len(self._ended) > TOMBSTONES:
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _incomplete(self, entry: _Entry[C], otherwise: Ending) -> Ending:
+        enough = self._on_timeout == "partial" and len(entry.members) >= self._min_partial
+        return Ending.PARTIAL if enough else otherwise
+
+    def _end(self, key: GroupKey, ending: Ending) -> StashedGroup[C]:
+        entry = self._waiting.pop(key)
+        del self._since[key]
+        self._bytes -= entry.bytes
+        self._endings[ending] += 1
+        self._bury(key)
+        members = [entry.members[member] for member in sorted(entry.members)]
+        return StashedGroup(
+            key, ending, entry.context, entry.size, tuple(t for t, _ in members), tuple(lease for _, lease in members)
+        )
+
+    def _bury(self, key: GroupKey) -> None:
+        self._ended[key] = None
+        self._ended.move_to_end(key)
+        if len(self._ended) > self._tombstones:
             self._ended.popitem(last=False)
 
 
-def _same(a: Trajectory, b: Trajectory) -> bool:
-    return (
-        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.mask, b.mask) and np.array_equal(a.logprobs, b.logprobs)
+_COLUMNS = ("tokens", "mask", "logprobs", "sampled_logprobs", "versions")
+
+
+def nbytes(trajectory: Trajectory) -> int:
+    """Bytes of its per-token columns."""
+    return sum(int(getattr(trajectory, column).nbytes) for column in _COLUMNS)
+
+
+def same(a: Trajectory, b: Trajectory) -> bool:
+    """Whether two records of one member say the same, bit for bit (so NaN equals NaN)."""
+    scalars = [(t.prompt_length, float(t.temperature).hex(), _hex(t.reward), str(t.finish_reason)) for t in (a, b)]
+    return scalars[0] == scalars[1] and all(
+        getattr(a, column).dtype == getattr(b, column).dtype
+        and getattr(a, column).tobytes() == getattr(b, column).tobytes()
+        for column in _COLUMNS
     )
+
+
+def _hex(value: float | None) -> str | None:
+    return None if value is None else float(value).hex()
+
+
+def _name(key: GroupKey) -> str:
+    return f"group {key.group_id}" + (f" of epoch {key.epoch}" if key.epoch else "")

@@ -188,7 +188,7 @@ class Graph:
     def _whole(self, ticket: Ticket, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> Group:
         group: Group | None = None
         for trajectory in trajectories:
-            group = self._rooms.stash.add(ticket, prompt, replace(trajectory, group_id=prompt.group_id))
+            group = self._rooms.book.add(ticket, prompt, replace(trajectory, group_id=prompt.group_id))
         if group is None:
             raise DataError(
                 f"submit: group {prompt.group_id} does not become whole: it ended before, or its {len(trajectories)} "
@@ -221,5 +221,4 @@ class Graph:
 
     @property
     def scored(self) -> float:
-        statistics = self._rooms.stash.statistics()
-        return float(statistics.cleared + statistics.whole_groups + statistics.waiting_trajectories)
+        return float(self._rooms.stash.statistics().accepted)

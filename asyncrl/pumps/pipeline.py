@@ -64,10 +64,18 @@ async def hand_on(edge: QueueSender[T], item: T) -> None:
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What the stash keeps beside the trajectories of a group: its slot and its prompt."""
+
+    ticket: Ticket
+    prompt: Prompt
+
+
 class GroupBook:
     """Tickets of the groups that are live on this rank: admitted, not yet claimed by a step."""
 
-    def __init__(self, ledger: Ledger, stash: Stash) -> None:
+    def __init__(self, ledger: Ledger, stash: Stash[Admitted]) -> None:
         self._ledger = ledger
         self._stash = stash
         self._tickets: dict[int, Ticket] = {}
@@ -79,6 +87,11 @@ class GroupBook:
 
     def claimed(self, ticket: Ticket) -> None:
         del self._tickets[ticket.group_id]
+
+    def add(self, ticket: Ticket, prompt: Prompt, trajectory: Trajectory) -> Group | None:
+        """One scored trajectory into the stash. Its group, if that is whole now. Errors: StashRefused."""
+        whole = self._stash.add(trajectory, Admitted(ticket, prompt)).whole
+        return None if whole is None else Group(whole.context.ticket, whole.context.prompt, whole.trajectories)
 
     async def end(self, group_id: int, outcome: Literal["dropped", "failed"], reason: str) -> bool:
         """Give the slot back and forget the rows. False if the group had ended, or was claimed, before."""
@@ -109,7 +122,7 @@ class Rooms:
     config: Config
     recorder: Recorder
     ledger: Ledger
-    stash: Stash
+    stash: Stash[Admitted]
     engine: Engine
     environment: Environment
     reward: Reward

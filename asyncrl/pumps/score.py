@@ -46,7 +46,7 @@ class ScorePump:
             await self._add(item, trajectory)
 
     async def _add(self, item: Scoring, trajectory: Trajectory) -> None:
-        group = self._rooms.stash.add(item.ticket, item.prompt, trajectory)
+        group = self._rooms.book.add(item.ticket, item.prompt, trajectory)
         statistics = self._rooms.stash.statistics()
         self._rooms.recorder.gauge("queue/stash/depth", statistics.waiting_groups)
         if group is not None:

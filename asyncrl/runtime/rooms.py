@@ -22,7 +22,7 @@ from asyncrl.environments.loading import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Reward, Trainer, WeightSink
-from asyncrl.pumps.pipeline import GroupBook, Rooms
+from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
@@ -117,7 +117,7 @@ class Builder:
             sampling=sampling_params(self.config),
             seed=self.config.seed,
         )
-        stash = Stash(max_groups=slots(self.config))
+        stash: Stash[Admitted] = Stash(max_groups=slots(self.config))
         algorithm = self.config.algorithm
         rooms = Rooms(
             config=self.config,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
 from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.pumps.pipeline import Admitted
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import ClaimState, LedgerStatistics, Microbatch, StepResult, Ticket
 
@@ -66,7 +67,7 @@ class RecordingTrainer:
         return self.inner._open is not None
 
 
-class RecordingStash(Stash):
+class RecordingStash(Stash[Admitted]):
     def __init__(self, house: House, max_groups: int) -> None:
         super().__init__(max_groups)
         self.house = house

@@ -1,0 +1,361 @@
+"""The stash: whole groups once and in order, whatever arrives and however; nothing leaves it unseen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.concurrency.clock import run_virtual
+from asyncrl.data.stash import Ending, Refusal, Stash, StashedGroup, StashRefused, Status, nbytes
+from asyncrl.errors import StallError
+from asyncrl.types import FinishReason, Trajectory
+
+
+def record(group: int, member: int, size: int = 3, *, version: int = 0, tokens: int = 4, salt: int = 0) -> Trajectory:
+    mask = np.arange(tokens) >= 1
+    return Trajectory(
+        group_id=group,
+        member=member,
+        group_size=size,
+        prompt_length=1,
+        tokens=np.arange(tokens, dtype=np.int32) + 100 * group + 10 * member + salt,
+        mask=mask,
+        logprobs=np.where(mask, -0.5 - member, 0).astype(np.float32),
+        sampled_logprobs=np.where(mask, -0.25 - member, 0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        temperature=1.0,
+        finish_reason=FinishReason.STOP,
+        reward=float(member),
+    )
+
+
+BYTES = nbytes(record(0, 0))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new(max_groups: int = 100, **settings: Any) -> Stash[str]:
+    return Stash(max_groups, **settings)
+
+
+def members(group: StashedGroup[str] | None) -> list[int]:
+    assert group is not None
+    return [trajectory.member for trajectory in group.trajectories]
+
+
+# -- whole groups --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_interleaving_yields_each_group_once_in_completion_order_with_its_own_members(data: st.DataObject) -> None:
+    """Against a model: dictionaries of what arrived. Records come in any order, some again, some after the end."""
+    sizes = {
+        (epoch, group): data.draw(st.integers(1, 5), label="size")
+        for epoch in range(2)
+        for group in range(data.draw(st.integers(1, 4), label="groups"))
+    }
+    once = [(key, member) for key, size in sizes.items() for member in range(size)]
+    again = data.draw(st.lists(st.sampled_from(once), max_size=10), label="again")
+    order = data.draw(st.permutations(once + again), label="order")
+    stash = new()
+    seen: dict[tuple[int, int], set[int]] = {key: set() for key in sizes}
+    complete: list[tuple[int, int]] = []
+    yielded: list[StashedGroup[str]] = []
+    tally: Counter[Status] = Counter()
+    for (epoch, group), member in order:
+        key = (epoch, group)
+        arrival = stash.add(record(group, member, sizes[key], salt=7 * epoch), f"{key}", lease=member, epoch=epoch)
+        expected = Status.LATE if key in complete else Status.DUPLICATE if member in seen[key] else Status.WAITING
+        seen[key].add(member)
+        if expected is Status.WAITING and len(seen[key]) == sizes[key]:
+            expected = Status.WHOLE
+            complete.append(key)
+        assert arrival.status is expected and arrival.ended == ()
+        assert (arrival.whole is not None) == (expected is Status.WHOLE)
+        tally[expected] += 1
+        if arrival.whole is not None:
+            yielded.append(arrival.whole)
+    assert [tuple(group.key) for group in yielded] == complete and set(complete) == set(sizes)
+    for group in yielded:
+        key = tuple(group.key)
+        assert members(group) == list(group.leases) == list(range(sizes[key])) and group.context == f"{key}"
+        for member, trajectory in enumerate(group.trajectories):
+            assert trajectory.tokens.tolist() == record(key[1], member, salt=7 * key[0]).tokens.tolist()
+    statistics = stash.statistics()
+    assert (statistics.waiting_groups, statistics.waiting_bytes, statistics.waiting_trajectories) == (0, 0, 0)
+    assert (statistics.duplicates, statistics.late) == (tally[Status.DUPLICATE], tally[Status.LATE])
+    assert statistics.accepted == len(once) and statistics.endings == {Ending.WHOLE: len(sizes)}
+
+
+def test_an_epoch_that_changes_in_the_middle_of_a_group_begins_a_new_one() -> None:
+    stash = new()
+    stash.add(record(5, 0, 2), "old", epoch=1)
+    stash.add(record(5, 1, 2, salt=1), "new", epoch=2)
+    whole = stash.add(record(5, 0, 2, salt=1), "new", epoch=2).whole
+    assert whole is not None and whole.context == "new" and whole.key.epoch == 2
+    assert [t.tokens[0] for t in whole.trajectories] == [501, 511]
+    [ended] = stash.end_epoch(1)
+    assert ended.ending is Ending.EPOCH and members(ended) == [0] and not ended.trainable
+    assert stash.add(record(5, 1, 2), "old", epoch=1).status is Status.LATE
+
+
+def test_a_copy_of_a_member_is_idempotent_bit_for_bit() -> None:
+    stash = new()
+    odd = replace(record(0, 0), logprobs=np.full(4, np.nan, np.float32), reward=float("nan"))
+    stash.add(odd, "", lease="first")
+    assert stash.add(replace(odd, tokens=odd.tokens.copy()), "", lease="second").status is Status.DUPLICATE
+    stash.add(record(0, 1), "")
+    whole = stash.add(record(0, 2), "").whole
+    assert whole is not None and whole.leases == ("first", None, None)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad, reason, words",
+    [
+        (record(0, 3), Refusal.MEMBER, "members are 0 to 2"),
+        (record(0, -1), Refusal.MEMBER, "member -1 of group 0"),
+        (record(1, 0, 0), Refusal.MEMBER, "group size 0"),
+        (record(0, 2, 4), Refusal.SIZE, "the group began with size 3"),
+        (record(0, 0, salt=1), Refusal.CONFLICT, "the first is kept"),
+        (replace(record(0, 0), reward=9.0), Refusal.CONFLICT, "arrived twice"),
+        (replace(record(0, 0), temperature=0.5), Refusal.CONFLICT, "arrived twice"),
+        (replace(record(0, 0), versions=np.full(4, 3, np.int32)), Refusal.CONFLICT, "arrived twice"),
+    ],
+)
+def test_what_contradicts_a_group_is_refused_with_a_reason_and_changes_nothing(
+    bad: Trajectory, reason: Refusal, words: str
+) -> None:
+    stash = new()
+    stash.add(record(0, 0), "kept")
+    before = stash.statistics()
+    with pytest.raises(StashRefused, match=words) as refused:
+        stash.add(bad, "bad")
+    assert refused.value.reason is reason
+    after = stash.statistics()
+    assert after.refused == {reason: 1}
+    assert replace(after, refused={}) == before
+    stash.add(record(0, 1), "")
+    whole = stash.add(record(0, 2), "").whole
+    assert members(whole) == [0, 1, 2] and whole is not None and whole.context == "kept"
+    assert whole.trajectories[0].tokens[0] == 0
+
+
+def test_caps_refuse_by_default_and_the_stash_goes_on() -> None:
+    stash = new(2, max_bytes=4 * BYTES)
+    stash.add(record(0, 0), "")
+    stash.add(record(1, 0), "")
+    with pytest.raises(StashRefused, match="one more than the 2 groups") as groups:
+        stash.add(record(2, 0), "")
+    stash.add(record(0, 1), "")
+    stash.add(record(1, 1), "")
+    with pytest.raises(StashRefused, match=f"at most {4 * BYTES}") as size:
+        stash.add(record(1, 2), "")
+    assert (groups.value.reason, size.value.reason) == (Refusal.GROUPS, Refusal.BYTES)
+    assert stash.discard(0) is not None
+    assert stash.add(record(1, 2), "").status is Status.WHOLE
+    assert stash.statistics().waiting_bytes == 0
+
+
+def test_caps_evict_the_oldest_groups_and_hand_them_back() -> None:
+    stash = new(3, max_bytes=5 * BYTES, on_full="evict")
+    for group in range(3):
+        assert stash.add(record(group, 0), f"{group}", lease=group).ended == ()
+    [first] = stash.add(record(3, 0), "3").ended
+    assert (first.key.group_id, first.ending, first.leases) == (0, Ending.EVICTED, (0,))
+    stash.add(record(2, 1), "")
+    stash.add(record(3, 1), "")
+    ended = stash.add(record(1, 1), "").ended  # the group of the arrival is the oldest: it stays, the next ones go
+    assert [group.key.group_id for group in ended] == [2] and members(ended[0]) == [0, 1]
+    assert stash.incomplete() == [1, 3] and stash.statistics().waiting_bytes == 4 * BYTES
+    assert stash.add(record(0, 1), "").status is Status.LATE
+
+
+def test_a_group_that_alone_is_over_the_cap_is_refused_and_evicts_nobody() -> None:
+    stash = new(3, max_bytes=2 * BYTES, on_full="evict")
+    stash.add(record(0, 0), "")
+    with pytest.raises(StashRefused, match="the group alone"):
+        stash.add(record(1, 0, tokens=40), "")
+    assert stash.incomplete() == [0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(1, 9)), max_size=60),
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.sampled_from(["error", "evict"]),
+)
+def test_caps_always_hold_and_whoever_entered_leaves_exactly_once(
+    arrivals: list[tuple[int, int, int]], max_groups: int, units: int, on_full: Any
+) -> None:
+    stash = new(max_groups, max_bytes=units * BYTES, on_full=on_full)
+    left: list[StashedGroup[str]] = []
+    entered: set[tuple[int, int]] = set()
+    for group, member, tokens in arrivals:
+        try:
+            arrival = stash.add(record(group, member, 4, tokens=tokens), "")
+        except StashRefused:
+            continue
+        if arrival.status in (Status.WAITING, Status.WHOLE):
+            entered.add((group, member))
+        left += [*arrival.ended, *([arrival.whole] if arrival.whole else [])]
+        statistics = stash.statistics()
+        assert statistics.waiting_groups <= max_groups and statistics.waiting_bytes <= units * BYTES
+    left += stash.flush()
+    assert len({group.key for group in left}) == len(left)
+    assert sorted((t.group_id, t.member) for group in left for t in group.trajectories) == sorted(entered)
+    assert stash.statistics().waiting_bytes == 0
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count_from, expected", [("first", 10.0), ("last", 14.0)])
+def test_a_timeout_counts_from_the_first_or_last_arrival(count_from: Any, expected: float) -> None:
+    clock = Clock()
+    stash = new(timeout_s=10.0, timeout_from=count_from, clock=clock)
+    stash.add(record(0, 0), "")
+    clock.now = 4.0
+    stash.add(record(0, 1), "")
+    stash.add(record(0, 1), "")  # a duplicate is no sign of life of the missing one
+    assert stash.next_deadline() == expected
+    clock.now = expected - 0.001
+    assert stash.expire() == []
+    clock.now = expected
+    [ended] = stash.expire()
+    assert ended.ending is Ending.TIMEOUT and members(ended) == [0, 1] and not ended.trainable
+    assert stash.next_deadline() is None and stash.add(record(0, 2), "").status is Status.LATE
+
+
+def test_partial_groups_are_yielded_where_there_are_enough_members() -> None:
+    clock = Clock()
+    stash = new(timeout_s=1.0, on_timeout="partial", min_partial=2, clock=clock)
+    for group, member in ((0, 2), (1, 1), (0, 0)):
+        stash.add(record(group, member), f"{group}")
+    clock.now = 1.0
+    two, one = stash.expire()
+    assert two.ending is Ending.PARTIAL and two.trainable and members(two) == [0, 2] and two.size == 3
+    assert one.ending is Ending.TIMEOUT and not one.trainable
+    stash.add(record(2, 0), "")
+    stash.add(record(2, 1), "")
+    stash.add(record(3, 1), "")
+    assert [group.ending for group in stash.flush()] == [Ending.PARTIAL, Ending.FLUSHED]
+    assert stash.incomplete() == [] and stash.next_deadline() is None
+
+
+def test_the_error_policy_names_the_group_and_the_missing_members() -> None:
+    clock = Clock()
+    stash = new(timeout_s=1.0, on_timeout="error", clock=clock)
+    stash.add(record(4, 1), "", epoch=9)
+    clock.now = 2.0
+    with pytest.raises(StallError, match=r"group 4 of epoch 9 waited 1.0 s for its members \[0, 2\] of 3"):
+        stash.expire()
+    assert stash.incomplete() == [4]
+
+
+def test_wait_expired_sleeps_until_the_deadline_and_survives_cancellation() -> None:
+    ended: list[tuple[float, int]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        stash = new(timeout_s=5.0, clock=loop.time)
+
+        async def watch() -> None:
+            while True:
+                ended.extend((loop.time(), group.key.group_id) for group in await stash.wait_expired())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await anyio.sleep(100.0)  # nothing waits: nothing to wake up for
+            for group in range(3):
+                stash.add(record(group, 0), "")
+                await anyio.sleep(2.0)
+            for member in (1, 2):
+                stash.add(record(2, member), "")  # whole in time
+            with anyio.move_on_after(0.5) as scope:
+                await stash.wait_expired()
+            assert scope.cancelled_caught and stash.incomplete() == [1]  # a cancelled wait took nothing
+            await anyio.sleep(20.0)
+            tasks.cancel_scope.cancel()
+
+    run_virtual(main)
+    assert ended == [(105.0, 0), (107.0, 1)]
+
+
+# -- age -----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_with_a_token_that_is_too_old_end_now_and_on_arrival() -> None:
+    """The predicate of the staleness window: lag = version - oldest > max_staleness; future versions are never stale."""
+    stash = new()
+    for group, version in enumerate([3, 4, 5, 2, 6]):
+        stash.add(record(group, 0, version=version), "")
+    stash.add(record(1, 1, version=1), "")  # the oldest member counts
+    stale = stash.evict_stale(5, 2)
+    assert [group.key.group_id for group in stale] == [1, 3]
+    assert all(group.ending is Ending.STALE and not group.trainable for group in stale)
+    arrival = stash.add(record(2, 1, version=2), "", lease="mine")
+    [ended] = arrival.ended
+    assert arrival.status is Status.STALE and members(ended) == [0, 1] and ended.leases == (None, "mine")
+    nothing_sampled = replace(record(0, 1), mask=np.zeros(4, np.bool_))
+    assert stash.add(nothing_sampled, "").status is Status.WAITING
+    assert stash.evict_stale(5, 2) == [] and stash.incomplete() == [0, 4]
+    assert stash.statistics().stale == 1
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_ended_groups_are_remembered_up_to_a_bound() -> None:
+    stash = new(tombstones=2)
+    for group in range(3):
+        assert stash.add(record(group, 0, 1), "").status is Status.WHOLE
+    stash.clear([0, 1, 2])
+    assert stash.add(record(2, 0, 1), "").status is Status.LATE
+    assert stash.add(record(0, 0, 1), "").status is Status.WHOLE  # forgotten
+
+
+def test_clear_takes_yielded_groups_only_and_once() -> None:
+    stash = new()
+    stash.add(record(0, 0, 1), "")
+    stash.add(record(1, 0, 2), "")
+    assert stash.statistics().whole_groups == 1
+    stash.clear([0])
+    for group in (0, 1, 2):
+        with pytest.raises(KeyError):
+            stash.clear([group])
+    assert stash.statistics().cleared == 1 and stash.statistics().whole_groups == 0
+
+
+def test_discard_ends_a_group_whether_it_waits_is_yielded_or_has_not_come() -> None:
+    stash = new()
+    stash.add(record(0, 0), "", lease="mine")
+    waiting = stash.discard(0)
+    assert waiting is not None and waiting.ending is Ending.DISCARDED and waiting.leases == ("mine",)
+    stash.add(record(1, 0, 1), "")
+    assert stash.discard(1) is None and stash.discard(2) is None
+    assert [stash.add(record(group, 1), "").status for group in range(3)] == [Status.LATE] * 3
+    assert stash.statistics().whole_groups == 0
+
+
+def test_bounds_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_groups 0"):
+        new(0)
