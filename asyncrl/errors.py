@@ -14,7 +14,15 @@
     |  `- EngineClosed
     |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or a place was given back twice, or to nobody (also RuntimeError)
-    `- LifecycleError          10   opened twice, used closed, or closed in another task (also RuntimeError)
+    |- LifecycleError          10   opened twice, used closed, or closed in another task (also RuntimeError)
+    `- TransportError          11   shared memory, or a process on the other side of it
+       |- ArenaOwned                a live process owns the segment
+       |- OutOfMemory               the arena or /dev/shm has no room (also MemoryError)
+       |- StaleHandle               what the handle named was given back since
+       |- RecordError               the bytes are no record that this version reads (also ValueError)
+       |- RecordTooLarge            the record can never fit (also ValueError)
+       |- RingFull                  no room before the deadline (also TimeoutError)
+       `- RingDetached              the owner of the ring is gone, or refused (also ConnectionError)
 
 Exit codes 130 and 143 mean: stopped by SIGINT or SIGTERM, after the last committed version was checkpointed.
 A message says what was asked, what was found and what to do.
@@ -83,3 +91,35 @@ class LedgerError(AsyncrlError, RuntimeError):
 
 class LifecycleError(AsyncrlError, RuntimeError):
     exit_code = 10
+
+
+class TransportError(AsyncrlError):
+    exit_code = 11
+
+
+class ArenaOwned(TransportError):
+    """A live process holds the segment; a stopped one counts as live."""
+
+
+class OutOfMemory(TransportError, MemoryError):
+    """Found at allocation, never as SIGBUS at the first touch."""
+
+
+class StaleHandle(TransportError):
+    """The block behind a handle was given back (and perhaps used again) since the handle was made."""
+
+
+class RecordError(TransportError, ValueError):
+    """Torn, damaged, or written for a newer reader."""
+
+
+class RecordTooLarge(TransportError, ValueError):
+    """A record that can never fit; nothing was written."""
+
+
+class RingFull(TransportError, TimeoutError):
+    """Backpressure lasted longer than the deadline; nothing was put, so the caller may try again."""
+
+
+class RingDetached(TransportError, ConnectionError):
+    """Nobody owns the ring, or its owner refused this producer."""

@@ -1,0 +1,148 @@
+"""Record schema v1, the bytes: a header, a section table, sections. Little-endian, explicit offsets, never pickle.
+
+A record holds `n >= 1` members (trajectories) of one group; most producers put a whole group at once.
+
+    0                 header, `header_bytes` long (128 in version 1)
+    header_bytes      section table: `sections` entries of `entry_bytes` (32 in version 1)
+    aligned to 64     the sections, each aligned to 64 bytes from the start of the record
+
+    header                                              section table entry
+    0   u32  magic "ARR1"                               0   u16  section id
+    4   u16  version of the writer                      2   u8   dtype code
+    6   u16  oldest reader version that understands it  3   u8   axis (what the first dimension counts)
+    8   u16  header_bytes                               4   u16  flags (bit 0: a reader must know this section)
+    10  u16  entry_bytes                                6   u16  zero
+    12  u32  sections                                   8   u32  first inner dimension (1 where there is none)
+    16  u64  record_bytes, all of it                    12  u32  second inner dimension
+    24  u32  CRC32 of header and table (this field 0)   16  u64  offset from the start of the record
+    28  u32  CRC32 of everything behind the table       24  u64  bytes
+    32  u32  flags (bit 0: the payload CRC32 is set)
+    36  u32  members in this record, n
+    40  u32  group size
+    44  u32  zero
+    48  u64  sequence: the position in the ring that carries it
+    56  i64  epoch: the producer's numbering of its groups
+    64  i64  group
+    72  i64  policy version the producer knew when it put the record (-1: unknown)
+    80  u64  tokens, the sum of the lengths
+    88  16 B identity of the producer (a UUID)
+    104 u64  time of writing, ns since 1970
+    112 16 B zero
+
+How version 1 reads version 2: a newer writer may lengthen the header and the entries (their sizes are in the header), add
+sections (ids below are reserved; unknown ones are skipped unless flagged as needed), and use the bytes that are zero here.
+Where it cannot be understood by version 1 it says so in "oldest reader", and the record is refused with that sentence.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+MAGIC = 0x31525241  # "ARR1" in memory
+VERSION = 1
+ALIGNMENT = 64
+HEADER = struct.Struct("<IHHHHIQIIIIIIQqqqQ16sQ16x")
+ENTRY = struct.Struct("<HBBHHIIQQ")
+CRC_OFFSET = 24
+CHECKSUMMED = 1  # header flag
+NEEDED = 1  # section flag
+
+if HEADER.size != 128 or ENTRY.size != 32:
+    raise AssertionError("the record's fixed sizes are part of the format")
+
+
+class Axis(IntEnum):
+    """What the first dimension of a section counts."""
+
+    ROWS = 1  # one entry a member: [n, ...]
+    TOKENS = 2  # jagged, the members' tokens one after the other: [T, ...]
+    ROW_BYTES = 3  # n byte strings: i64 ends[n], then the bytes
+    BYTES = 4  # one byte string
+
+
+class Section(IntEnum):
+    """The section ids of version 1. 0 is never used. 20 to 16,383 are reserved for later versions of this schema,
+    16,384 to 32,767 for trials between agreed parties, 32,768 to 65,535 for the user's own byte strings."""
+
+    LENGTHS = 1
+    MEMBERS = 2
+    TOKENS = 3
+    MASK = 4
+    LOGPROBS = 5
+    SAMPLED_LOGPROBS = 6
+    VERSIONS = 7
+    ADVANTAGES = 8
+    REFERENCE_LOGPROBS = 9
+    ROUTED_EXPERTS = 10
+    REWARDS = 11
+    COMPONENTS = 12
+    COMPONENT_NAMES = 13
+    TEMPERATURES = 14
+    PROMPT_LENGTHS = 15
+    FINISH_REASONS = 16
+    MESSAGES = 17
+    METADATA = 18
+    GROUP_METADATA = 19
+
+
+USER_SECTIONS = range(0x8000, 0x10000)
+
+DTYPES: MappingProxyType[int, np.dtype[Any]] = MappingProxyType(
+    {
+        1: np.dtype("<u1"),
+        2: np.dtype("<i4"),
+        3: np.dtype("<f4"),
+        4: np.dtype("<f8"),
+        5: np.dtype("<i8"),
+        6: np.dtype("<u2"),
+    }
+)
+CODES: MappingProxyType[np.dtype[Any], int] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Form of a known section. `dtypes[0]` is what a writer converts to; a reader takes any of them."""
+
+    axis: Axis
+    dtypes: tuple[np.dtype[Any], ...]
+    inner: int = 0  # inner dimensions after the first
+
+
+def _spec(axis: Axis, *dtypes: str, inner: int = 0) -> Spec:
+    return Spec(axis, tuple(np.dtype(d) for d in dtypes), inner)
+
+
+SPECS: MappingProxyType[int, Spec] = MappingProxyType(
+    {
+        Section.LENGTHS: _spec(Axis.ROWS, "<i4"),  # [n] tokens of each member
+        Section.MEMBERS: _spec(Axis.ROWS, "<i4"),  # [n] in 0..group_size-1, distinct
+        Section.TOKENS: _spec(Axis.TOKENS, "<i4"),
+        Section.MASK: _spec(Axis.TOKENS, "<u1"),  # 1 where the loss may train the token
+        Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # sampler, whole vocabulary, at the temperature
+        Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # sampler, as really sampled
+        Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1 where mask is 0
+        Section.ADVANTAGES: _spec(Axis.TOKENS, "<f4"),
+        Section.REFERENCE_LOGPROBS: _spec(Axis.TOKENS, "<f4"),
+        Section.ROUTED_EXPERTS: _spec(Axis.TOKENS, "<u2", "<u1", inner=2),  # [T, layers, k]
+        Section.REWARDS: _spec(Axis.ROWS, "<f8"),  # [n] NaN: not scored
+        Section.COMPONENTS: _spec(Axis.ROWS, "<f8", inner=1),  # [n, m] NaN: does not apply
+        Section.COMPONENT_NAMES: _spec(Axis.BYTES, "<u1"),  # JSON {"names": m names, "held": the names each member has}
+        Section.TEMPERATURES: _spec(Axis.ROWS, "<f4"),
+        Section.PROMPT_LENGTHS: _spec(Axis.ROWS, "<i4"),
+        Section.FINISH_REASONS: _spec(Axis.ROWS, "<u1"),  # 1 stop, 2 length, 3 abort
+        Section.MESSAGES: _spec(Axis.ROW_BYTES, "<u1"),  # JSON: a string or a list of messages
+        Section.METADATA: _spec(Axis.ROW_BYTES, "<u1"),  # JSON object
+        Section.GROUP_METADATA: _spec(Axis.BYTES, "<u1"),  # JSON object
+    }
+)
+
+
+def aligned(offset: int) -> int:
+    return (offset + ALIGNMENT - 1) & -ALIGNMENT

@@ -1,0 +1,242 @@
+"""Writing a record: `Draft` says what goes in, `plan` checks it and computes the size, `Plan.write` fills a buffer.
+
+Nothing is copied before `write`: the arrays of the members go one by one straight to their place. What cannot be written
+whole is refused before the first byte; nothing is ever cut.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import RecordError
+from .layout import (
+    CHECKSUMMED,
+    CODES,
+    CRC_OFFSET,
+    ENTRY,
+    HEADER,
+    MAGIC,
+    SPECS,
+    USER_SECTIONS,
+    VERSION,
+    Axis,
+    Section,
+    Spec,
+    aligned,
+)
+
+_BYTES = Spec(Axis.BYTES, (np.dtype("<u1"),))
+_EXACT = frozenset({Section.LENGTHS, Section.MEMBERS})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """What a record shall hold. n members; L_i tokens of member i.
+
+    `sections` by id, as `layout.SPECS` says: TOKENS: n arrays [L_i, ...]; ROWS: one array [n, ...]; ROW_BYTES: n byte
+    strings; BYTES: one. Ids of `USER_SECTIONS` carry one byte string each. LENGTHS and MEMBERS are made here.
+    """
+
+    group: int
+    members: Sequence[int]
+    group_size: int
+    sections: Mapping[int, Any]
+    epoch: int = 0
+    policy_version: int = -1
+    producer: bytes = bytes(16)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    section: int
+    spec: Spec
+    dtype: np.dtype[Any]
+    data: Any
+    inner: tuple[int, int]
+    count: int  # first dimension, or bytes
+    offset: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A checked draft with the place of every section. `size` in bytes, a multiple of 64."""
+
+    draft: Draft
+    tokens: int
+    parts: list[_Part]
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offset = HEADER.size + ENTRY.size * len(self.parts)
+        for part in self.parts:
+            part.offset = offset = aligned(offset)
+            offset += part.bytes
+        self.size = aligned(offset)
+
+    def write(
+        self,
+        buffer: memoryview,
+        *,
+        sequence: int = 0,
+        checksum: bool = False,
+        fault: Callable[[str], None] | None = None,
+    ) -> None:
+        """Fill `buffer` (at least `size` long, writable, 64-byte aligned). The header is written last.
+
+        `checksum` adds the CRC32 of the payload. `fault(where)` is called between the stores: tests crash there.
+        """
+        for part in self.parts:
+            _fill(part, buffer)
+            if fault is not None:
+                fault("section")
+        draft = self.draft
+        table = b"".join(
+            ENTRY.pack(part.section, CODES[part.dtype], part.spec.axis, 0, 0, *part.inner, part.offset, part.bytes)
+            for part in self.parts
+        )
+        start = HEADER.size + len(table)
+        payload_crc = zlib.crc32(buffer[start : self.size]) if checksum else 0
+        header = bytearray(
+            HEADER.pack(
+                MAGIC, VERSION, 1, HEADER.size, ENTRY.size, len(self.parts), self.size, 0, payload_crc,
+                CHECKSUMMED if checksum else 0, len(draft.members), draft.group_size, 0, sequence, draft.epoch,
+                draft.group, draft.policy_version, self.tokens, draft.producer, time.time_ns(),
+            )
+        )  # fmt: skip
+        header[CRC_OFFSET : CRC_OFFSET + 4] = zlib.crc32(table, zlib.crc32(header)).to_bytes(4, "little")
+        buffer[HEADER.size : start] = table
+        if fault is not None:
+            fault("table")
+        buffer[: HEADER.size] = header
+        if fault is not None:
+            fault("header")
+
+    def to_bytes(self, *, sequence: int = 0, checksum: bool = False) -> bytes:
+        buffer = bytearray(self.size)
+        self.write(memoryview(buffer), sequence=sequence, checksum=checksum)
+        return bytes(buffer)
+
+
+def plan(draft: Draft) -> Plan:
+    """Check a draft. Errors: RecordError that names the section, what it should be and what it is."""
+    n = len(draft.members)
+    _check_members(draft, n)
+    if Section.TOKENS not in draft.sections:
+        raise RecordError(f"group {draft.group}: a record needs the section TOKENS")
+    tokens = draft.sections[Section.TOKENS]
+    lengths = [len(t) for t in tokens]
+    if len(lengths) != n:
+        raise RecordError(f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays")
+    total = sum(lengths)
+    parts = [
+        _rows(Section.LENGTHS, SPECS[Section.LENGTHS], np.array(lengths, "<i4"), n),
+        _rows(Section.MEMBERS, SPECS[Section.MEMBERS], np.array(draft.members, "<i4"), n),
+    ]
+    for section, data in draft.sections.items():
+        if section in _EXACT:
+            raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
+        spec = SPECS.get(section)
+        if spec is None:
+            if section not in USER_SECTIONS:
+                raise RecordError(f"section {section} is reserved; your own start at {USER_SECTIONS.start}")
+            spec = _BYTES
+        if spec.axis is Axis.TOKENS:
+            parts.append(_jagged(section, spec, data, lengths, total))
+        elif spec.axis is Axis.ROWS:
+            parts.append(_rows(section, spec, data, n))
+        elif spec.axis is Axis.ROW_BYTES:
+            parts.append(_row_bytes(section, spec, data, n))
+        else:
+            parts.append(_Part(section, spec, spec.dtypes[0], bytes(data), (1, 1), len(data), bytes=len(data)))
+    return Plan(draft, total, parts)
+
+
+def _check_members(draft: Draft, n: int) -> None:
+    if n < 1:
+        raise RecordError(f"group {draft.group}: a record holds at least one member")
+    if len(set(draft.members)) != n or min(draft.members) < 0 or max(draft.members) >= draft.group_size:
+        raise RecordError(
+            f"group {draft.group}: members must be distinct and in 0..{draft.group_size - 1}, found {list(draft.members)}"
+        )
+    if not -1 <= draft.policy_version < 2**31:
+        raise RecordError(f"a policy version is -1 (unknown) or a count below 2^31, found {draft.policy_version}")
+    if len(draft.producer) != 16:
+        raise RecordError(f"the producer's identity has 16 bytes, found {len(draft.producer)}")
+
+
+def _name(section: int) -> str:
+    return Section(section).name if section in SPECS else str(section)
+
+
+def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], total: int) -> _Part:
+    if [len(a) for a in data] != lengths:
+        raise RecordError(
+            f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths}, "
+            f"found {[len(a) for a in data]}"
+        )
+    dtype = spec.dtypes[0]
+    if spec.inner and len(data) and getattr(data[0], "dtype", None) in spec.dtypes:
+        dtype = data[0].dtype  # the narrower form, where the section allows it
+    arrays = [a if type(a) is np.ndarray and a.dtype is dtype else conform(a, dtype, section) for a in data]
+    inner = _inner(section, spec, arrays)
+    return _Part(section, spec, dtype, arrays, inner, total, bytes=total * inner[0] * inner[1] * dtype.itemsize)
+
+
+def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:
+    array = conform(data, spec.dtypes[0], section)
+    if array.ndim != 1 + spec.inner or array.shape[0] != n:
+        raise RecordError(f"section {_name(section)}: shape [{n}{', m' * spec.inner}] expected, found {array.shape}")
+    inner = _inner(section, spec, [array])
+    return _Part(section, spec, array.dtype, [array], inner, n, bytes=array.nbytes)
+
+
+def _row_bytes(section: int, spec: Spec, data: Sequence[bytes], n: int) -> _Part:
+    if len(data) != n:
+        raise RecordError(f"section {_name(section)}: {n} byte strings expected, found {len(data)}")
+    ends = np.cumsum([len(b) for b in data], dtype="<i8")
+    whole = ends.tobytes() + b"".join(data)
+    return _Part(section, spec, spec.dtypes[0], whole, (1, 1), n, bytes=len(whole))
+
+
+def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:
+    shape = arrays[0].shape[1:]
+    if len(shape) != spec.inner or (len(arrays) > 1 and any(a.shape[1:] != shape for a in arrays)):
+        shapes = sorted({a.shape[1:] for a in arrays})
+        raise RecordError(
+            f"section {_name(section)}: {spec.inner} dimensions behind the first, equal for all members; found {shapes}"
+        )
+    return (*shape, 1, 1)[0], (*shape, 1, 1)[1]
+
+
+def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, Any]:
+    """The array in the section's dtype. Integers that do not fit and non-numbers are refused, never wrapped."""
+    array = np.asarray(data)
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind not in "biuf" or (dtype.kind in "iu" and array.dtype.kind == "f" and array.size):
+        raise RecordError(f"section {_name(section)}: {dtype} expected, found {array.dtype}")
+    if dtype.kind in "iu" and array.size and array.dtype.kind != "b":
+        info = np.iinfo(dtype)
+        low, high = int(array.min()), int(array.max())
+        if low < info.min or high > info.max:
+            raise RecordError(f"section {_name(section)}: values {low}..{high} do not fit into {dtype}")
+    return array.astype(dtype)
+
+
+def _fill(part: _Part, buffer: memoryview) -> None:
+    if part.spec.axis in (Axis.BYTES, Axis.ROW_BYTES):
+        buffer[part.offset : part.offset + part.bytes] = part.data
+        return
+    if not part.bytes:
+        return
+    into = np.frombuffer(buffer, part.dtype, part.bytes // part.dtype.itemsize, part.offset)
+    if part.spec.inner:
+        into = into.reshape(part.count, *part.inner[: part.spec.inner])
+    np.concatenate(part.data, out=into)

@@ -1,0 +1,199 @@
+"""Record schema v1: exact round trips, every damaged byte found, version 2 read by version 1."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import RecordError
+from asyncrl.records.layout import CRC_OFFSET, ENTRY, HEADER, Section
+from asyncrl.records.read import read
+from asyncrl.records.trajectories import draft_of, group_metadata, trajectories_of
+from asyncrl.records.write import Draft, plan
+from asyncrl.types import FinishReason, Trajectory
+
+
+def trajectory(member: int, length: int, group_size: int = 4, **changes: Any) -> Trajectory:
+    random = np.random.default_rng(member * 1000 + length)
+    mask = random.random(length) < 0.5
+    fields: dict[str, Any] = {
+        "group_id": 7,
+        "member": member,
+        "group_size": group_size,
+        "prompt_length": min(2, length),
+        "tokens": random.integers(0, 2**31 - 1, length).astype(np.int32),
+        "mask": mask,
+        "logprobs": random.normal(size=length).astype(np.float32),
+        "sampled_logprobs": random.normal(size=length).astype(np.float32),
+        "versions": np.where(mask, 3, -1).astype(np.int32),
+        "temperature": 0.5,
+        "finish_reason": FinishReason.LENGTH,
+        "completion": "grün \N{SNOWMAN}" * member,
+        "reward": None if member == 2 else member / 3,
+        "components": {"b": 1.5, "a": None} if member else {"a": -2.0},
+        "metadata": {"nested": [1, {"x": None}]},
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def same(left: Trajectory, right: Trajectory) -> None:
+    for name in Trajectory.__dataclass_fields__:
+        a, b = getattr(left, name), getattr(right, name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype, name
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        else:
+            assert a == b and type(a) is type(b), name
+    assert list(left.components) == list(right.components)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("lengths", [(5,), (1, 0, 70), (3, 2, 1, 129)])
+def test_trajectories_come_back_equal(lengths: tuple[int, ...], copy: bool) -> None:
+    given = [trajectory(i, n) for i, n in enumerate(lengths)]
+    draft = draft_of(given, epoch=-5, policy_version=2**30, producer=b"p" * 16, group_metadata={"prompt": "q"})
+    raw = plan(draft).to_bytes(sequence=2**63 + 1, checksum=True)
+    record = read(raw, sequence=2**63 + 1, checksum=True)
+    assert (record.epoch, record.policy_version, record.producer, record.version) == (-5, 2**30, b"p" * 16, 1)
+    assert list(record.identities()) == [(-5, 7, i) for i in range(len(lengths))]
+    assert group_metadata(record) == {"prompt": "q"}
+    for a, b in zip(given, trajectories_of(record, copy=copy), strict=True):
+        same(a, b)
+
+
+def test_sections_are_aligned_views_and_the_plan_gives_the_exact_size() -> None:
+    routed = [np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2) for n in (4, 9)]
+    advantages = [np.full(n, 0.5) for n in (4, 9)]
+    extra = {Section.ROUTED_EXPERTS: routed, Section.ADVANTAGES: advantages, 0x8001: b"mine"}
+    planned = plan(draft_of([trajectory(0, 4), trajectory(3, 9)], extra=extra))
+    raw = planned.to_bytes()
+    assert len(raw) == planned.size and planned.size % 64 == 0
+    record = read(raw)
+    base = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
+    for array in record.arrays.values():
+        assert (array.__array_interface__["data"][0] - base) % 64 == 0
+        assert not array.flags.writeable
+    np.testing.assert_array_equal(record.column(Section.ROUTED_EXPERTS, 1), routed[1])
+    assert record.arrays[Section.ROUTED_EXPERTS].dtype == np.uint8
+    assert record.arrays[Section.ADVANTAGES].dtype == np.float32
+    assert bytes(record.strings[0x8001]) == b"mine"
+
+
+def test_a_bare_record_of_a_foreign_producer_gets_the_documented_defaults() -> None:
+    draft = Draft(1, [0], 2, {Section.TOKENS: [[5, 6, 7]], Section.PROMPT_LENGTHS: [1]}, policy_version=4)
+    (t,) = trajectories_of(read(plan(draft).to_bytes()))
+    assert t.tokens.tolist() == [5, 6, 7] and t.tokens.dtype == np.int32
+    assert t.mask.tolist() == [False, True, True] and t.versions.tolist() == [-1, 4, 4]
+    assert t.versions.dtype == np.int32 and t.reward is None and t.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"members": []}, "at least one member"),
+        ({"members": [0, 0]}, "distinct"),
+        ({"members": [0, 2]}, r"0\.\.1"),
+        ({"sections": {}}, "needs the section TOKENS"),
+        ({"sections": {Section.TOKENS: [[1]]}}, "TOKENS has 1 arrays"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [1, 0]]}}, "MASK: one array a member"),
+        ({"sections": {Section.TOKENS: [[1], [2**31]]}}, "do not fit into int32"),
+        ({"sections": {Section.TOKENS: [[1], [0.5]]}}, "int32 expected, found float64"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.REWARDS: [1.0]}}, "REWARDS: shape"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.LENGTHS: [1, 1]}}, "do not give it"),
+        ({"sections": {Section.TOKENS: [[1], [2]], 99: b""}}, "99 is reserved"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.ROUTED_EXPERTS: [[1], [2]]}}, "2 dimensions behind"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.MESSAGES: [b""]}}, "2 byte strings"),
+        ({"policy_version": 2**31}, "policy version"),
+        ({"producer": b"x"}, "16 bytes"),
+    ],
+)
+def test_what_cannot_be_written_whole_is_refused(change: dict[str, Any], words: str) -> None:
+    fields: dict[str, Any] = {"group": 1, "members": [0, 1], "group_size": 2}
+    fields |= {"sections": {Section.TOKENS: [[1], [2]]}} | change
+    with pytest.raises(RecordError, match=words):
+        plan(Draft(**fields))
+
+
+def test_what_is_not_json_or_not_finite_is_refused() -> None:
+    for change, words in (
+        ({"metadata": {"x": object()}}, "metadata.*must be JSON"),
+        ({"reward": float("nan")}, "finite"),
+        ({"group_id": 8}, "one group"),
+    ):
+        with pytest.raises(RecordError, match=words):
+            draft_of([trajectory(0, 2), trajectory(1, 2, **change)])
+
+
+def test_every_damaged_byte_is_found_with_the_payload_checksum() -> None:
+    planned = plan(draft_of([trajectory(0, 3), trajectory(1, 2)]))
+    raw = planned.to_bytes(checksum=True)
+    read(raw, checksum=True)
+    end = HEADER.size + ENTRY.size * len(planned.parts)
+    for index in range(len(raw)):
+        torn = bytearray(raw)
+        torn[index] ^= 0x10
+        with pytest.raises(RecordError):
+            read(torn, checksum=True)
+        if index < end:  # header and table are covered without it too
+            with pytest.raises(RecordError):
+                read(torn)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_garbage_is_a_record_error_and_nothing_else(data: st.DataObject) -> None:
+    raw = bytearray(plan(draft_of([trajectory(0, 3), trajectory(1, 2)])).to_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))]
+    if len(raw) >= HEADER.size and data.draw(st.booleans()):  # an honest checksum over dishonest fields
+        table_end = min(len(raw), HEADER.size + ENTRY.size * int.from_bytes(raw[12:16], "little"))
+        raw[CRC_OFFSET : CRC_OFFSET + 4] = bytes(4)
+        raw[CRC_OFFSET : CRC_OFFSET + 4] = zlib.crc32(raw[:table_end]).to_bytes(4, "little")
+    try:
+        record = read(raw)
+    except RecordError:
+        return
+    assert record.starts[-1] == len(record.arrays[Section.TOKENS])
+
+
+def forge(version: int, oldest: int, section: int, flags: int) -> bytes:
+    """What a later version might write: a longer header, longer entries, a new section of a new kind."""
+    raw = plan(draft_of([trajectory(0, 3)])).to_bytes()
+    fields = list(HEADER.unpack_from(raw))
+    count, body = fields[5], 4096
+    fields[1:6] = [version, oldest, 192, 48, count + 1]
+    fields[6], fields[7] = body + len(raw) + 64, 0
+    table = b""
+    for index in range(count):
+        entry = list(ENTRY.unpack_from(raw, HEADER.size + index * ENTRY.size))
+        entry[7] += body
+        table += ENTRY.pack(*entry) + b"n" * 16
+    table += ENTRY.pack(section, 77, 9, flags, 0, 1, 1, body + len(raw), 64) + b"n" * 16
+    head = bytearray(HEADER.pack(*fields) + b"N" * 64 + table)
+    struct.pack_into("<I", head, CRC_OFFSET, zlib.crc32(head))
+    return bytes(head).ljust(body, b"\0") + raw + bytes(64)
+
+
+def test_version_1_reads_version_2() -> None:
+    record = read(forge(2, 1, 900, 0))
+    assert (record.version, record.skipped) == (2, (900,))
+    same(trajectories_of(record)[0], trajectory(0, 3))
+
+
+def test_version_1_says_why_it_cannot_read_a_record() -> None:
+    with pytest.raises(RecordError, match="readers from 2 on"):
+        read(forge(2, 2, 900, 0))
+    with pytest.raises(RecordError, match="900 is of a newer schema"):
+        read(forge(2, 1, 900, 1))
+
+
+def test_the_wrong_sequence_is_a_stale_block() -> None:
+    with pytest.raises(RecordError, match="sequence 5 expected here, found 4"):
+        read(plan(draft_of([trajectory(0, 3)])).to_bytes(sequence=4), sequence=5)
