@@ -1,15 +1,32 @@
-"""Advantages from the rewards of one group, and the weighted sum that makes a reward out of components.
+"""Advantages from rewards, by named estimator, and the weighted sum that makes a reward out of components.
 
 Pure functions of numbers, numpy only (no torch): they run where rewards arrive, on a handful of floats per group.
 
-    advantage_i = reward_i - mean(group)                        dr_grpo
-    advantage_i = (reward_i - mean(group)) / (std(group) + 1e-4)    grpo
+| name                  | advantage of member i                                  | std of               | from             |
+|-----------------------|--------------------------------------------------------|----------------------|------------------|
+| `grpo`                | (r - mean) / (std + 1e-4)                              | group, n - 1         | TRL `group`      |
+| `grpo_verl`           | (r - mean) / (std + 1e-6); a group of one: r           | group, n - 1         | verl             |
+| `grpo_async`          | (r - mean) / (std + 1e-8)                              | group, n             | TRL async_grpo   |
+| `grpo_atropos`        | (r - mean) / max(std, 1e-8); a group of one: r         | group, n             | Atropos          |
+| `grpo_nemo`           | (r - mean of others) / (std + 1e-6), where std > 0     | the others, n - 2    | NeMo-RL          |
+| `grpo_batch`          | (r - mean) / (std + 1e-4)                              | whole step, n - 1    | TRL `batch`      |
+| `dr_grpo`             | r - mean                                               |                      | TRL `none`       |
+| `rloo`                | r - mean of others                                     |                      | TRL RLOOTrainer  |
+| `none`                | r                                                      |                      | REINFORCE        |
+| `gdpo`                | every component as `grpo`, weighted sum, then by step  | step, n - 1          | TRL, see below   |
+| `reinforce_pp`        | (r - mean of the step) / sqrt(var + 1e-8), over tokens | step's tokens, n - 1 | verl             |
+| `reinforce_pp_baseline` | the same of r - mean of the group                    | step's tokens, n - 1 | verl             |
+| `zero`                | 0                                                      |                      | a control        |
+
+All but `gdpo` take the weighted sum of the components first (TRL's `multi_objective_aggregation="sum_then_normalize"`);
+`gdpo` is `normalize_then_sum`. Those whose statistics span the *step* are refused where groups are trained as they
+arrive: the numbers of a group would depend on which others happened to be there.
 
 A reward of None or NaN is *unscorable* (every reward function said "not applicable"): its advantage is 0, and it is
-left out of mean and std. A group with fewer than two scorable members (a group of one included) has no baseline to
-compare with: all its advantages are 0, so it teaches nothing, though its tokens and sequences still count in N.
-Rewards that are all equal give exactly 0, not the rounding error of their mean, so that "no signal" can be tested for
-with `== 0`.
+left out of all statistics. A group with fewer than two scorable members has no baseline to compare with: all its
+advantages are 0 (but where the table says "a group of one"), so it teaches nothing, though its tokens and sequences
+still count in N. Rewards that are all equal give exactly 0, not the rounding error of their mean, so that "no signal"
+can be tested for with `== 0`.
 
 Shape legend: G members of a group, in member order; float64.
 """
@@ -18,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -30,14 +48,102 @@ AdvantageFn: TypeAlias = Callable[[Rewards], Float64Array]
 STD_EPSILON = 1e-4
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """What an estimator may look at. `lengths`: scored tokens; a component without a weight has weight 1."""
+
+    rewards: Sequence[float | None]  # [G] the weighted sums
+    components: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # name -> [G]
+    weights: Mapping[str, float] = field(default_factory=dict)
+    lengths: Sequence[int] = ()  # [G]
+
+
+BatchAdvantageFn: TypeAlias = Callable[[Sequence[GroupRewards]], list[Float64Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """An estimator by name: a function of one group, or of all groups of a step."""
+
+    name: str
+    group: AdvantageFn | None = None
+    batch: BatchAdvantageFn | None = None
+
+    @property
+    def needs_whole_step(self) -> bool:
+        """Its statistics span the step: every group of it has to be there before the first is trained."""
+        return self.group is None
+
+    def __call__(self, rewards_G: Rewards) -> Float64Array:
+        """[G] -> [G] of one group. TypeError for an estimator that needs the whole step."""
+        if self.group is None:
+            raise TypeError(f"advantage {self.name!r} is a statistic of the whole step; call `of_step`")
+        return self.group(rewards_G)
+
+    def of_step(self, groups: Sequence[GroupRewards]) -> list[Float64Array]:
+        """[G] of every group: all groups of the step, or any of them where `needs_whole_step` is False."""
+        if self.batch is not None:
+            return self.batch(groups)
+        return [self(group.rewards) for group in groups]
+
+    def has_signal(self, group: GroupRewards) -> bool:
+        """Whether the group can move the policy: an advantage differs from 0, or will once the step is known."""
+        if self.group is not None:
+            return bool(self.group(group.rewards).any())
+        return any(_differ(values) for values in (group.rewards, *group.components.values()))
+
+
+# -- of one group ------------------------------------------------------------------------------------------------------
+
+
 def grpo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: centred and divided by the group's standard deviation, `(r - mean) / (std + 1e-4)`.
 
     Paper: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2. The std is the unbiased one (divisor n - 1)
-    and the epsilon is TRL's (`scale_rewards="group"`); other code bases divide by n, or add 1e-6 or 1e-8.
+    and the epsilon is TRL's (`scale_rewards="group"`); other code bases differ, see the other `grpo_*`.
     """
     centred_G, std = _centred(rewards_G)
     return centred_G / (std + STD_EPSILON)
+
+
+def grpo_verl(rewards_G: Rewards) -> Float64Array:
+    """[G] -> [G]: `(r - mean) / (std + 1e-6)`, unbiased std; a group of one has mean 0 and std 1, as in verl."""
+    values_G = _as_rewards(rewards_G)
+    if values_G.size == 1:
+        return np.nan_to_num(values_G) / (1.0 + 1e-6)
+    centred_G, std = _centred(rewards_G)
+    return centred_G / (std + 1e-6)
+
+
+def grpo_async(rewards_G: Rewards) -> Float64Array:
+    """[G] -> [G]: `(r - mean) / (std + 1e-8)` with the population std (divisor n): TRL's async_grpo, torchtitan."""
+    centred_G, std = _centred(rewards_G, ddof=0)
+    return centred_G / (std + 1e-8)
+
+
+def grpo_atropos(rewards_G: Rewards) -> Float64Array:
+    """[G] -> [G]: `(r - mean) / max(std, 1e-8)`, population std; the member of a group of one keeps its raw score."""
+    values_G = _as_rewards(rewards_G)
+    if values_G.size == 1:
+        return np.nan_to_num(values_G)
+    centred_G, std = _centred(rewards_G, ddof=0)
+    return centred_G / max(std, 1e-8)
+
+
+def grpo_nemo(rewards_G: Rewards) -> Float64Array:
+    """[G] -> [G]: baseline and std over the *other* members, `(r - mean_others) / (std_others + 1e-6)`.
+
+    The std is unbiased over the n - 1 others; where it is 0 or unknown (two members) the difference is not divided.
+    NeMo-RL's default (leave-one-out baseline, normalised rewards), with groups by id instead of by prompt text.
+    """
+    advantage_G = rloo(rewards_G)
+    values_G = _as_rewards(rewards_G)
+    for i in np.flatnonzero(~np.isnan(values_G)):
+        others = np.delete(values_G, i)
+        others = others[~np.isnan(others)]
+        if others.size >= 2 and _differ(others):
+            advantage_G[i] /= float(others.std(ddof=1)) + 1e-6
+    return advantage_G
 
 
 def dr_grpo(rewards_G: Rewards) -> Float64Array:
@@ -48,9 +154,80 @@ def dr_grpo(rewards_G: Rewards) -> Float64Array:
     return _centred(rewards_G)[0]
 
 
+def rloo(rewards_G: Rewards) -> Float64Array:
+    """[G] -> [G]: leave-one-out, `r_i - mean(r_j, j != i)`, which is `n / (n - 1)` times `dr_grpo`.
+
+    Paper: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 2.2; Kool et al. (2019). As TRL's RLOOTrainer
+    with `normalize_advantages=False`.
+    """
+    centred_G, _ = _centred(rewards_G)
+    scorable = int((~np.isnan(_as_rewards(rewards_G))).sum())
+    return centred_G * (scorable / (scorable - 1)) if scorable > 1 else centred_G
+
+
+def none(rewards_G: Rewards) -> Float64Array:
+    """[G] -> [G]: the rewards themselves, without a baseline (Williams 1992, REINFORCE); unscorable ones 0."""
+    return np.nan_to_num(_as_rewards(rewards_G))
+
+
 def zero(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: all 0. The control experiment: with it a reward curve has to stay flat."""
     return np.zeros_like(_as_rewards(rewards_G))
+
+
+# -- of all groups of a step -------------------------------------------------------------------------------------------
+
+
+def grpo_batch(groups: Sequence[GroupRewards]) -> list[Float64Array]:
+    """Centred by group, divided by `std + 1e-4` of all rewards of the step (unbiased): TRL's `scale_rewards="batch"`.
+
+    Paper: Liu et al., "Part I: Tricks or Traps?" (arXiv:2508.08221), which finds this one the most robust.
+    """
+    rewards = np.concatenate([_as_rewards(group.rewards) for group in groups]) if groups else np.zeros(0)
+    std = _std(rewards[~np.isnan(rewards)])
+    return [_centred(group.rewards)[0] / (std + STD_EPSILON) for group in groups]
+
+
+def gdpo(groups: Sequence[GroupRewards]) -> list[Float64Array]:
+    """Every component is normalised on its own, then summed by weight, then normalised over the step.
+
+        z_k,i = (c_k,i - mean_k) / (std_k + 1e-4) in the group      s_i = sum_k w_k z_k,i
+        A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the step
+
+    So a component with a large spread does not drown the others. Paper: "GDPO: Group reward-Decoupled Normalization
+    Policy Optimization" (arXiv:2601.05242); TRL's `multi_objective_aggregation="normalize_then_sum"`. A group without
+    components counts its reward as the only one.
+    """
+    sums = [_normalised_sum(group) for group in groups]
+    scored = np.concatenate([s[~np.isnan(s)] for s in sums]) if sums else np.zeros(0)
+    if not _differ(scored):
+        return [np.zeros_like(s) for s in sums]
+    return [np.nan_to_num((s - scored.mean()) / (_std(scored) + STD_EPSILON)) for s in sums]
+
+
+def reinforce_pp(groups: Sequence[GroupRewards]) -> list[Float64Array]:
+    """Whitened over all scored tokens of the step: `(r - mean) / sqrt(var + 1e-8)`; long completions weigh more.
+
+    Paper: Hu, "REINFORCE++" (arXiv:2501.03262). Statistics as in verl (`masked_whiten`, gamma 1): each token carries
+    its completion's reward, the variance is unbiased over tokens. A step with fewer than two scored tokens gives 0.
+    """
+    return _whitened([_as_rewards(group.rewards) for group in groups], groups)
+
+
+def reinforce_pp_baseline(groups: Sequence[GroupRewards]) -> list[Float64Array]:
+    """`reinforce_pp` of `r - mean(group)`: the variant for several completions a prompt (same paper, section 3.2).
+
+    verl leaves the reward of a group of one as it is; here, as everywhere, a group without a comparison gives 0.
+    """
+    values = []
+    for group in groups:
+        centred_G = _centred(group.rewards)[0]
+        centred_G[np.isnan(_as_rewards(group.rewards))] = np.nan
+        values.append(centred_G)
+    return _whitened(values, groups)
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
 
 
 def combine_components(components: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
@@ -74,6 +251,17 @@ def combine_components(components: Mapping[str, float | None], weights: Mapping[
     return total if applicable else None
 
 
+def soft_overlong(length: int, longest: int, cache: int) -> float:
+    """The length penalty of DAPO (Yu et al., arXiv:2503.14476, eq. 13), in [-1, 0]; lengths in tokens.
+
+    0 up to `longest - cache`, then linearly down to -1 at `longest`, -1 beyond: completions that end shortly before
+    the limit are told so, instead of being punished alike only once they are cut.
+    """
+    if length <= longest - cache:
+        return 0.0
+    return (longest - cache - length) / cache if length <= longest else -1.0
+
+
 def _as_rewards(rewards_G: Rewards) -> Float64Array:
     """[G] float64 with NaN for unscorable members."""
     values_G = np.asarray([math.nan if r is None else r for r in rewards_G], dtype=np.float64)
@@ -82,13 +270,49 @@ def _as_rewards(rewards_G: Rewards) -> Float64Array:
     return values_G
 
 
-def _centred(rewards_G: Rewards) -> tuple[Float64Array, float]:
-    """`(reward - mean [G], unbiased std)` over the scorable members; zeros where there is nothing to compare."""
+def _centred(rewards_G: Rewards, ddof: int = 1) -> tuple[Float64Array, float]:
+    """`(reward - mean [G], std with divisor n - ddof)` over the scorable members; zeros where nothing compares."""
     values_G = _as_rewards(rewards_G)
     scorable_G = ~np.isnan(values_G)
     scored = values_G[scorable_G]
     centred_G = np.zeros_like(values_G)
-    if scored.size < 2 or (scored == scored[0]).all():
+    if not _differ(scored):
         return centred_G, 0.0
     centred_G[scorable_G] = scored - scored.mean()
-    return centred_G, float(scored.std(ddof=1))
+    return centred_G, float(scored.std(ddof=ddof))
+
+
+def _differ(values: Rewards) -> bool:
+    """Two scorable values are there that are not equal."""
+    scored = _as_rewards(values)
+    scored = scored[~np.isnan(scored)]
+    return scored.size >= 2 and not bool((scored == scored[0]).all())
+
+
+def _std(scored: Float64Array) -> float:
+    return float(scored.std(ddof=1)) if scored.size >= 2 else 0.0
+
+
+def _normalised_sum(group: GroupRewards) -> Float64Array:
+    """[G]: the weighted sum of the normalised components; NaN where no component applies."""
+    components = group.components or {"reward": group.rewards}
+    total = np.zeros(len(group.rewards))
+    unscorable = np.ones(len(group.rewards), dtype=np.bool_)
+    for name, values in components.items():
+        total += group.weights.get(name, 1.0) * grpo(values)
+        unscorable &= np.isnan(_as_rewards(values))
+    total[unscorable] = np.nan
+    return total
+
+
+def _whitened(values: Sequence[Float64Array], groups: Sequence[GroupRewards]) -> list[Float64Array]:
+    """`(value - mean) / sqrt(var + 1e-8)`, both over tokens: every value stands once per scored token."""
+    lengths = [np.where(np.isnan(v), 0, np.asarray(g.lengths, np.float64)) for v, g in zip(values, groups, strict=True)]
+    flat = np.nan_to_num(np.concatenate(values)) if values else np.zeros(0)
+    tokens = np.concatenate(lengths) if lengths else np.zeros(0)
+    count = float(tokens.sum())
+    if count < 2 or not _differ(flat[tokens > 0]):
+        return [np.zeros_like(v) for v in values]
+    mean = float((flat * tokens).sum()) / count
+    variance = float(((flat - mean) ** 2 * tokens).sum()) / (count - 1)
+    return [np.nan_to_num((v - mean) / math.sqrt(variance + 1e-8)) for v in values]

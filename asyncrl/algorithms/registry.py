@@ -47,10 +47,11 @@ LOSSES: Mapping[str, LossEntry] = {
     "gspo": LossEntry(losses.gspo, Normaliser.SEQUENCES),
 }
 
-ADVANTAGES: Mapping[str, advantages.AdvantageFn] = {
-    "grpo": advantages.grpo,
-    "dr_grpo": advantages.dr_grpo,
-    "zero": advantages.zero,
+_OF_GROUP = ["grpo", "grpo_verl", "grpo_async", "grpo_atropos", "grpo_nemo", "dr_grpo", "rloo", "none", "zero"]
+_OF_STEP = ["grpo_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline"]
+ADVANTAGES: Mapping[str, advantages.Estimator] = {
+    **{name: advantages.Estimator(name, group=getattr(advantages, name)) for name in _OF_GROUP},
+    **{name: advantages.Estimator(name, batch=getattr(advantages, name)) for name in _OF_STEP},
 }
 
 
@@ -91,7 +92,7 @@ def build_loss(
     )
 
 
-def build_advantage(name: str) -> advantages.AdvantageFn:
+def build_advantage(name: str) -> advantages.Estimator:
     """The named advantage estimator. Errors: ConfigError for an unknown name."""
     return ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")]
 

@@ -84,6 +84,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "data.overlong": _ROWS,
     "data.shuffle": _ROWS,
     "reward.functions": _CURVE,
+    "reward.scale_adv_by_len": _CURVE,
     "rollout.group_size": _LEDGER,
     "rollout.groups_per_step": _LEDGER,
     "rollout.max_staleness": _LEDGER,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.errors import ConfigError
 
-from .schema import Config
+from .schema import LONELY_ADVANTAGES, STEP_ADVANTAGES, Config
 
 PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False), "async": (2, True)}
 
@@ -50,7 +50,7 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> 
     config = _with(config, "rollout", rollout)
 
     complaints = [text for check in _CHECKS for text in check(config)]
-    complaints += _check_ranks(config, world_size)
+    complaints += [*_check_ranks(config, world_size), *_check_step_advantages(config, world_size)]
     if not embedding:
         complaints += _check_run(config)
     if complaints:
@@ -153,7 +153,7 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             "corrections are never "
             "applied together; set importance_cap=null or old_logprobs=recompute"
         )
-    if rollout.group_size == 1 and algorithm.advantage != "zero" and config.train.kind == "torch":
+    if rollout.group_size == 1 and algorithm.advantage not in LONELY_ADVANTAGES and config.train.kind == "torch":
         yield (
             f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and "
             "would always "
@@ -163,6 +163,24 @@ def _check_algorithm(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.epsilon is {algorithm.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
             "epsilon below"
+        )
+
+
+def _check_step_advantages(config: Config, world_size: int) -> Iterator[str]:
+    """Statistics over the step need the step: never quietly over whatever chunk of it is there."""
+    name = config.algorithm.advantage
+    if name not in STEP_ADVANTAGES:
+        return
+    if config.rollout.streaming and config.algorithm.updates_per_batch == 1:
+        yield (
+            f"algorithm.advantage is {name}, whose statistics span the whole step, but rollout.streaming trains each group "
+            "as it arrives, before the others are known; set rollout.streaming=false (preset one_off or sync), or use an "
+            "estimator of the group: grpo, dr_grpo, rloo"
+        )
+    if world_size > 1:
+        yield (
+            f"algorithm.advantage is {name}, whose statistics span the whole step, but the groups of a step lie on "
+            f"{world_size} ranks; use an estimator of the group (grpo, dr_grpo, rloo), or one rank"
         )
 
 

@@ -5,9 +5,27 @@ Derived values are None here until `resolve()` (config/resolve.py) fills them in
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+AdvantageName: TypeAlias = Literal[
+    "grpo",
+    "grpo_verl",
+    "grpo_async",
+    "grpo_atropos",
+    "grpo_nemo",
+    "grpo_batch",
+    "dr_grpo",
+    "rloo",
+    "none",
+    "gdpo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "zero",
+]
+STEP_ADVANTAGES = ("grpo_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline")  # statistics over the whole step
+LONELY_ADVANTAGES = ("grpo_verl", "grpo_atropos", "none", "reinforce_pp", "zero")  # may be used with a group of one
 
 
 class Section(BaseModel):
@@ -72,6 +90,10 @@ class RewardConfig(Section):
         "fail", "A function that raised, crashed or timed out: end the run, count as not applicable, or count as 0."
     )
 
+    scale_adv_by_len: bool = field(
+        False, "Multiply every reward by the scored tokens of its completion before a group is compared (Atropos)."
+    )
+
     @field_validator("functions", mode="before")
     @classmethod
     def _listify(cls, value: Any) -> Any:
@@ -118,9 +140,12 @@ class EngineConfig(Section):
 
 class AlgorithmConfig(Section):
     loss: Literal["grpo", "dapo", "dr_grpo", "gspo"] = field("grpo", "The loss, by name.")
-    advantage: Literal["grpo", "dr_grpo", "zero"] = field(
+    advantage: AdvantageName = field(
         "grpo",
-        "The advantage estimator: grpo (centred, divided by std), dr_grpo (centred), zero (a control experiment).",
+        "The advantage estimator: grpo (centred, divided by the group's std + 1e-4; grpo_verl, grpo_async, grpo_atropos "
+        "and grpo_nemo are the conventions of other code bases), dr_grpo (centred), rloo (leave-one-out), none (raw "
+        "rewards), zero (a control experiment). Of the whole step, so not with streaming: grpo_batch, gdpo (components "
+        "are normalised, then summed), reinforce_pp, reinforce_pp_baseline.",
     )
     epsilon: float = field(0.2, "Lower clip of the ratio: 1 - epsilon.", gt=0)
     epsilon_high: float | None = field(None, "Upper clip: 1 + epsilon_high; epsilon by default.", gt=0)

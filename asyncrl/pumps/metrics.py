@@ -47,6 +47,8 @@ def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory])
         values = [value for t in trajectories if (value := t.components.get(name)) is not None]
         if values:
             metrics[f"reward/{name}/mean"] = float(np.mean(values))
+            metrics[f"reward/{name}/std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+            metrics[f"reward/{name}/applicable"] = len(values) / len(trajectories)
     return metrics
 
 

@@ -15,7 +15,7 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.algorithms.advantages import AdvantageFn
+from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.base import Loss
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
@@ -129,7 +129,8 @@ class Rooms:
     trainer: Trainer
     sinks: Sequence[WeightSink]
     loss: Loss
-    advantage: AdvantageFn
+    advantage: Estimator
     book: GroupBook
     ranks: int = 1
+    weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     counters: Counter[str] = field(default_factory=Counter)

@@ -25,6 +25,7 @@ from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
 from .metrics import step_metrics
 from .pipeline import Publication, Rooms, StepReport, hand_on
+from .signal import step_advantages
 
 
 @dataclass(slots=True)
@@ -175,9 +176,8 @@ class TrainPump:
         fresh = [group for group in step.groups if group.group_id not in step.advantages]
         if not fresh:
             return
-        for group in fresh:
-            rewards = [t.reward for t in group.trajectories]
-            step.advantages[group.group_id] = rooms.advantage(rewards)
+        scale = rooms.config.reward.scale_adv_by_len
+        step.advantages |= step_advantages(rooms.advantage, fresh, rooms.weights, scale)
         batches = pack_groups(
             [(group, step.advantages[group.group_id]) for group in fresh], rooms.config.train.tokens_per_microbatch
         )

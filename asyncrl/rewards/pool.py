@@ -100,6 +100,11 @@ class RewardPool:
         """Names of the functions in order; known once the pool is open."""
         return tuple(function.name for function in self._loaded)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each function in the sum, by name; known once the pool is open."""
+        return dict(self._weights)
+
     # ---- life
 
     async def __aenter__(self) -> RewardPool:

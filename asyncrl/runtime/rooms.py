@@ -21,7 +21,7 @@ from asyncrl.distributed.world import World
 from asyncrl.environments.loading import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.generation.dry_run import DryRunEngine
-from asyncrl.ports import Engine, Environment, Reward, Trainer, WeightSink
+from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
@@ -140,6 +140,7 @@ class Builder:
             advantage=build_advantage(algorithm.advantage),
             book=GroupBook(ledger, stash),
             ranks=self.world.world_size,
+            weights=reward.weights,
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.peak_flops)
 
@@ -157,7 +158,7 @@ class Builder:
             recorder=self.recorder,
         )
 
-    def _reward(self, overrides: Overrides) -> Reward:
+    def _reward(self, overrides: Overrides) -> RewardPool:
         if not overrides.rewards:
             return RewardPool.from_config(self.config.reward, self.recorder)
         reward = self.config.reward

@@ -100,6 +100,21 @@ def test_ranks() -> None:
     resolve(config(), world_size=8)
 
 
+@pytest.mark.parametrize("name", ["grpo_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_statistics_of_the_step_are_refused_where_the_step_is_not_there(name: str) -> None:
+    chosen = f"algorithm.advantage={name}"
+    text = refused(chosen)
+    assert f"algorithm.advantage is {name}" in text and "rollout.streaming=false" in text and "dr_grpo" in text
+    assert "2 ranks" in refused(chosen, "preset=one_off", world_size=2)
+    resolve(config(chosen, "preset=one_off"))
+    resolve(config(chosen, "algorithm.updates_per_batch=2"))  # a batch is kept for its second update: it is whole
+
+
+def test_a_group_of_one_where_the_estimator_says_what_it_means() -> None:
+    resolve(config("rollout.group_size=1", "algorithm.advantage=grpo_atropos"))
+    assert "at least 2" in refused("rollout.group_size=1", "algorithm.advantage=rloo")
+
+
 def test_several_contradictions_are_told_at_once() -> None:
     assert len(refused("preset=sync", "rollout.streaming=true", "reward.functions=[]").splitlines()) == 2
 

@@ -29,6 +29,7 @@ from pumps_plan import (
 )
 from pumps_recording import AuditedLedger, RecordingStash, RecordingTrainer
 
+from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.registry import build_advantage, build_loss
 from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane
@@ -115,7 +116,7 @@ class House:
             trainer=self.trainer,
             sinks=[engine] if plan.engine else self.sinks,
             loss=build_loss(algorithm.loss, old_logprobs=algorithm.old_logprobs),
-            advantage=plan.advantage or build_advantage(algorithm.advantage),
+            advantage=Estimator("scripted", plan.advantage) if plan.advantage else build_advantage(algorithm.advantage),
             book=self.book,
         )
         self.prompts = Prompts(plan.prompts)

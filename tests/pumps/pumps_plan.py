@@ -53,6 +53,7 @@ class Plan:
     max_failed_groups: int = 0
     updates_per_batch: int = 1
     old_logprobs: str = "recompute"
+    advantage_name: str = "grpo"
     workers: int = 2
     tokens_per_microbatch: int = 64
     rollout_s: Seconds = lambda group, member: 1.0
@@ -89,7 +90,11 @@ class Plan:
                 },
                 "reward": {"workers": self.workers},
                 "engine": {"kind": "dry_run"},
-                "algorithm": {"updates_per_batch": self.updates_per_batch, "old_logprobs": self.old_logprobs},
+                "algorithm": {
+                    "updates_per_batch": self.updates_per_batch,
+                    "old_logprobs": self.old_logprobs,
+                    "advantage": self.advantage_name,
+                },
                 "train": {
                     "kind": "dry_run",
                     "max_steps": self.max_steps,

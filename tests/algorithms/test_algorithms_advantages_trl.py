@@ -1,0 +1,165 @@
+"""Advantages against TRL 1.16: the code of `GRPOTrainer` and `RLOOTrainer` itself, driven with given rewards in float64.
+
+Both compute advantages inline in `_generate_and_score_completions`; it runs unbound on a stand-in that holds what it reads.
+Shape legend: B completions, F reward functions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.advantages import GroupRewards, combine_components, soft_overlong
+from asyncrl.algorithms.registry import build_advantage
+
+GROUP = 4
+NAMES = ("a", "b", "c")
+WEIGHTS = dict(zip(NAMES, (1.0, 0.5, 2.0), strict=True))
+
+# ours -> (TRL's trainer, scale_rewards, multi_objective_aggregation)
+SPELLING = {
+    "grpo": ("grpo", "group", "sum_then_normalize"),
+    "grpo_batch": ("grpo", "batch", "sum_then_normalize"),
+    "dr_grpo": ("grpo", "none", "sum_then_normalize"),
+    "gdpo": ("grpo", "group", "normalize_then_sum"),
+    "rloo": ("rloo", "none", "sum_then_normalize"),
+}
+
+
+@pytest.fixture(scope="module")
+def trl() -> Iterator[Any]:
+    pytest.importorskip("trl", reason="the oracle comes with the extra `oracle`")
+    default = torch.get_default_dtype()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.rewards import get_soft_overlong_punishment
+        from trl.trainer.grpo_trainer import GRPOTrainer
+        from trl.trainer.rloo_trainer import RLOOTrainer
+
+        torch.set_default_dtype(torch.float64)
+        yield SimpleNamespace(grpo=GRPOTrainer, rloo=RLOOTrainer, soft_overlong=get_soft_overlong_punishment)
+    torch.set_default_dtype(default)
+
+
+def theirs(trl: Any, rewards_BF: Tensor, name: str, weights: dict[str, float], group: int = GROUP) -> Tensor:
+    """[B] of TRL's own code."""
+    kind, scale, aggregation = SPELLING[name]
+    rows = len(rewards_BF)
+    ids = [[5, 5]] * rows
+    answer: Any = ([[1, 2]] * rows, ids, ["text"] * rows)
+    if kind == "grpo":
+        answer = ([[1, 2]] * rows, ids, None, ["text"] * rows, None, {}, None, None)
+    stub = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            device="cpu", num_processes=1, process_index=0, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
+        args=SimpleNamespace(
+            per_device_train_batch_size=rows,
+            gradient_checkpointing_kwargs=None,
+            gradient_accumulation_steps=1,
+            steps_per_generation=1,
+            use_bias_correction_kl=False,
+            delta=None,
+        ),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        ref_model=None,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        num_iterations=1,
+        num_generations=group,
+        normalize_advantages=False,
+        reward_clip_range=None,
+        beta=0.0,
+        scale_rewards=scale,
+        multi_objective_aggregation=aggregation,
+        reward_weights=torch.tensor([weights[n] for n in NAMES]),
+        reward_funcs=[None] * len(NAMES),
+        reward_func_names=list(NAMES),
+        off_policy_mask_threshold=None,
+        _generate=lambda prompts: answer,
+        _calculate_rewards=lambda *args: rewards_BF,
+        _get_per_token_logps_and_entropies=lambda *args, **rest: (torch.zeros(rows, 2), None, None),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        _logs={
+            "prompt": [],
+            "completion": [],
+            "advantages": [],
+            "rewards": defaultdict(list),
+            "extra": defaultdict(list),
+        },
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    inputs = getattr(trl, kind)._generate_and_score_completions(stub, [{"prompt": "p"}] * rows)
+    return inputs["advantages"]  # type: ignore[no-any-return]
+
+
+def ours(rewards_BF: Tensor, name: str, weights: dict[str, float], group: int = GROUP) -> Tensor:
+    groups = []
+    for start in range(0, len(rewards_BF), group):
+        rows = rewards_BF[start : start + group].tolist()
+        components = {n: [None if row[f] != row[f] else row[f] for row in rows] for f, n in enumerate(NAMES)}
+        rewards = [combine_components(dict(zip(NAMES, row, strict=True)), weights) for row in rows]
+        groups.append(GroupRewards(rewards, components, weights))
+    return torch.cat([torch.from_numpy(a) for a in build_advantage(name).of_step(groups)])
+
+
+def random_rewards(seed: int, groups: int) -> Tensor:
+    """[B, F]: entries that do not apply, an unscorable row, a group with one scorable row, one whose rewards are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards_BF = torch.randn(groups * GROUP, len(NAMES), generator=generator, dtype=torch.float64)
+    rewards_BF[torch.rand(rewards_BF.shape, generator=generator) < 0.25] = float("nan")
+    rewards_BF[2] = float("nan")
+    if groups > 3:
+        rewards_BF[GROUP : 2 * GROUP - 1] = float("nan")
+        rewards_BF[2 * GROUP : 3 * GROUP] = torch.tensor([0.1, 0.3, 0.7])
+    return rewards_BF
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, dict.fromkeys(NAMES, 1.0), {"a": 0.0, "b": -1.5, "c": 1.0}])
+@pytest.mark.parametrize("groups", [2, 6])
+@pytest.mark.parametrize("name", sorted(SPELLING))
+def test_equal_to_trl(trl: Any, name: str, groups: int, weights: dict[str, float]) -> None:
+    for seed in range(5):
+        rewards_BF = random_rewards(seed, groups)
+        expected_B = theirs(trl, rewards_BF, name, weights)
+        # 1e-11: TRL divides the rounding error of a mean of equal rewards by 1e-4, where ours are exactly 0
+        torch.testing.assert_close(ours(rewards_BF, name, weights), expected_B, rtol=1e-9, atol=1e-11)
+        assert expected_B.count_nonzero() > GROUP // 2
+        assert ours(rewards_BF, name, weights)[2] == 0
+
+
+def test_two_completions_a_group(trl: Any) -> None:
+    rewards_BF = random_rewards(11, 3)[: 2 * 3]
+    for name in SPELLING:
+        got, expected = ours(rewards_BF, name, WEIGHTS, 2), theirs(trl, rewards_BF, name, WEIGHTS, 2)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_equal_rewards_are_exactly_zero_where_trl_leaves_rounding_errors(trl: Any) -> None:
+    """On purpose: "no signal" is tested for with `== 0`."""
+    rewards_BF = torch.tensor([[0.1, 0.0, 0.0]], dtype=torch.float64).expand(7, 3)
+    for name in SPELLING:
+        assert ours(rewards_BF, name, WEIGHTS, 7).count_nonzero() == 0
+    assert theirs(trl, rewards_BF, "grpo", WEIGHTS, 7).count_nonzero() > 0
+
+
+@pytest.mark.parametrize(("longest", "cache"), [(100, 20), (10, 10), (7, 1), (12, 0)])
+def test_soft_overlong_equals_trl(trl: Any, longest: int, cache: int) -> None:
+    lengths = range(longest + 3)
+    expected = trl.soft_overlong(longest, cache)(completion_ids=[[1] * n for n in lengths])
+    assert [soft_overlong(n, longest, cache) for n in lengths] == expected
+    assert min(expected) == -1.0 and max(expected) == 0.0

@@ -1,0 +1,49 @@
+"""From scored groups to advantages, through the pumps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pumps_house import live
+from pumps_plan import Plan, make_prompt, make_trajectory
+
+from asyncrl.algorithms.registry import build_advantage
+from asyncrl.pumps.signal import group_rewards, step_advantages
+from asyncrl.types import Group, Ticket, Trajectory
+
+
+def group_of(*trajectories: Trajectory, group_id: int = 0) -> Group:
+    members = [replace(t, member=m, group_size=len(trajectories)) for m, t in enumerate(trajectories)]
+    return Group(Ticket(group_id, 0, 2), make_prompt(group_id), tuple(members))
+
+
+def scored(reward: float | None, tokens: int = 2, **rest: object) -> Trajectory:
+    return replace(make_trajectory(0, 0, 1, [0] * tokens, reward=reward), **rest)  # type: ignore[arg-type]
+
+
+def test_rewards_times_lengths_before_the_group_is_compared() -> None:
+    group = group_of(scored(1.0, 3, components={"a": 2.0}), scored(2.0, 5), scored(None, 4))
+    found = group_rewards(group, {"a": 0.5}, scale_by_length=True)
+    assert found.rewards == [3.0, 10.0, None] and found.components == {"a": [6.0, None, None]}
+    assert found.lengths == [3, 5, 4] and found.weights == {"a": 0.5}
+    advantages = step_advantages(build_advantage("dr_grpo"), [group], {}, scale_by_length=True)
+    assert advantages[0].tolist() == [-3.5, 3.5, 0.0]
+
+
+def test_set_advantage_to_zero_comes_after_the_comparison() -> None:
+    silent = scored(4.0, metadata={"set_advantage_to_zero": True})
+    advantages = step_advantages(build_advantage("dr_grpo"), [group_of(scored(1.0), silent, scored(4.0))], {})
+    assert advantages[0].tolist() == [-2.0, 0.0, 1.0]  # the mean is of all three
+
+
+@pytest.mark.parametrize("name", ["grpo_batch", "gdpo", "reinforce_pp"])
+def test_a_statistic_of_the_step_sees_every_group_of_it_once(name: str) -> None:
+    plan = Plan(
+        preset="one_off", advantage_name=name, groups_per_step=3, group_size=2, prompts=6, reward=lambda g, m: g + m * m
+    )
+    house = live(plan)
+    assert house.error is None and len(house.reports) == 2
+    for report in house.reports:
+        expected = step_advantages(build_advantage(name), report.groups, {})
+        assert {g: a.tolist() for g, a in report.advantages.items()} == {g: a.tolist() for g, a in expected.items()}
