@@ -20,19 +20,27 @@ from .schema import LONELY_ADVANTAGES, STEP_ADVANTAGES, Config
 PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False), "async": (2, True)}
 
 
+def turns_bound(config: Config) -> int:
+    """Largest age of a group in turns of the ledger: `max_staleness + (weight_sync_interval - 1)`.
+
+    An engine that takes new weights every k steps samples from weights that are up to k - 1 steps behind already.
+    """
+    return _max_staleness(config) + config.rollout.weight_sync_interval - 1
+
+
 def slots(config: Config) -> int:
-    """Groups that may exist in the pipeline at one time, over all ranks: `(max_staleness + 1) x groups_per_step`."""
-    return (_max_staleness(config) + 1) * config.rollout.groups_per_step
+    """Groups that may exist in the pipeline at one time, over all ranks: `(turns_bound + 1) x groups_per_step`."""
+    return (turns_bound(config) + 1) * config.rollout.groups_per_step
 
 
 def staleness_bound(config: Config) -> int:
-    """Largest age, in policy versions, of a trained token: `u x max_staleness + (u - 1)` with u updates per batch.
+    """Largest age, in policy versions, of a trained token: `u x turns_bound + (u - 1)` with u updates per batch.
 
     A batch is one turn of the ledger and u versions: a group admitted k turns ago was sampled at most u k versions
     before the first update of its batch, and the last update of the batch comes u - 1 versions later.
     """
     updates = config.algorithm.updates_per_batch
-    return updates * _max_staleness(config) + (updates - 1)
+    return updates * turns_bound(config) + (updates - 1)
 
 
 def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> Config:
@@ -41,10 +49,10 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> 
     `world_size`: trainer ranks. `embedding`: the caller's own loop brings prompts and rewards and decides when to end,
     so data, reward functions and a limit of steps may be missing. Errors: `ConfigError`, one line per contradiction.
     """
-    staleness, streaming = PRESETS[config.preset]
+    _, streaming = PRESETS[config.preset]
     rollout: dict[str, Any] = {}
     if config.rollout.max_staleness is None:
-        rollout["max_staleness"] = staleness
+        rollout["max_staleness"] = _max_staleness(config)
     if config.rollout.streaming is None:
         rollout["streaming"] = streaming
     config = _with(config, "rollout", rollout)
@@ -104,7 +112,8 @@ def warnings(config: Config) -> list[str]:
 
 
 def _max_staleness(config: Config) -> int:
-    given = config.rollout.max_staleness
+    rollout = config.rollout
+    given = rollout.prefetch_depth if rollout.max_staleness is None else rollout.max_staleness
     return PRESETS[config.preset][0] if given is None else given
 
 
@@ -129,6 +138,31 @@ def _check_preset(config: Config) -> Iterator[str]:
         yield (
             "rollout.streaming is true but preset is sync, which trains whole steps in prompt order so that reruns are "
             "bit-identical; use preset=async (with rollout.max_staleness=0 if no age is wanted), or leave streaming out"
+        )
+
+
+def _check_rollout(config: Config) -> Iterator[str]:
+    rollout, engine = config.rollout, config.engine.kind
+    if rollout.prefetch_depth not in (None, rollout.max_staleness):
+        yield (
+            f"rollout.prefetch_depth is {rollout.prefetch_depth} and rollout.max_staleness is {rollout.max_staleness}: they "
+            "are two names of one number; give one of them"
+        )
+    if rollout.weight_sync_interval > 1 and engine == "embedded":
+        yield (
+            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but engine.kind is embedded, which samples from "
+            "the trainer's own weights: they move with every step and are never handed over; leave the interval at 1, and "
+            "set algorithm.updates_per_batch for several steps per batch"
+        )
+    if rollout.weight_sync_interval > 1 and config.preset == "sync":
+        yield (
+            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but preset is sync, which means age 0; "
+            "use preset=one_off or preset=async"
+        )
+    if rollout.streaming_min_groups > rollout.groups_per_step:
+        yield (
+            f"rollout.streaming_min_groups is {rollout.streaming_min_groups}; expected at most rollout.groups_per_step = "
+            f"{rollout.groups_per_step}, the groups of a whole step"
         )
 
 
@@ -261,6 +295,7 @@ def _check_run(config: Config) -> Iterator[str]:
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_preset,
+    _check_rollout,
     _check_lengths,
     _check_algorithm,
     _check_parts,

@@ -110,6 +110,23 @@ class RolloutConfig(Section):
     streaming: bool | None = field(
         None, "Train each group as it arrives (preset async), or wait for the whole step and train it in prompt order."
     )
+    prefetch_depth: int | None = field(
+        None, "Batches generated ahead of the one in training: another name for max_staleness (axolotl, TRL).", ge=0
+    )
+    weight_sync_interval: int = field(
+        1,
+        "Hand new weights to the engines every k steps, counted since the last time; k - 1 is added to the age that "
+        "max_staleness allows. Evaluations and the end of the run hand over sooner.",
+        ge=1,
+    )
+    sync_warmup_steps: int = field(
+        0, "First steps for which nothing is generated ahead, so that all their groups have age 0.", ge=0
+    )
+    streaming_min_groups: int = field(
+        1,
+        "Groups of a step that wait for each other before they are trained, where streaming; the last may be fewer.",
+        ge=1,
+    )
     late: Literal["wait", "drop"] = field(
         "wait", "A group at its deadline: the step waits for it, or drops and counts it."
     )

@@ -37,7 +37,7 @@ class LocalLedger:
 
     groups_per_step, max_staleness: `(max_staleness + 1) * groups_per_step` slots in all.
     late: "wait" reserves places so that no group is ever too old; "drop" does not, and the caller drops `expired()`.
-    turn: the first one; larger than 0 after a resume.
+    turn: the first one; larger than 0 after a resume. warmup: turns below it get the slots of one step alone.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class LocalLedger:
         late: Late = "wait",
         turn: int = 0,
         recorder: Recorder | None = None,
+        *,
+        warmup: int = 0,
     ) -> None:
-        self._books = Reservation(groups_per_step, max_staleness, late, turn)
+        self._books = Reservation(groups_per_step, max_staleness, late, turn, warmup=warmup)
         self._recorder = recorder
         self._first_turn = turn
         self._changes = 0

@@ -27,6 +27,10 @@ No dead end: if `c < k` and a group is live, the one with the earliest deadline 
 nobody is live, and `c + 1 <= k`). So a step waits at most for its earliest deadlines, and those are in flight: they
 hold a slot. No group is dropped, none is trained older than `m`.
 
+Warm-up. While `a < warmup` only `k` slots are given out: the groups of the step `a` and nothing ahead, so they are
+trained at `a` with age 0. Fewer slots only make admissions rarer, and `k` suffice for the open step as long as every
+turn below `warmup` is released (nothing is `held` at `v = a`): whoever publishes must not skip one of them.
+
 `late="drop"` claims without the rule, first come first served; groups past their deadline are listed by `expired()`,
 and the caller drops them.
 """
@@ -62,6 +66,7 @@ class Reservation:
     late: Late = "wait"
     turn: int = 0
     ranks: int = 1
+    warmup: int = 0  # turns below this one: only the slots of one step
     entries: dict[int, Entry] = field(default_factory=dict)  # by group id, in admission order
     held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
     acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
@@ -74,10 +79,11 @@ class Reservation:
     slots: Slots = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.groups_per_step < 1 or self.max_staleness < 0 or self.ranks < 1 or self.late not in ("wait", "drop"):
+        numbers = (self.groups_per_step - 1, self.max_staleness, self.ranks - 1, self.warmup)
+        if min(numbers) < 0 or self.late not in ("wait", "drop"):
             raise ValueError(
-                f"ledger: groups_per_step {self.groups_per_step} and ranks {self.ranks} must be at least 1, "
-                f"max_staleness {self.max_staleness} at least 0, late {self.late!r} `wait` or `drop`"
+                f"ledger: groups_per_step {self.groups_per_step} and ranks {self.ranks} must be at least 1, max_staleness "
+                f"{self.max_staleness} and warmup {self.warmup} at least 0, late {self.late!r} `wait` or `drop`"
             )
         self.acknowledged = self.acknowledged or [self.turn] * self.ranks
         self.exhausted = self.exhausted or [False] * self.ranks
@@ -172,6 +178,8 @@ class Reservation:
             deadline = oldest + self.max_staleness
             if deadline < self.turn or (self.late == "wait" and not self.fits(deadline, claim=False)):
                 return True, None
+        if self.open_turn() < self.warmup and self.slots.held >= self.groups_per_step:
+            return False, None
         deadline = admitted + self.max_staleness
         if not self.slots.free or deadline < self.turn:
             return False, None
@@ -284,6 +292,7 @@ class Reservation:
             "late": self.late,
             "turn": self.turn,
             "ranks": self.ranks,
+            "warmup": self.warmup,
             "entries": [
                 [e.ticket.group_id, e.ticket.admitted, e.ticket.deadline, e.rank, int(e.claimed)]
                 for e in self.entries.values()
@@ -304,6 +313,7 @@ class Reservation:
             late=state["late"],
             turn=state["turn"],
             ranks=state["ranks"],
+            warmup=state["warmup"],
             entries=entries,
             held={turn: count for turn, count in state["held"]},
             acknowledged=list(state["acknowledged"]),

@@ -90,10 +90,13 @@ class StoreLedger:
         *,
         rank: int = 0,
         ranks: int = 1,
+        warmup: int = 0,
         recorder: Recorder | None = None,
     ) -> StoreLedger:
         """The usual constructor: numbers as for `LocalLedger`, `groups_per_step` counted over all ranks."""
-        return cls(store, Reservation(groups_per_step, max_staleness, late, turn, ranks), rank, recorder=recorder)
+        return cls(
+            store, Reservation(groups_per_step, max_staleness, late, turn, ranks, warmup), rank, recorder=recorder
+        )
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class StoreLedger:
         first = self._encode(self._books, 0)
         found = json.loads(self._compare_set("", first))
         theirs = Reservation.from_state(found["books"])
-        for name in ("groups_per_step", "max_staleness", "late", "ranks"):
+        for name in ("groups_per_step", "max_staleness", "late", "ranks", "warmup"):
             mine, other = getattr(self._books, name), getattr(theirs, name)
             if mine != other:
                 raise LedgerError(

@@ -201,6 +201,7 @@ class Graph:
     async def evaluate(self, version: int, last: bool) -> dict[str, float]:
         if self._evaluate is None or not self._evaluate.due(version, last):
             return {}
+        await self._publish.sync()  # what is evaluated is this version, whatever the interval says
         return await self._evaluate.run(version)
 
     def nothing_left(self) -> bool:

@@ -2,6 +2,11 @@
 
 Order for each version: every sink acknowledges, evaluation and checkpoint where they are due (both see exactly this
 version: the train pump does not finish its next step before they are done), then the slots are released together.
+
+With `rollout.weight_sync_interval: k` the sinks hear of a version once k steps were applied since they last did (elapsed
+steps, not a multiple of k: no rhythm of steps can miss it), sooner where an evaluation needs the newest weights, in the
+warm-up, and after the last step. Until then the slots of those steps stay held: the ledger must see that the engines
+still sample from old weights. It has slots for k - 1 such steps more (`config.resolve.turns_bound`), so nothing waits.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ class PublishPump:
         self._publications = publications
         self._at_version = at_version
         self._done_turn = rooms.ledger.turn  # turns below this one are published
+        self._synced_turn = rooms.ledger.turn  # the engines hold the weights that follow the turn before this one
+        self._owed: Publication | None = None  # the newest one, where the engines do not have it
         self._advanced = anyio.Event()
 
     async def published(self, turn: int) -> None:
@@ -40,9 +47,32 @@ class PublishPump:
         async with self._publications:
             async for publication in self._publications:
                 await self._publish(publication)
+            if self._owed is not None:
+                last = self._owed
+                await self.sync()
+                await self._rooms.ledger.release(last.turn)
 
     async def _publish(self, publication: Publication) -> None:
-        rooms, version = self._rooms, publication.version
+        rooms = self._rooms
+        self._owed = publication
+        if self._due(publication.turn):
+            await self.sync()
+        await self._at_version(publication.version)
+        if self._owed is None:
+            await rooms.ledger.release(publication.turn)  # and with it every earlier turn that was not
+        self._done_turn = publication.turn + 1
+        self._advanced.set()
+        self._advanced = anyio.Event()
+
+    def _due(self, turn: int) -> bool:
+        rollout = self._rooms.config.rollout
+        return turn < rollout.sync_warmup_steps or turn + 1 - self._synced_turn >= rollout.weight_sync_interval
+
+    async def sync(self) -> None:
+        """Hand the newest published version to every engine now, unless they have it."""
+        if self._owed is None:
+            return
+        rooms, version = self._rooms, self._owed.version
         with rooms.recorder.span("publish", track="publish pump", version=version):
             with rooms.recorder.wait("publish pump", f"version {version}", on="the engines", cause="publish"):
                 started = anyio.current_time()
@@ -50,11 +80,7 @@ class PublishPump:
                     for sink in rooms.sinks:
                         sinks.start_soon(self._hand_over, sink, version)
                 rooms.recorder.observe("time/weight_sync", anyio.current_time() - started)
-        await self._at_version(version)
-        await rooms.ledger.release(publication.turn)
-        self._done_turn = publication.turn + 1
-        self._advanced.set()
-        self._advanced = anyio.Event()
+        self._synced_turn, self._owed = self._owed.turn + 1, None
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"

@@ -64,6 +64,7 @@ class TrainPump:
         self._stop_turn: int | None = None
         config = rooms.config
         self._per_turn = config.algorithm.updates_per_batch
+        self._min_groups = config.rollout.streaming_min_groups
         self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
 
     @property
@@ -135,7 +136,7 @@ class TrainPump:
         while True:
             changed = self._changed  # taken before the claim: a change during it is not slept over
             state = await self._claim_ready(step)
-            if self._streaming:
+            if self._streaming and (state is ClaimState.FULL or self._untrained(step) >= self._min_groups):
                 await self._train_new(step)
             if state is ClaimState.FULL:
                 if self._short() and not self._rooms.config.train.partial_final_step:
@@ -169,6 +170,9 @@ class TrainPump:
             if await self._rooms.book.end(ticket.group_id, "dropped", "past its deadline"):
                 self._ready.pop(ticket.group_id, None)
                 self._rooms.counters["staleness/dropped"] += 1
+
+    def _untrained(self, step: _Step) -> int:
+        return len(step.groups) - len(step.advantages)
 
     async def _train_new(self, step: _Step) -> None:
         """Pack and train the claimed groups that were not trained yet."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.ports import WeightSink
+
 
 class ByteTokenizer:
     """Text as UTF-8 bytes: prompts get plausible lengths without any model."""
@@ -17,6 +19,19 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return bytes(int(t) % 256 for t in token_ids).decode(errors="replace")
+
+
+class OwnWeights:
+    """A `WeightSink` before a dry-run engine: gives it weights of its own, those it was handed last, not the trainer's."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.engine: WeightSink | None = None  # its `version_source` reads ours, so it is made after us
+
+    async def update_weights(self, version: int) -> None:
+        self.version = version
+        assert self.engine is not None
+        await self.engine.update_weights(version)
 
 
 def rows(count: int = 256) -> list[dict[str, str]]:

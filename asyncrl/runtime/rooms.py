@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.algorithms.registry import build_advantage, build_loss
 from asyncrl.concurrency.lane import SimulatedLane
-from asyncrl.config.resolve import slots
+from asyncrl.config.resolve import slots, turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
 from asyncrl.distributed.ledger import LocalLedger
@@ -28,7 +28,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import SamplingParams
 
-from .dry import ByteTokenizer
+from .dry import ByteTokenizer, OwnWeights
 from .offload import offload
 
 if TYPE_CHECKING:
@@ -146,15 +146,15 @@ class Builder:
 
     def _ledger(self, turn: int) -> Any:
         rollout = self.config.rollout
-        assert rollout.max_staleness is not None
-        numbers = (rollout.groups_per_step, rollout.max_staleness, rollout.late, turn)
+        numbers = (rollout.groups_per_step, turns_bound(self.config), rollout.late, turn)
         if self.world.world_size == 1:
-            return LocalLedger(*numbers, recorder=self.recorder)
+            return LocalLedger(*numbers, recorder=self.recorder, warmup=rollout.sync_warmup_steps)
         return StoreLedger.over(
             self.world.store("ledger"),
             *numbers,
             rank=self.world.rank,
             ranks=self.world.world_size,
+            warmup=rollout.sync_warmup_steps,
             recorder=self.recorder,
         )
 
@@ -174,19 +174,22 @@ class Builder:
             train_lane, self.recorder, train_token_s=costs.train_token_s, finish_s=costs.finish_s, version=version
         )
         assert config.engine.max_sequences is not None
+        weights = OwnWeights(version) if config.rollout.weight_sync_interval > 1 else None
         engine = DryRunEngine(
             engine_lane,
             self.recorder,
             max_sequences=config.engine.max_sequences,
             max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
-            version_source=lambda: trainer.version,
+            version_source=lambda: trainer.version if weights is None else weights.version,
             decode_step_s=costs.decode_step_s,
             length_sigma=costs.length_sigma,
             seed=config.seed,
         )
         await self.stack.enter_async_context(engine)
         lanes = (train_lane,) if engine_lane is train_lane else (train_lane, engine_lane)
-        return Parts(engine, trainer, (engine,), lanes, ByteTokenizer())
+        if weights is not None:
+            weights.engine = engine
+        return Parts(engine, trainer, (weights or engine,), lanes, ByteTokenizer())
 
     async def _real(self) -> Parts:
         # Models and transformers are not loaded for a dry run; importing them takes seconds, which the loop does not wait.

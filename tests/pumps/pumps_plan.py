@@ -46,6 +46,7 @@ class Plan:
     max_staleness: int | None = None
     streaming: bool | None = None
     late: str = "wait"
+    rollout: Mapping[str, Any] = field(default_factory=dict)  # more settings of that section
     prompts: int | None = None  # None: endless
     max_steps: int | None = None
     time_limit_s: float | None = None
@@ -87,6 +88,7 @@ class Plan:
                     "late": self.late,
                     "max_tokens": TOKENS,
                     "max_failed_groups": self.max_failed_groups,
+                    **self.rollout,
                 },
                 "reward": {"workers": self.workers},
                 "engine": {"kind": "dry_run"},

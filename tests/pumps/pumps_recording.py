@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.config.resolve import turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
 from asyncrl.distributed.ledger import LocalLedger
@@ -83,8 +84,9 @@ class AuditedLedger(LocalLedger):
 
     def __init__(self, house: House, config: Config) -> None:
         rollout = config.rollout
-        assert rollout.max_staleness is not None
-        super().__init__(rollout.groups_per_step, rollout.max_staleness, late=rollout.late)
+        super().__init__(
+            rollout.groups_per_step, turns_bound(config), late=rollout.late, warmup=rollout.sync_warmup_steps
+        )
         self.house = house
         self.admissions: Counter[int] = Counter()  # by group id; an embedding program may submit one again
         self.endings: dict[int, list[str]] = {}  # by group id: every way in which it ended

@@ -54,7 +54,17 @@ def schedule(seed: int) -> Plan:
         broken = group >= 0 and keyed(seed, "fails", group, member).random() < failing
         return ValueError("the environment broke") if broken else None
 
+    # drawn last, so that the numbers of a seed above stay what they were
+    more = random.Random(f"{seed}/policy")
+    rollout: dict[str, object] = {}
+    if more.random() < 0.5:
+        rollout["sync_warmup_steps"] = more.choice([0, 1, 3])
+        rollout["streaming_min_groups"] = more.randint(1, groups_per_step)
+        if preset != "sync":
+            rollout["weight_sync_interval"] = more.randint(1, 4)
+
     return Plan(
+        rollout=rollout,
         preset=preset,
         groups_per_step=groups_per_step,
         group_size=rng.randint(1, 3),
@@ -139,6 +149,19 @@ def check_nobody_dropped(house: House) -> None:
         assert house.books.trained + house.books.failed == plan.prompts, "a prompt was neither trained nor failed"
 
 
+def check_syncs(house: House) -> None:
+    """Engines hear of new weights by elapsed steps: never later than asked for, the last ones always."""
+    rollout, updates = house.config.rollout, house.plan.updates_per_batch
+    taken = sorted({event.version for event in house.events("weights taken")})
+    assert not house.reports or taken[-1] == updates * len(house.reports), "the engines never got the last weights"
+    for before, after in zip([0, *taken], taken, strict=False):
+        elapsed = (after - before) // updates
+        assert elapsed <= (1 if before // updates < rollout.sync_warmup_steps else rollout.weight_sync_interval)
+    for version, batch in house.tokens_trained:
+        if version // updates < rollout.sync_warmup_steps:
+            assert version // updates * updates <= batch.versions.min(), "generated ahead during the warm-up"
+
+
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_invariants_hold_in_every_schedule(batch: int) -> None:
     reached = 0
@@ -148,6 +171,7 @@ def test_invariants_hold_in_every_schedule(batch: int) -> None:
             assert house.error is None, house.error
             oldest = check_ages(house)
             check_steps(house)
+            check_syncs(house)
             check_nobody_dropped(house)
             reached += oldest == staleness_bound(house.config) > 0
     assert reached > 0, "the age bound was never reached: these schedules do not test it"
