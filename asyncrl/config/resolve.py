@@ -159,6 +159,20 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but preset is sync, which means age 0; "
             "use preset=one_off or preset=async"
         )
+    low, high = rollout.min_mean_reward, rollout.max_mean_reward
+    if low is not None and high is not None and low > high:
+        yield f"rollout.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
+    if rollout.dynamic_sampling and config.algorithm.advantage == "zero" and rollout.filter_by == "reward":
+        yield (
+            "rollout.dynamic_sampling drops groups whose advantages are all 0, and algorithm.advantage=zero makes all of "
+            "them so; choose one"
+        )
+    cache = config.reward.overlong_cache
+    if cache is not None and cache > rollout.max_tokens:
+        yield (
+            f"reward.overlong_cache is {cache}; expected at most rollout.max_tokens = {rollout.max_tokens}: it is the part "
+            "of the longest completion over which the punishment grows"
+        )
     if rollout.streaming_min_groups > rollout.groups_per_step:
         yield (
             f"rollout.streaming_min_groups is {rollout.streaming_min_groups}; expected at most rollout.groups_per_step = "

@@ -90,6 +90,18 @@ class RewardConfig(Section):
         "fail", "A function that raised, crashed or timed out: end the run, count as not applicable, or count as 0."
     )
 
+    batch: Literal["auto", "group", "trajectory"] = field(
+        "auto",
+        "One call of the functions per group, or one per completion as soon as it is there; auto: group for single_turn. "
+        "A failure or a missed deadline concerns everything in the call.",
+    )
+    overlong_cache: int | None = field(
+        None,
+        "Soft overlong punishment (DAPO): the component `overlong` falls from 0 to -1 over the last n tokens before "
+        "rollout.max_tokens; null is off.",
+        ge=1,
+    )
+    overlong_weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
     scale_adv_by_len: bool = field(
         False, "Multiply every reward by the scored tokens of its completion before a group is compared (Atropos)."
     )
@@ -126,6 +138,21 @@ class RolloutConfig(Section):
         1,
         "Groups of a step that wait for each other before they are trained, where streaming; the last may be fewer.",
         ge=1,
+    )
+    dynamic_sampling: bool = field(
+        False, "Drop groups without a learning signal (all rewards equal) and sample others in their place (DAPO)."
+    )
+    min_mean_reward: float | None = field(
+        None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
+    )
+    max_mean_reward: float | None = field(
+        None, "Drop and replace groups whose mean reward is above this: too easy to learn from."
+    )
+    filter_by: str = field(
+        "reward", "What these three filters look at: `reward`, the weighted sum, or the name of one component."
+    )
+    max_refills: int = field(
+        8, "Groups that the filters may drop in one step, in multiples of groups_per_step; further ones are kept.", ge=0
     )
     late: Literal["wait", "drop"] = field(
         "wait", "A group at its deadline: the step waits for it, or drops and counts it."

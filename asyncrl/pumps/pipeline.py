@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What travels from the rollout pump to the score pump (edge 3)."""
+    """What travels from the rollout pump to the score pump (edge 3): one trajectory, or a whole group in member order."""
 
     ticket: Ticket
     prompt: Prompt
-    trajectory: Trajectory
+    trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,5 +132,6 @@ class Rooms:
     advantage: Estimator
     book: GroupBook
     ranks: int = 1
+    score_groups: bool = False  # all members of a group in one call of the reward functions, once the last one is done
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     counters: Counter[str] = field(default_factory=Counter)

@@ -81,21 +81,26 @@ class RolloutPump:
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
         rooms = self._rooms
+        done: dict[int, Trajectory] = {}
         try:
             async with anyio.create_task_group() as members:
                 for member in range(rooms.config.rollout.group_size):
-                    members.start_soon(self._member, ticket, prompt, member)
+                    members.start_soon(self._member, ticket, prompt, member, done)
         except* _EpisodeError as failures:
             await self._failed(ticket, failures)
+        else:
+            if rooms.score_groups:
+                await hand_on(self._scoring, Scoring(ticket, prompt, tuple(done[member] for member in sorted(done))))
         finally:
             if self._playing is not None:
                 self._playing.release()
 
-    async def _member(self, ticket: Ticket, prompt: Prompt, member: int) -> None:
+    async def _member(self, ticket: Ticket, prompt: Prompt, member: int, done: dict[int, Trajectory]) -> None:
         trajectory = await self._episode(prompt, member)
-        await hand_on(
-            self._scoring, Scoring(ticket, prompt, trajectory)
-        )  # an error here is the score pump's end, not ours
+        if self._rooms.score_groups:
+            done[member] = trajectory
+        else:  # an error here is the score pump's end, not ours
+            await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
 
     async def _episode(self, prompt: Prompt, member: int) -> Trajectory:
         """Errors: EngineClosed, as the run is ending then; _EpisodeError, with the environment's own as its cause."""

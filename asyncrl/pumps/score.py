@@ -1,10 +1,13 @@
 """The score pump: trajectories in, whole scored groups out (edges 3 to 5).
 
 As many scorers as there are reward workers (and one more, so that a worker is never idle while a reply is handled). The
-buffer before them is bounded; rollouts wait there for a free scorer.
+buffer before them is bounded; rollouts wait there for a free scorer. What arrives is one trajectory, or a whole group
+whose members are scored in one call of the reward functions (`reward.batch`): the rollout pump decides.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import anyio
 
@@ -12,13 +15,22 @@ from asyncrl.transport.queue import QueueReceiver, QueueSender
 from asyncrl.types import Group, Trajectory
 
 from .pipeline import Rooms, Scoring, hand_on
+from .screen import Screen, shaped
 
 
 class ScorePump:
-    def __init__(self, rooms: Rooms, scoring: QueueReceiver[Scoring], groups: QueueSender[Group]) -> None:
+    def __init__(
+        self,
+        rooms: Rooms,
+        scoring: QueueReceiver[Scoring],
+        groups: QueueSender[Group],
+        saw: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        """`saw` hears of every scored group that the filters drop."""
         self._rooms = rooms
         self._scoring = scoring
         self._groups = groups
+        self._screen = Screen(rooms, saw)
 
     async def run(self) -> None:
         """Ends when every rollout is scored. Groups that can never be whole by then are dropped and counted."""
@@ -30,24 +42,33 @@ class ScorePump:
                 await self._rooms.book.end(group_id, "dropped", "incomplete at the end of the rollouts")
 
     async def _score(self) -> None:
-        rooms, recorder = self._rooms, self._rooms.recorder
+        rooms = self._rooms
         async for item in self._scoring:
             if item.ticket.group_id not in rooms.book:  # a sibling failed meanwhile
                 continue
-            trajectory = item.trajectory
-            if trajectory.reward is None:
-                with (
-                    recorder.span("score", track="score", group=trajectory.group_id, member=trajectory.member),
-                    recorder.wait("score pump", "a reward", on="reward workers", cause="reward"),
-                ):
-                    [trajectory] = await rooms.reward.score(item.prompt, [trajectory])
-            if item.ticket.group_id not in rooms.book:
-                continue
-            await self._add(item, trajectory)
+            scored = await self._rewarded(item)
+            for trajectory in scored:
+                if item.ticket.group_id in rooms.book:
+                    reward, longest = rooms.config.reward, rooms.config.rollout.max_tokens
+                    await self._add(item, shaped(trajectory, reward, longest))
+
+    async def _rewarded(self, item: Scoring) -> list[Trajectory]:
+        """With rewards; those that the environment has scored itself are not asked for again."""
+        rooms, recorder = self._rooms, self._rooms.recorder
+        open_ = [t for t in item.trajectories if t.reward is None]
+        scored: dict[int, Trajectory] = {}
+        if open_:
+            first = open_[0]
+            with (
+                recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(open_)),
+                recorder.wait("score pump", "a reward", on="reward workers", cause="reward"),
+            ):
+                scored = {t.member: t for t in await rooms.reward.score(item.prompt, open_)}
+        return [scored.get(t.member, t) for t in item.trajectories]
 
     async def _add(self, item: Scoring, trajectory: Trajectory) -> None:
         group = self._rooms.book.add(item.ticket, item.prompt, trajectory)
         statistics = self._rooms.stash.statistics()
         self._rooms.recorder.gauge("queue/stash/depth", statistics.waiting_groups)
-        if group is not None:
+        if group is not None and await self._screen.passes(group):
             await hand_on(self._groups, group)

@@ -19,10 +19,12 @@ from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.distributed.world import World
 from asyncrl.environments.loading import load_environment
+from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
+from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
@@ -140,9 +142,25 @@ class Builder:
             advantage=build_advantage(algorithm.advantage),
             book=GroupBook(ledger, stash),
             ranks=self.world.world_size,
-            weights=reward.weights,
+            score_groups=self._scores_groups(environment),
+            weights=self._weights(reward),
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.peak_flops)
+
+    def _scores_groups(self, environment: Environment) -> bool:
+        batch = self.config.reward.batch
+        return isinstance(environment, SingleTurn) if batch == "auto" else batch == "group"
+
+    def _weights(self, reward: RewardPool) -> dict[str, float]:
+        """Of every component of the reward, by name. Errors: ConfigError where two have one name."""
+        weights = reward.weights
+        if self.config.reward.overlong_cache is None:
+            return weights
+        if OVERLONG in weights:
+            raise ConfigError(
+                f"a reward function is named {OVERLONG!r}, as the component of reward.overlong_cache; give it another `name`"
+            )
+        return {**weights, OVERLONG: self.config.reward.overlong_weight}
 
     def _ledger(self, turn: int) -> Any:
         rollout = self.config.rollout

@@ -53,6 +53,7 @@ class House:
         self.log: list[Event] = []
         self.tokens_trained: list[tuple[int, Microbatch]] = []  # (trainer's version then, batch)
         self.reports: list[StepReport] = []
+        self.reward_calls: list[tuple[tuple[int, int], ...]] = []  # (group, member) of the trajectories of each call
         self.evaluations: dict[int, dict[str, float]] = {}
         self.error: BaseException | None = None
         self.ended_at = 0.0
@@ -118,6 +119,7 @@ class House:
             loss=build_loss(algorithm.loss, old_logprobs=algorithm.old_logprobs),
             advantage=Estimator("scripted", plan.advantage) if plan.advantage else build_advantage(algorithm.advantage),
             book=self.book,
+            score_groups=plan.score_groups,
         )
         self.prompts = Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]

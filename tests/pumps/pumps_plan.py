@@ -61,6 +61,8 @@ class Plan:
     cleanup_s: float = 0.0  # how long a cancelled episode cleans up after itself
     reward_s: Seconds = lambda group, member: 0.0
     fails: Failure = _nothing
+    score_groups: bool = False  # one call of the reward for all members, which then work in parallel
+    reward_config: Mapping[str, Any] = field(default_factory=dict)
     reward_fails: Failure = _nothing
     reward: Callable[[int, int], float | None] = lambda group, member: float((group + member) % 3)
     publish_s: Callable[[int, int], float] = lambda version, sink: 0.0
@@ -90,7 +92,7 @@ class Plan:
                     "max_failed_groups": self.max_failed_groups,
                     **self.rollout,
                 },
-                "reward": {"workers": self.workers},
+                "reward": {"workers": self.workers, **self.reward_config},
                 "engine": {"kind": "dry_run"},
                 "algorithm": {
                     "updates_per_batch": self.updates_per_batch,
@@ -190,13 +192,15 @@ class ScriptedReward:
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         plan, scored = self.house.plan, []
+        self.house.reward_calls.append(tuple((t.group_id, t.member) for t in trajectories))
         for trajectory in trajectories:
             group, member = trajectory.group_id, trajectory.member
             await anyio.sleep(plan.reward_s(group, member))
             failure = plan.reward_fails(group, member)
             if failure is not None:
                 raise failure
-            scored.append(replace(trajectory, reward=plan.reward(group, member)))
+            value = plan.reward(group, member)
+            scored.append(replace(trajectory, reward=value, components={"scripted": value}))
         return scored
 
 

@@ -118,7 +118,7 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
             rooms.book.open(ticket)
             for member in range(members):
                 trajectory = make_trajectory(group, member, 2, [0])
-                await scoring_in.put(Scoring(ticket, make_prompt(group), trajectory))
+                await scoring_in.put(Scoring(ticket, make_prompt(group), (trajectory,)))
         scoring_in.close()
         await ScorePump(rooms, scoring_out, groups_in).run()
         assert [group.group_id async for group in groups_out] == [0]

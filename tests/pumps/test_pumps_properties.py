@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -34,8 +34,8 @@ def keyed(seed: int, name: str, group: int, member: int) -> random.Random:
     return random.Random(f"{seed}/{name}/{group}/{member}")
 
 
-def cheap_advantage(rewards: object) -> npt.NDArray[np.float64]:
-    return np.zeros(len(rewards))  # type: ignore[arg-type]
+def cheap_advantage(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
+    return np.array([float(reward != rewards[0]) for reward in rewards])
 
 
 def schedule(seed: int) -> Plan:
@@ -62,9 +62,18 @@ def schedule(seed: int) -> Plan:
         rollout["streaming_min_groups"] = more.randint(1, groups_per_step)
         if preset != "sync":
             rollout["weight_sync_interval"] = more.randint(1, 4)
+    silent = more.choice([0.0, 0.0, 0.3, 0.7])  # share of groups whose rewards are all equal
+    if silent:
+        rollout |= {"dynamic_sampling": True, "max_refills": more.choice([0, 1, 2])}
+
+    def reward(group: int, member: int) -> float:
+        without = keyed(seed, "silent", group, 0).random() < silent
+        return 1.0 if without else float((group + member) % 3)
 
     return Plan(
         rollout=rollout,
+        score_groups=more.random() < 0.5,
+        reward=reward,
         preset=preset,
         groups_per_step=groups_per_step,
         group_size=rng.randint(1, 3),
@@ -142,11 +151,25 @@ def check_steps(house: House) -> None:
 def check_nobody_dropped(house: House) -> None:
     """With `late: wait` a group is dropped only because the run ended before it: never for being slow."""
     allowed = {"dropped: the run ended first", "dropped: closed"}
+    if house.config.rollout.dynamic_sampling:
+        allowed.add("dropped: no signal")
     reasons = {reason for reason in house.book.reasons if reason.startswith("dropped")}
     assert house.plan.late == "drop" or reasons <= allowed, reasons
     plan = house.plan
     if plan.late == "wait" and plan.max_steps is None and plan.time_limit_s is None and plan.partial_final_step:
-        assert house.books.trained + house.books.failed == plan.prompts, "a prompt was neither trained nor failed"
+        refused = house.book.reasons["dropped: no signal"]
+        assert house.books.trained + house.books.failed + refused == plan.prompts, "a prompt vanished"
+
+
+def check_refills(house: House) -> None:
+    """Where groups without a signal are replaced, one is trained only because its step had dropped as many as it may."""
+    rollout = house.config.rollout
+    if not rollout.dynamic_sampling:
+        return
+    kept = sum(not values.any() for report in house.reports for values in report.advantages.values())
+    assert kept <= house.rooms.counters["filter/kept"]
+    turns = -(-house.trainer.version // house.plan.updates_per_batch) + 1
+    assert house.rooms.counters["filter/no signal"] <= rollout.max_refills * rollout.groups_per_step * turns
 
 
 def check_syncs(house: House) -> None:
@@ -172,6 +195,7 @@ def test_invariants_hold_in_every_schedule(batch: int) -> None:
             oldest = check_ages(house)
             check_steps(house)
             check_syncs(house)
+            check_refills(house)
             check_nobody_dropped(house)
             reached += oldest == staleness_bound(house.config) > 0
     assert reached > 0, "the age bound was never reached: these schedules do not test it"

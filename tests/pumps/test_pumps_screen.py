@@ -1,0 +1,144 @@
+"""Groups that are scored: in one call or one by one, shaped by their length, dropped and replaced where nothing is in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pumps_house import live
+from pumps_plan import TOKENS, Plan
+
+SOLVED = {0, 1, 4, 7}  # all rewards 1
+
+
+def mixed(group: int, member: int) -> float:
+    return 1.0 if group in SOLVED else float(member % 2)
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_off", "async"])
+def test_groups_without_a_signal_are_replaced_and_the_steps_stay_full(preset: str) -> None:
+    plan = Plan(preset=preset, rollout={"dynamic_sampling": True}, groups_per_step=3, max_steps=4, reward=mixed)
+    house = live(plan)
+    assert house.error is None
+    assert sorted(group for step in house.trained() for group in step) == [2, 3, 5, 6, *range(8, 16)]
+    assert all(len(step) == 3 for step in house.trained())
+    assert house.book.reasons["dropped: no signal"] == house.rooms.counters["filter/no signal"] == len(SOLVED)
+    assert house.books.trained == 12 and all(report.result.sequences == 6 for report in house.reports)
+
+
+def test_without_it_they_are_trained_and_counted() -> None:
+    house = live(Plan(groups_per_step=3, max_steps=2, reward=mixed))
+    assert sorted(g for step in house.trained() for g in step) == [0, 1, 2, 3, 4, 5]
+    assert house.books.dropped == 0
+
+
+@pytest.mark.parametrize(("max_refills", "dropped_per_step"), [(0, 0), (1, 2), (3, 6)])
+def test_a_task_without_any_signal_still_ends_its_steps(max_refills: int, dropped_per_step: int) -> None:
+    plan = Plan(
+        rollout={"dynamic_sampling": True, "max_refills": max_refills},
+        preset="sync",
+        max_steps=3,
+        reward=lambda group, member: 0.0,
+    )
+    house = live(plan)
+    assert house.error is None and len(house.reports) == 3
+    assert house.rooms.counters["filter/no signal"] == 3 * dropped_per_step
+    assert house.rooms.counters["filter/kept"] == 6
+
+
+def test_a_group_whose_members_fail_is_no_group_without_a_signal() -> None:
+    """Failed, not filtered: it counts against max_failed_groups and not against the refills."""
+    plan = Plan(
+        rollout={"dynamic_sampling": True},
+        max_steps=2,
+        max_failed_groups=1,
+        reward=mixed,
+        fails=lambda group, member: ValueError("broken") if (group, member) == (2, 1) else None,
+    )
+    house = live(plan)
+    assert house.error is None and house.books.failed == 1
+    assert house.rooms.counters["filter/no signal"] == len(SOLVED)
+
+
+def test_slow_and_silent_groups_never_make_another_one_too_old() -> None:
+    """Whoever is dropped at the deadline of a step is replaced by a group that is trained in that very step."""
+    plan = Plan(
+        rollout={"dynamic_sampling": True},
+        max_staleness=1,
+        groups_per_step=2,
+        max_steps=6,
+        rollout_s=lambda group, member: 20.0 if group % 5 == 0 else 1.0,
+        reward=lambda group, member: 1.0 if group % 5 == 0 else float(member),
+    )
+    house = live(plan)
+    assert house.error is None and len(house.reports) == 6
+    assert max(version - int(batch.versions.min()) for version, batch in house.tokens_trained) <= 1
+    assert house.rooms.counters["filter/no signal"] >= 2
+
+
+# -- difficulty --------------------------------------------------------------------------------------------------------
+
+
+def test_groups_that_are_too_hard_or_too_easy_are_replaced() -> None:
+    """Means of the groups: 0, 0.25, 0.5, 0.75, 1, 0, ..."""
+    plan = Plan(
+        rollout={"min_mean_reward": 0.25, "max_mean_reward": 0.75},
+        group_size=4,
+        groups_per_step=3,
+        max_steps=3,
+        reward=lambda group, member: float(member < group % 5),
+    )
+    house = live(plan)
+    assert house.error is None
+    assert {group % 5 for step in house.trained() for group in step} == {1, 2, 3}
+    counters = house.rooms.counters
+    assert counters["filter/too hard"] > 0 and counters["filter/too easy"] > 0
+
+
+def test_the_filters_may_look_at_one_component() -> None:
+    """The environment's own part makes the sums differ; the scripted component does not."""
+    plan = Plan(rollout={"dynamic_sampling": True, "filter_by": "scripted"}, max_steps=2, reward=mixed)
+    assert live(plan).rooms.counters["filter/no signal"] == 3
+    plan = replace(plan, rollout={"dynamic_sampling": True, "filter_by": "nobody has it", "max_refills": 1})
+    assert live(plan).rooms.counters["filter/kept"] == 4  # a group without the component has no signal in it
+
+
+# -- shaping and batching ----------------------------------------------------------------------------------------------
+
+
+def test_long_completions_are_punished_softly() -> None:
+    """All completions have the longest length, TOKENS: -1 times the weight, as a component of its own."""
+    plan = Plan(reward_config={"overlong_cache": 2, "overlong_weight": 0.5}, max_steps=1, reward=mixed)
+    house = live(plan)
+    assert house.error is None and house.config.rollout.max_tokens == TOKENS
+    for group in house.reports[0].groups:
+        for t in group.trajectories:
+            assert t.components == {"scripted": 1.0, "overlong": -1.0} and t.reward == 0.5
+    assert house.reports[0].metrics["reward/overlong/mean"] == -1.0
+
+
+def test_a_group_is_scored_in_one_call() -> None:
+    plan = Plan(score_groups=True, groups_per_step=2, group_size=3, prompts=4, rollout_s=lambda g, m: 1.0 + m)
+    house = live(plan)
+    assert house.error is None and house.books.trained == 4
+    assert sorted(house.reward_calls) == [tuple((group, member) for member in range(3)) for group in range(4)]
+
+
+def test_one_call_per_completion_otherwise() -> None:
+    house = live(Plan(groups_per_step=2, group_size=3, prompts=2))
+    assert sorted(house.reward_calls) == [((group, member),) for group in range(2) for member in range(3)]
+
+
+def test_a_group_that_failed_is_not_scored_at_all() -> None:
+    plan = Plan(
+        score_groups=True,
+        prompts=4,
+        max_failed_groups=1,
+        fails=lambda group, member: ValueError("broken") if (group, member) == (1, 0) else None,
+    )
+    house = live(plan)
+    assert house.error is None and (house.books.trained, house.books.failed) == (3, 1)
+    assert all(call[0][0] != 1 for call in house.reward_calls)
