@@ -22,6 +22,7 @@ import math
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +117,11 @@ class Arena:
 
     # -- the owner's side
 
-    def allocate(self, size: int, *, tag: int = 0) -> Block:
-        """A block that stays until `free`, also across owners. Errors: OutOfMemory with figures, LifecycleError."""
+    def allocate(self, size: int, *, tag: int = 0, prepare: Callable[[memoryview], None] | None = None) -> Block:
+        """A block that stays until `free`, also across owners. Errors: OutOfMemory with figures, LifecycleError.
+
+        `prepare` fills the bytes before the block exists: an adopting owner never finds it half prepared.
+        """
         self._check(owner=True)
         with self._lock:
             self._collect()
@@ -129,8 +133,15 @@ class Arena:
                     f"arena {self.segment.name!r}: {size:,} bytes asked; {s.used:,} of {s.size:,} are in use, the largest "
                     f"free piece has {s.largest:,}, {len(self._free)} of {len(self._generations)} block entries are free"
                 )
+            data = self.segment.geometry.data
+            if prepare is not None:
+                try:
+                    prepare(self.segment.buffer[data + start : data + start + size])
+                except BaseException:
+                    self._extents.free(start, size)
+                    raise
             index = self._free.pop()
-            block = Block(index, self._generations[index] + 1, self.segment.geometry.data + start, size, tag)
+            block = Block(index, self._generations[index] + 1, data + start, size, tag)
             self._offsets.store(index, block.offset)
             self._sizes.store(index, size)
             self._tags.store(index, tag)

@@ -96,7 +96,7 @@ class Segment:
         base = np.frombuffer(self.map, np.uint8)
         self.address: int = base.__array_interface__["data"][0]
         del base  # it would keep the map from closing
-        self._life = Words(self.buffer, _OWNER_AT, 3, "segment.life")  # tenure, owner's pid, its start time
+        self._life = Words(self.buffer, _OWNER_AT, 4, "segment.life")  # tenure, owner's pid, its start time, sealed
         self.board = Words(self.buffer, _BOARD_AT, BOARD_WORDS, "segment.board")
         self.closed = False
         _open_segments.add(self)
@@ -193,7 +193,17 @@ class Segment:
         """What becomes of the name where the process ends in good order without `close`: kept for the next owner?"""
         self._hold.keep = keep
 
+    @property
+    def sealed(self) -> bool:
+        """Its owner closes or removed it: what is written now, nobody may ever look for."""
+        return self._life[3] != 0
+
+    def seal(self) -> None:
+        """Before the owner's last look. Whoever writes looks at `sealed` after writing: one of the two sees the other."""
+        self._life.store(3, 1)
+
     def _sign(self) -> None:
+        self._life.store(3, 0)
         self._life.store(1, os.getpid())
         self._life.store(2, start_time(os.getpid()) or 0)
         self._life.store(0, self._life[0] + 1)
@@ -232,6 +242,7 @@ class _Hold:
         if self.fd < 0 or self.pid != os.getpid():
             return  # a forked child: nothing of this is its own
         if self.owner and not self.keep and _still_named(self.fd, self.path):
+            os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_AT + 24)  # sealed, for those who still map it
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         os.close(self.fd)

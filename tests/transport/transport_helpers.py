@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,3 +51,19 @@ def finish(process: subprocess.Popen[str]) -> int:
         if pipe is not None:
             pipe.close()
     return process.wait(20)
+
+
+def names(name: str) -> list[str]:
+    """What lies in shared memory under this name."""
+    return [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
+
+
+def both_loops(test: Callable[[str], Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test under asyncio and under uvloop."""
+
+    @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+    def under(name: str, run: Callable[..., Any]) -> None:
+        run(test(name))
+
+    under.__name__, under.__doc__ = test.__name__, test.__doc__
+    return under

@@ -1,0 +1,381 @@
+"""The owner's side of the record rings: many producers in other processes, one consumer in this event loop.
+
+    async with RecordRing("my-run", trained=identities_of_the_last_checkpoint) as ring:
+        async for delivery in ring:                 # a leased record: views of shared memory
+            ...                                     # stash it; when its group was trained or dropped:
+            delivery.release()
+
+Guarantees
+* A record that some `put` returned for is delivered, to this owner or, if that one dies first, to the next: it leaves the
+  ring by `release` only. A new owner gets everything that was not released, oldest first, then what is new.
+* A member is delivered once: duplicates by (epoch, group, member), among them those in `trained`, are released and counted.
+* Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
+  once its records were released. A stopped producer is not dead: its ring waits for it.
+* Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
+* `close` keeps the segment if records in it are not released, for the next owner; `discard=True` drops them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import anyio
+
+from ..concurrency.shield import wait_shielded
+from ..errors import LifecycleError, OutOfMemory, RecordError, TransportError
+from ..records.read import Identity, Record
+from . import rendezvous
+from .arena import Arena
+from .producer_core import VERSION_WORD
+from .queue import _wait_in, _wake_all, _wake_one
+from .ring import TAG
+from .ring_link import Link
+from .ring_types import Memory, RingCounters, RingSettings, RingStatistics
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+
+
+class Delivery:
+    """A leased record. Its arrays are views: valid until `release`, or until `copy` was asked of them."""
+
+    __slots__ = ("_link", "_ring", "_slot", "fresh", "record", "released")
+
+    def __init__(self, ring: RecordRing, link: Link, slot: int, record: Record, fresh: tuple[int, ...]) -> None:
+        self.record = record
+        self.fresh = fresh  # positions of the members that had not come before
+        self.released = False
+        self._ring = ring
+        self._link = link
+        self._slot = slot
+
+    def release(self) -> None:
+        """Its group was trained or dropped: the record leaves the ring. Twice is fine."""
+        if not self.released:
+            self.released = True
+            self._ring._release(self._link, self._slot, self.record)
+
+
+class RecordRing:
+    """See the module. Opened by `async with`, closed in the same loop; one consumer."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: RingSettings | None = None,
+        *,
+        trained: Iterable[Identity] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.name = name
+        self.settings = settings or RingSettings()
+        self._recorder = recorder
+        self._known = Memory(self.settings.remembered)
+        for identity in trained:
+            self._known.forget(identity)
+        self._counts = RingCounters()
+        self._links: dict[bytes, Link] = {}
+        self._visitors: set[socket.socket] = set()  # connected, not yet introduced
+        self._ready: deque[tuple[Link, int, int]] = deque()
+        self._getters: deque[asyncio.Future[None]] = deque()
+        self._arena: Arena | None = None
+        self._state = "new"
+
+    # -- life
+
+    async def __aenter__(self) -> RecordRing:
+        if self._state != "new":
+            raise LifecycleError(f"record ring {self.name!r} was opened before; make a new one")
+        self._loop = asyncio.get_running_loop()
+        s = self.settings
+        # Allocation fills the pages with zeros: too long for the loop.
+        opening = self._loop.run_in_executor(None, lambda: Arena.create_or_adopt(self.name, s.size))
+        cancelled = await wait_shielded(opening)
+        if cancelled is not None:
+            if opening.exception() is None:
+                opening.result().close(keep=True)
+            raise cancelled
+        self._arena = opening.result()
+        try:
+            self._open(self._arena)
+        except BaseException:
+            self._close(keep=True)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self, arena: Arena) -> None:
+        self._state = "open"
+        arena.segment.keep_at_exit(True)
+        self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._door = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
+        self._loop.add_reader(self._data, self._on_data)
+        self._loop.add_reader(self._door.fileno(), self._on_door)
+        found: list[tuple[int, Link, int]] = []
+        for block in arena.blocks():
+            if block.tag != TAG:
+                continue
+            link = Link.adopt(arena, block)
+            self._links[link.producer] = link
+            found += [(sequence, link, slot) for slot, sequence in link.reader.replay()]
+        found.sort(key=lambda one: one[0])
+        self._ready.extend((link, slot, sequence) for sequence, link, slot in found)
+        self._counts.replayed = len(found)
+        for link in list(self._links.values()):
+            self._watch(link)
+
+    def close(self, *, discard: bool = False) -> bool:
+        """Stop. True where records were left for the next owner (`discard` drops them instead). Twice is fine."""
+        return self._close(keep=not discard)
+
+    def _close(self, *, keep: bool) -> bool:
+        if self._state != "open" or self._arena is None:
+            if self._arena is not None:
+                self._arena.close(keep=keep)
+            self._state = "closed"
+            return False
+        self._state = "closed"
+        arena = self._arena
+        arena.segment.seal()
+        for connection in list(self._visitors):
+            self._dismiss(connection)
+        if hasattr(self, "_door"):
+            self._loop.remove_reader(self._door.fileno())
+            self._door.close()
+        # A producer that stores its head after this look sees the seal, and puts its record again elsewhere.
+        for link in list(self._links.values()):
+            self._gather(link)
+        left = any(link.reader.outstanding for link in self._links.values())
+        for link in self._links.values():
+            link.close(self._loop)
+        self._loop.remove_reader(self._data)
+        os.close(self._data)
+        _wake_all(self._getters)
+        arena.close(keep=keep and left)
+        return keep and left
+
+    # -- records
+
+    def get_nowait(self) -> Delivery:
+        """Errors: anyio.WouldBlock where nothing is there, anyio.ClosedResourceError."""
+        while True:
+            self._check_open()
+            if not self._ready:
+                raise anyio.WouldBlock
+            link, slot, sequence = self._ready.popleft()
+            try:
+                record = link.reader.take(slot, sequence, checksum=self.settings.checksum)
+            except RecordError:
+                self._counts.torn += 1
+                self._let_go(link, slot, sequence)
+                continue
+            fresh = self._remember(record)
+            if fresh:
+                self._counts.records += 1
+                return Delivery(self, link, slot, record, fresh)
+            self._let_go(link, slot, sequence)
+
+    async def get(self) -> Delivery:
+        """Wait for a record. A cancelled get took nothing. Errors: anyio.ClosedResourceError."""
+        while True:
+            with contextlib.suppress(anyio.WouldBlock):
+                return self.get_nowait()
+            with self._waiting():
+                await _wait_in(self._getters)
+
+    def __aiter__(self) -> RecordRing:
+        return self
+
+    async def __anext__(self) -> Delivery:
+        try:
+            return await self.get()
+        except anyio.ClosedResourceError:
+            raise StopAsyncIteration from None
+
+    def publish_version(self, version: int) -> None:
+        """Let every producer know the policy version."""
+        self._check_open()
+        assert self._arena is not None
+        self._arena.segment.board.store(VERSION_WORD, version + 1)
+
+    def statistics(self) -> RingStatistics:
+        c, links = self._counts, self._links.values()
+        return RingStatistics(
+            records=c.records, released=c.released, outstanding=sum(link.reader.outstanding for link in links),
+            duplicates=c.duplicates, torn=c.torn + sum(link.reader.counts.lost for link in links),
+            half_written=c.half_written,
+            passed_over=c.passed_over + sum(link.reader.counts.passed_over for link in links), replayed=c.replayed,
+            producers=sum(link.connection is not None for link in links), rings=len(links), deaths=c.deaths,
+            reclaimed=c.reclaimed, refused=c.refused,
+        )  # fmt: skip
+
+    # -- inside
+
+    def _check_open(self) -> None:
+        if self._state == "new":
+            raise LifecycleError(f"record ring {self.name!r} is not open: `async with RecordRing(...) as ring`")
+        if self._state == "closed":
+            raise anyio.ClosedResourceError
+
+    def _waiting(self) -> AbstractContextManager[object]:
+        if self._recorder is None:
+            return nullcontext()
+        task = asyncio.current_task()
+        who = task.get_name() if task else "?"
+        return self._recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
+
+    def _remember(self, record: Record) -> tuple[int, ...]:
+        fresh = []
+        for position, identity in enumerate(record.identities()):
+            if identity in self._known.here or identity in self._known.gone:
+                self._counts.duplicates += 1
+            else:
+                self._known.here.add(identity)
+                fresh.append(position)
+        return tuple(fresh)
+
+    def _release(self, link: Link, slot: int, record: Record) -> None:
+        if self._state != "open":
+            return  # the next owner gets it again
+        for identity in record.identities():
+            self._known.forget(identity)
+        self._counts.released += 1
+        self._let_go(link, slot, record.sequence)
+
+    def _let_go(self, link: Link, slot: int, sequence: int) -> None:
+        link.reader.release(slot, sequence)
+        if link.space is not None:
+            os.eventfd_write(link.space, 1)
+        self._free_if_done(link)
+
+    def _on_data(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._data)
+        for link in self._links.values():
+            self._gather(link)
+
+    def _gather(self, link: Link) -> None:
+        for slot, sequence in link.reader.poll():
+            self._ready.append((link, slot, sequence))
+            _wake_one(self._getters)
+
+    # -- producers come and go
+
+    def _on_door(self) -> None:
+        while True:
+            try:
+                connection, _ = self._door.accept()
+            except OSError:  # nobody waits any more, or gave up already
+                return
+            connection.setblocking(False)
+            if rendezvous.peer(connection)[1] != os.geteuid():
+                self._counts.refused += 1
+                connection.close()
+                continue
+            self._visitors.add(connection)
+            self._loop.add_reader(connection.fileno(), self._on_hello, connection)
+
+    def _on_hello(self, connection: socket.socket) -> None:
+        try:
+            message, fds = rendezvous.receive(connection)
+            for fd in fds:
+                os.close(fd)
+            link = self._admit(connection, message)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):
+            self._dismiss(connection)
+            return
+        except TransportError as error:
+            self._counts.refused += 1
+            with contextlib.suppress(OSError):
+                rendezvous.send(connection, {"error": str(error)[:2000]})
+            self._dismiss(connection)
+            return
+        self._loop.remove_reader(connection.fileno())
+        self._visitors.discard(connection)
+        link.connect(self._loop, connection, self._on_connection)
+        self._gather(link)  # what was put while nobody owned the ring
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        self._loop.remove_reader(connection.fileno())
+        self._visitors.discard(connection)
+        connection.close()
+
+    def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
+        """The ring of this producer: the one it had, or a new one. Answers it. Errors: TransportError to send back."""
+        assert self._arena is not None
+        if message.get("protocol") != rendezvous.PROTOCOL:
+            raise TransportError(
+                f"protocol {message.get('protocol')!r}; this owner speaks {rendezvous.PROTOCOL}: use the same asyncrl on both sides"
+            )
+        try:
+            producer = bytes.fromhex(str(message["producer"]))
+            if len(producer) != 16:
+                raise ValueError("16 bytes expected")
+        except (KeyError, ValueError) as error:
+            raise TransportError(f"a producer introduces itself by 16 bytes in hexadecimal: {error}") from error
+        link = self._links.get(producer)
+        fresh = link is None
+        if link is None:
+            s, pid = self.settings, rendezvous.peer(connection)[0]
+            try:
+                link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes, s.first_position)
+            except OutOfMemory as error:
+                raise OutOfMemory(
+                    f"no room for the ring of one more producer ({len(self._links)} have one): {error}"
+                ) from None
+            self._links[producer] = link
+            self._watch(link)
+        offset, size = link.block.offset, link.block.size
+        answer = {"offset": offset, "size": size, "checksum": self.settings.checksum, "fresh": fresh}
+        rendezvous.send(connection, answer, [self._data, link.open_space()])
+        return link
+
+    def _watch(self, link: Link) -> None:
+        if not link.watch(self._loop, self._on_death):
+            self._on_death(link)
+
+    def _on_connection(self, link: Link) -> None:
+        """The producer closed its end, or died: a producer never speaks here."""
+        connection = link.connection
+        if connection is None:
+            return
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if connection.recv(1):
+                return
+        link.disconnect(self._loop)
+        self._gather(link)
+        if link.ended():
+            self._free_if_done(link)
+        elif link.invisible:
+            self._on_death(link)
+
+    def _on_death(self, link: Link) -> None:
+        """The process is gone: nothing will be stored any more, so this look is the last."""
+        link.died(self._loop)
+        self._gather(link)
+        if not link.closed_well:
+            self._counts.deaths += 1
+            self._counts.half_written += link.memory.unpublished()
+        self._free_if_done(link)
+
+    def _free_if_done(self, link: Link) -> None:
+        if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
+            return
+        assert self._arena is not None
+        self._counts.passed_over += link.reader.counts.passed_over
+        self._counts.torn += link.reader.counts.lost
+        del self._links[link.producer]
+        link.close(self._loop)
+        self._arena.free(link.block)
+        self._counts.reclaimed += 1

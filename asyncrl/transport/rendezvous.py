@@ -1,0 +1,139 @@
+"""The door: one AF_UNIX socket per owner, over which a producer gets its ring and its eventfds. Payload never passes here.
+
+    producer                                   owner
+    {protocol, producer}                  ->
+                                          <-   {offset, size, checksum, fresh} + eventfds [data, space], or {error}
+    ... the connection stays open: its end tells either side that the other one is gone ...
+
+The address is abstract (nothing to clean up) and names the run and the tenure of the segment, so every owner has its own.
+Both sides check that the other one runs as the same user.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RingDetached, TransportError
+from .segment import Segment
+
+PROTOCOL = 1
+_LARGEST = 4096
+
+
+def address(segment: Segment) -> str:
+    return f"\0asyncrl/{segment.geometry.run.hex()}/{segment.tenure}"
+
+
+def listen(segment: Segment) -> socket.socket:
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        door.bind(address(segment))
+        door.listen(128)
+    except BaseException:
+        door.close()
+        raise
+    return door
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(process, user) on the other side, as the kernel says; process 0 where it cannot be seen from here."""
+    pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def send(connection: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
+    raw = json.dumps(message).encode()
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    connection.sendmsg([raw], ancillary, socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """One message and the descriptors that came with it. Errors: EOFError, TransportError, BlockingIOError."""
+    raw, ancillary, flags, _ = connection.recvmsg(_LARGEST, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % 4])
+    try:
+        if not raw:
+            raise EOFError("the other side closed the connection")
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise TransportError(f"a message at the door is longer than {_LARGEST} bytes")
+        message = json.loads(raw)
+        if not isinstance(message, dict):
+            raise ValueError("no object")
+    except ValueError as error:
+        _close(list(fds))
+        raise TransportError(f"a message at the door is not of this protocol: {error}") from error
+    except BaseException:
+        _close(list(fds))
+        raise
+    return message, list(fds)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+@dataclass(slots=True)
+class Attachment:
+    """What the owner granted: the block of the ring and the two eventfds."""
+
+    connection: socket.socket
+    offset: int  # of the block, from the start of the segment
+    size: int
+    checksum: bool
+    fresh: bool  # the ring was made for this attachment
+    data: int  # eventfd: the producer tells the owner that something was put
+    space: int  # eventfd: the owner tells the producer that something was released
+
+    def close(self) -> None:
+        self.connection.close()
+        _close([self.data, self.space])
+
+
+def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | None:
+    """Ask the owner of the segment for this producer's ring. None where nobody listens.
+
+    Errors: RingDetached with the owner's words where it refuses or does not answer before `deadline` (monotonic s).
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            connection.connect(address(segment))
+            if peer(connection)[1] != os.geteuid():
+                raise RingDetached(f"another user listens for the ring {segment.name!r}")
+            send(connection, {"protocol": PROTOCOL, "producer": producer.hex()})
+            answer, fds = receive(connection)
+        except TimeoutError:
+            raise RingDetached(
+                f"the owner of the ring {segment.name!r} does not answer; its event loop is blocked, or it is stopped"
+            ) from None
+        except EOFError:
+            connection.close()
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
+                raise
+            connection.close()
+            return None
+        if "error" in answer:
+            raise RingDetached(f"the owner of the ring {segment.name!r} refused: {answer['error']}")
+        if len(fds) != 2:
+            _close(fds)
+            raise RingDetached(f"the owner of the ring {segment.name!r} sent {len(fds)} descriptors; 2 expected")
+        connection.setblocking(False)
+        return Attachment(connection, answer["offset"], answer["size"], answer["checksum"], answer["fresh"], *fds)
+    except BaseException:
+        connection.close()
+        raise

@@ -1,0 +1,40 @@
+"""Records whose every byte follows from (epoch, group, member): whoever reads one can tell whether it is whole."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.records.layout import Section
+from asyncrl.records.read import Record
+from asyncrl.records.write import Draft, Plan, plan
+
+
+def planned(
+    group: int, *, epoch: int = 0, members: tuple[int, ...] = (0,), group_size: int = 16, length: int = 50
+) -> Plan:
+    """`length` tokens for the first member, one more for each further one."""
+    tokens = [content(epoch, group, member, length + i) for i, member in enumerate(members)]
+    sections = {
+        Section.TOKENS: tokens,
+        Section.LOGPROBS: [-t.astype(np.float32) for t in tokens],
+        Section.REWARDS: [float(member) for member in members],
+    }
+    return plan(Draft(group, members, group_size, sections, epoch=epoch))
+
+
+def content(epoch: int, group: int, member: int, length: int) -> np.ndarray:
+    seed = (epoch * 1_000_003 + group * 1009 + member) % 2**31
+    return ((np.arange(length, dtype=np.int64) * 2654435761 + seed) % 2**31).astype(np.int32)
+
+
+def whole(record: Record) -> bool:
+    for position, member in enumerate(record.members.tolist()):
+        tokens = record.column(Section.TOKENS, position)
+        logprobs = record.column(Section.LOGPROBS, position)
+        assert tokens is not None and logprobs is not None
+        expected = content(record.epoch, record.group, member, len(tokens))
+        if not np.array_equal(tokens, expected) or not np.array_equal(logprobs, -expected.astype(np.float32)):
+            return False
+        if record.arrays[Section.REWARDS][position] != member:
+            return False
+    return True
