@@ -106,6 +106,11 @@ class Trainer(Protocol):
         """Log-probs [S] of the scored tokens at the batch's temperatures, without gradient; leaves gradients alone."""
         ...
 
+    async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
+        """Where `loss.needs_whole_step`, and no step is streamed: loss and microbatches of this step with what they have
+        to know of all ranks' microbatches. Before begin, on every rank, one without microbatches too: a collective."""
+        ...
+
 
 class Ledger(Protocol):
     """Admits groups and hands them to optimizer steps, for one rank or a thousand.

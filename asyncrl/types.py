@@ -36,6 +36,7 @@ class Normaliser(StrEnum):
     TOKENS = "tokens"  # tokens with loss mask 1
     SEQUENCES = "sequences"  # sequences, fully masked ones included
     SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # sequences times the configured max completion length
+    MICROBATCHES = "microbatches"  # of all ranks; for sums that were divided inside a microbatch (bnpo): never streamed
     NONE = "none"  # a plain sum
 
 
@@ -188,6 +189,7 @@ class Microbatch:
     members: Int64Array  # [B]
     old_logprobs: Float32Array | None = None  # [S] None: the training forward's own, detached
     reference_logprobs: Float32Array | None = None  # [S]
+    keep: BoolArray | None = None  # [S] tokens that the surrogate acts on; None: all. A dropped token still counts in N
 
     @property
     def sequences(self) -> int:

@@ -11,7 +11,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class LossInputs:
     sequences: int  # B, fully masked sequences included
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
+    keep_S: Tensor | None = None  # bool: tokens that the surrogate and the entropy bonus act on; None: all
 
     @property
     def length_B(self) -> Tensor:
@@ -49,6 +50,10 @@ class LossInputs:
         """[S] -> [B]: mean over the tokens of each sequence, `sum / max(len, 1)`. Differentiable."""
         return self.sequence_sum(value_S) / self.length_B.clamp(min=1)
 
+    def spread(self, value_B: Tensor) -> Tensor:
+        """[B] -> [S]: every token gets the value of its sequence. Differentiable."""
+        return value_B.index_select(0, self.sequence_S)
+
 
 @dataclass(frozen=True, slots=True)
 class MetricSum:
@@ -61,12 +66,19 @@ class MetricSum:
     normaliser: Normaliser
 
 
+Metrics = dict[str, MetricSum]
+
+
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """`total` is the differentiable sum to call backward on; its normaliser is the loss's declared one."""
+    """`total` is the differentiable sum to call backward on; its normaliser is the loss's declared one.
+
+    `extra` is a second differentiable sum, with `Loss.extra_normaliser`: a term that is divided by something else.
+    """
 
     total: Tensor
     metrics: Mapping[str, MetricSum] = field(default_factory=dict)
+    extra: Tensor | None = None
 
 
 LossFn = Callable[[LossInputs], LossSums]
@@ -74,13 +86,40 @@ LossFn = Callable[[LossInputs], LossSums]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss as the trainer takes it: the bound pure function, its normaliser and what it needs."""
+    """A loss as the trainer takes it: the bound pure function, the normaliser of each term and what it needs.
+
+    A step whose loss has an `extra_normaliser` needs a second gradient buffer, or its counts before its first backward;
+    one with `top_entropy_quantile` below 1 needs the entropies of the whole step before its first backward. Either
+    kind of knowledge comes from `whole_step`, which a streamed step cannot call in time.
+    """
 
     name: str
     fn: LossFn
     normaliser: Normaliser
     needs_reference: bool = False
     needs_entropy_grad: bool = False
+    needs_old: bool = True  # False: an `old` column would not be read
+    extra_normaliser: Normaliser | None = None
+    top_entropy_quantile: float = 1.0
 
     def __call__(self, inputs: LossInputs) -> LossSums:
         return self.fn(inputs)
+
+    @property
+    def needs_whole_step(self) -> bool:
+        return self.extra_normaliser is not None or self.top_entropy_quantile < 1
+
+    def whole_step(self, scale: float) -> Loss:
+        """The same loss for a step whose counts are known: `total + scale x extra` under one normaliser.
+
+        `scale` is N of `total` divided by N of `extra`, over all ranks.
+        """
+        if self.extra_normaliser is None:
+            return self
+
+        def joined(inputs: LossInputs) -> LossSums:
+            sums = self.fn(inputs)
+            assert sums.extra is not None
+            return LossSums(sums.total + scale * sums.extra, sums.metrics)
+
+        return replace(self, fn=joined, extra_normaliser=None)

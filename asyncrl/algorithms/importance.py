@@ -1,86 +1,145 @@
 """Correction for tokens that were sampled by other numbers than the trainer's: an older policy, another kernel.
 
-Three log-probs of one token meet here: `sampler` (what the engine said when it sampled), `old` (the trainer's before
-the first update on this batch; its own, detached, where the batch is used once) and `logp` (the trainer's now, with
-gradient). The surrogate's ratio and clip stand on logp / old. What is left, old / sampler, is corrected by a detached
-weight:
+A detached weight multiplies the surrogate of each token. Its raw form is a ratio old / sampler at one of three levels,
 
-    w_t = min(exp(old_t - sampler_t), C)         "truncated importance sampling", `token_truncate` in TRL
+    token      exp(d_t)                     d_t = old_t - sampler_t
+    sequence   exp(sum_t d_t)               one weight for all tokens of a sequence
+    geometric  exp(sum_t d_t / max(len, 1))
 
-Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); the truncation is Ionides',
-"Truncated Importance Sampling" (2008). Denominators are not touched.
+and bounds [floor, cap] act on it in one of two ways: `truncate` clamps it, `mask` replaces what is outside by 0 (equality
+is kept, and nothing is raised to the floor afterwards: what was masked stays masked).
 
-A sampler log-prob that is NaN (an engine that could not report it) means weight 1, and no evidence about the mismatch.
+    mode               level      bounds     known as
+    token_truncate     token      truncate   TIS: Yao et al., "Your Efficient RL Framework Secretly Brings You
+                                             Off-Policy RL Training" (2025); `tis` is the same
+    token_mask         token      mask       MIS in TRL; IcePop (Ring-1T, arXiv:2510.18855) with a floor: `icepop`
+    sequence_truncate  sequence   truncate
+    sequence_mask      sequence   mask       TRL's default
+    geometric_truncate, geometric_mask       the same at the geometric level (verl)
+    sequence_mask_tis  the geometric mean decides whether a sequence is kept; its tokens keep their raw, untruncated
+                       token weights (NeMo's seq-mask-tis)
+
+`importance_veto`: a sequence that holds a token with ratio below it gets weight 0 as a whole (verl: 1e-4).
+`importance_log_clamp`: d_t within +- that many nats (verl: 20). The truncation itself is Ionides', "Truncated Importance
+Sampling" (2008). Denominators are not touched: a masked token counts in N.
+
+A sampler log-prob that is NaN (an engine that could not report it) means d = 0, and no evidence about the mismatch.
 Only the sampler's NaN is forgiven: a NaN of the trainer goes through to the loss, where it ends the run.
 
 Where `old_logprobs: sampler` puts the clip around the sampler's log-probs, there is nothing left to correct: the two
-corrections are never applied together (`centre_on_sampler`, and the cap is off).
+corrections are never applied together.
 
-Shape legend: S scored tokens of a microbatch, packed. Log-probs in nats.
+Shape legend: S scored tokens of a microbatch, B its sequences. Log-probs in nats.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from asyncrl.types import Normaliser
 
-from .base import LossInputs, MetricSum
+from .base import LossInputs, Metrics, MetricSum
+from .numbers import Numbers
+from .ratios import old_logp
 
 
-def old_logp(inputs: LossInputs) -> Tensor:
-    """[S] detached: the `old` column, or the forward's own log-probs where there is none (on-policy: ratio 1)."""
-    return (inputs.logp_S if inputs.old_logp_S is None else inputs.old_logp_S).detach()
+@dataclass(frozen=True, slots=True)
+class Mode:
+    level: Literal["token", "sequence", "geometric"]
+    action: Literal["truncate", "mask"]
+    raw_token_weights: bool = False  # of what the mask leaves
 
 
-def centre_on_sampler(inputs: LossInputs) -> LossInputs:
-    """`old_logprobs: sampler`: the sampler's column becomes the `old` one; NaN entries stay on-policy (ratio 1)."""
-    sampler_S = inputs.sampler_logp_S
-    old_S = torch.where(sampler_S.isnan(), inputs.logp_S.detach(), sampler_S)
-    return replace(inputs, old_logp_S=old_S)
+IMPORTANCE_MODES: Mapping[str, Mode] = {
+    "token_truncate": Mode("token", "truncate"),
+    "tis": Mode("token", "truncate"),
+    "token_mask": Mode("token", "mask"),
+    "icepop": Mode("token", "mask"),
+    "sequence_truncate": Mode("sequence", "truncate"),
+    "sequence_mask": Mode("sequence", "mask"),
+    "geometric_truncate": Mode("geometric", "truncate"),
+    "geometric_mask": Mode("geometric", "mask"),
+    "sequence_mask_tis": Mode("geometric", "mask", raw_token_weights=True),
+}
 
 
-def token_truncate(old_logp_S: Tensor, sampler_logp_S: Tensor, cap: float) -> Tensor:
-    """[S] detached weights `min(exp(old - sampler), cap)`; 1 where the sampler's log-prob is NaN."""
-    return _log_ratio(old_logp_S, sampler_logp_S).exp().clamp(max=cap)
+def importance_weights(inputs: LossInputs, n: Numbers) -> tuple[Tensor, Metrics]:
+    """[S] detached weights by the mode of `n`, and their metrics."""
+    mode = IMPORTANCE_MODES[n.importance_mode]
+    d_S = _log_ratio(old_logp(inputs), inputs.sampler_logp_S)
+    if n.importance_log_clamp is not None:
+        d_S = d_S.clamp(-n.importance_log_clamp, n.importance_log_clamp)
+    if mode.level == "token":
+        ratio, normaliser = d_S.exp(), Normaliser.TOKENS
+    else:
+        sums = inputs.sequence_sum if mode.level == "sequence" else inputs.sequence_mean
+        ratio, normaliser = sums(d_S).exp(), Normaliser.SEQUENCES
+    bound = bounded(ratio, mode.action, n.importance_floor, n.importance_cap)
+    # A fully masked sequence has ratio 1 (the sum over no token) and no weight to report: its microbatch may be skipped.
+    real = slice(None) if mode.level == "token" else inputs.length_B > 0
+    metrics = importance_metrics(ratio[real], bound[real], normaliser)
+    weight_S = bound if mode.level == "token" else inputs.spread(bound)
+    if mode.raw_token_weights:
+        weight_S = torch.where(weight_S == 0, 0.0, d_S.exp())
+    if n.importance_veto is not None:
+        vetoed_B = inputs.sequence_sum((d_S.exp() < n.importance_veto).to(d_S.dtype)) > 0
+        metrics["importance/vetoed_mean"] = MetricSum(vetoed_B.to(d_S.dtype).sum(), Normaliser.SEQUENCES)
+        weight_S = weight_S.masked_fill(inputs.spread(vetoed_B), 0.0)
+    return weight_S, metrics
+
+
+def bounded(ratio: Tensor, action: Literal["truncate", "mask"], floor: float | None, cap: float | None) -> Tensor:
+    """The ratio with its bounds applied; NaN stays NaN."""
+    if action == "truncate":
+        return ratio if floor is None and cap is None else ratio.clamp(min=floor, max=cap)
+    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    if floor is not None:
+        outside = outside | (ratio < floor)
+    if cap is not None:
+        outside = outside | (ratio > cap)
+    return ratio.masked_fill(outside, 0.0)
 
 
 def token_mismatch(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far the trainer is from the sampler, per token: `(k3_S, abs_S, known_S)`, detached.
+    """How far the trainer is from the sampler, per token: `(k3_S, d_S, known_S)`, detached.
 
-    k3_S: k3 estimate of KL(sampler || trainer), `exp(d) - d - 1` with `d = trainer - sampler` (the sampler drew the
-    tokens, so the ratio is trainer / sampler). abs_S: `|d|`. Both 0 where known_S (bool) is False: NaN log-prob.
+    d_S: `trainer - sampler`. k3_S: k3 estimate of KL(sampler || trainer), `exp(d) - d - 1` (the sampler drew the tokens,
+    so the ratio is trainer / sampler). Both 0 where known_S (bool) is False: NaN log-prob.
     """
     d_S = _log_ratio(trainer_logp_S, sampler_logp_S)
-    return torch.expm1(d_S) - d_S, d_S.abs(), ~sampler_logp_S.isnan()
+    return torch.expm1(d_S) - d_S, d_S, ~sampler_logp_S.isnan()
 
 
-def importance_metrics(weight_S: Tensor, cap: float) -> dict[str, MetricSum]:
-    """`importance/ratio_mean`, `importance/ratio_max` (after truncation, as in TRL) and the truncated share of tokens.
-
-    A weight equal to the cap counts as truncated. The largest of no tokens is 0: weights are positive.
-    """
+def importance_metrics(ratio: Tensor, bound: Tensor, normaliser: Normaliser) -> Metrics:
+    """`importance/ratio_mean`, `importance/ratio_max` (after the bounds, as in TRL) and the share of ratios that the
+    bounds changed, of tokens or of sequences, as the mode's level is. The largest of none is 0: weights are positive.
+    Fully masked sequences count as 0 in the means (TRL counts them as ratio 1)."""
     return {
-        "importance/ratio_mean": MetricSum(weight_S.sum(), Normaliser.TOKENS),
-        "importance/ratio_max": MetricSum(_largest(weight_S), Normaliser.NONE),
-        "importance/truncated_mean": MetricSum((weight_S >= cap).to(weight_S.dtype).sum(), Normaliser.TOKENS),
+        "importance/ratio_mean": MetricSum(bound.sum(), normaliser),
+        "importance/ratio_max": MetricSum(_largest(bound), Normaliser.NONE),
+        "importance/bounded_mean": MetricSum((bound != ratio).to(ratio.dtype).sum(), normaliser),
     }
 
 
-def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> dict[str, MetricSum]:
-    """`mismatch_kl/mean` (k3), `mismatch/abs_mean`, `mismatch/abs_max` in nats, and `mismatch/unknown_tokens`.
+def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> Metrics:
+    """`mismatch_kl/mean` (k3), `mismatch/abs_mean`, `mismatch/abs_max` in nats, `mismatch/ratio_max` (trainer / sampler)
+    and `mismatch/unknown_tokens`.
 
     The means divide by all tokens, so tokens without a sampler log-prob pull them towards 0; their number is reported
     beside them (TRL leaves such tokens out of the denominator, which a sum over a split step cannot know in advance).
     """
-    k3_S, abs_S, known_S = token_mismatch(trainer_logp_S, sampler_logp_S)
+    k3_S, d_S, known_S = token_mismatch(trainer_logp_S, sampler_logp_S)
+    abs_S = d_S.abs()
     return {
         "mismatch_kl/mean": MetricSum(k3_S.sum(), Normaliser.TOKENS),
         "mismatch/abs_mean": MetricSum(abs_S.sum(), Normaliser.TOKENS),
         "mismatch/abs_max": MetricSum(_largest(abs_S), Normaliser.NONE),
+        "mismatch/ratio_max": MetricSum(_largest(d_S.exp()), Normaliser.NONE),
         "mismatch/unknown_tokens": MetricSum((~known_S).to(abs_S.dtype).sum(), Normaliser.NONE),
     }
 

@@ -6,45 +6,44 @@ The configuration chooses by these names. An unknown one is a `ConfigError` that
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
 
 from . import advantages, losses
 from .base import Loss, LossInputs, LossSums, MetricSum
-from .importance import centre_on_sampler, mismatch_metrics, old_logp
-
-
-class _ClippedLoss(Protocol):
-    def __call__(
-        self,
-        inputs: LossInputs,
-        *,
-        epsilon: float,
-        epsilon_high: float | None,
-        importance_cap: float | None,
-        kl_coef: float,
-    ) -> LossSums: ...
+from .entropy import entropy_bonus
+from .importance import IMPORTANCE_MODES, mismatch_metrics
+from .kl import KL_ESTIMATORS, RewardPenalty
+from .numbers import Numbers, check_numbers
+from .ratios import centre_on_sampler, old_logp, on_policy
 
 
 @dataclass(frozen=True, slots=True)
 class LossEntry:
     """A loss by name: the pure function (formula and paper in its docstring) and its declared normaliser."""
 
-    fn: _ClippedLoss
+    fn: Callable[[LossInputs, Numbers], LossSums]
     normaliser: Normaliser
 
 
 LOSSES: Mapping[str, LossEntry] = {
     "grpo": LossEntry(losses.grpo, Normaliser.SEQUENCES),
+    "bnpo": LossEntry(losses.bnpo, Normaliser.MICROBATCHES),
     "dapo": LossEntry(losses.dapo, Normaliser.TOKENS),
     "dr_grpo": LossEntry(losses.dr_grpo, Normaliser.SEQUENCES_X_MAX_LENGTH),
     "gspo": LossEntry(losses.gspo, Normaliser.SEQUENCES),
+    "cispo": LossEntry(losses.cispo, Normaliser.TOKENS),
+    "sapo": LossEntry(losses.sapo, Normaliser.SEQUENCES),
+    "luspo": LossEntry(losses.luspo, Normaliser.SEQUENCES),
+    "vespo": LossEntry(losses.vespo, Normaliser.TOKENS),
+    "reinforce": LossEntry(losses.reinforce, Normaliser.TOKENS),
+    "ppo_clip": LossEntry(losses.ppo_clip, Normaliser.TOKENS),
+    "one_sided": LossEntry(losses.one_sided, Normaliser.TOKENS),
 }
 
 _OF_GROUP = ["grpo", "grpo_verl", "grpo_async", "grpo_atropos", "grpo_nemo", "dr_grpo", "rloo", "none", "zero"]
@@ -55,41 +54,37 @@ ADVANTAGES: Mapping[str, advantages.Estimator] = {
 }
 
 
-def build_loss(
-    name: str,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    importance_cap: float | None = 2.0,
-    kl_coef: float = 0.0,
-    old_logprobs: Literal["recompute", "sampler"] = "recompute",
-) -> Loss:
-    """The named loss with its numbers bound, and with the metrics that every loss has (entropy, mismatch).
+def build_loss(name: str, **numbers: Any) -> Loss:
+    """The named loss with its `Numbers` bound, and with what every loss has: entropy bonus, entropy, mismatch metrics.
 
     `old_logprobs="sampler"`: the clip stands around the sampler's log-probs, taken from `sampler_logp_S` whatever
-    `old_logp_S` holds, and `importance_cap` is ignored: the two corrections are never applied together.
-    Errors: ConfigError for an unknown name or a number outside its range.
+    `old_logp_S` holds, and no importance weight is applied: the two corrections are never applied together.
+    `force_on_policy`: the `old` column is not read. Errors: ConfigError for an unknown name or a number outside its range.
     """
     entry = LOSSES[_known(name, LOSSES, "loss")]
-    _check_positive(epsilon=epsilon, epsilon_high=epsilon_high, importance_cap=importance_cap)
-    if not (math.isfinite(kl_coef) and kl_coef >= 0):
-        raise ConfigError(f"kl_coef is {kl_coef}; it must be a finite number >= 0")
-    if old_logprobs not in ("recompute", "sampler"):
-        raise ConfigError(f"old_logprobs is {old_logprobs!r}; it must be 'recompute' or 'sampler'")
-    sampler_centred = old_logprobs == "sampler"
-    numbers = partial(
-        entry.fn,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        importance_cap=None if sampler_centred else importance_cap,
-        kl_coef=kl_coef,
-    )
+    n = Numbers(**numbers)
+    check_numbers(n)
+    _known(n.importance_mode, IMPORTANCE_MODES, "importance mode")
+    _known(n.kl_estimator, KL_ESTIMATORS, "KL estimator")
+    if n.old_logprobs == "sampler":
+        n = replace(n, importance_cap=None, importance_floor=None, importance_veto=None)
+    separate = n.entropy_coef > 0 and (entry.normaliser is not Normaliser.TOKENS or n.top_entropy_quantile < 1)
     return Loss(
         name=name,
-        fn=partial(_evaluate, numbers, sampler_centred),
+        fn=partial(_evaluate, entry.fn, n, separate),
         normaliser=entry.normaliser,
-        needs_reference=kl_coef > 0,
+        needs_reference=n.kl_coef > 0 and n.kl_in == "loss",
+        needs_entropy_grad=n.entropy_coef > 0,
+        needs_old=n.old_logprobs == "recompute" and not n.force_on_policy,
+        extra_normaliser=Normaliser.TOKENS if separate else None,
+        top_entropy_quantile=n.top_entropy_quantile,
     )
+
+
+def build_reward_penalty(**numbers: Any) -> RewardPenalty | None:
+    """The KL penalty on rewards (`kl_in: reward`), from the same numbers; None where there is none."""
+    n = Numbers(**numbers)
+    return RewardPenalty(n.kl_coef, n.kl_estimator, n.kl_clamp) if n.kl_coef > 0 and n.kl_in == "reward" else None
 
 
 def build_advantage(name: str) -> advantages.Estimator:
@@ -97,13 +92,23 @@ def build_advantage(name: str) -> advantages.Estimator:
     return ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")]
 
 
-def _evaluate(loss: partial[LossSums], sampler_centred: bool, inputs: LossInputs) -> LossSums:
-    trainer_logp_S = inputs.logp_S.detach() if sampler_centred else old_logp(inputs)
-    metrics: dict[str, MetricSum] = mismatch_metrics(trainer_logp_S, inputs.sampler_logp_S)
+def _evaluate(
+    fn: Callable[[LossInputs, Numbers], LossSums], n: Numbers, separate: bool, inputs: LossInputs
+) -> LossSums:
+    trainer_logp_S = inputs.logp_S.detach() if n.old_logprobs == "sampler" else old_logp(inputs)
+    metrics = mismatch_metrics(trainer_logp_S, inputs.sampler_logp_S)
     if inputs.entropy_S is not None:
         metrics["entropy"] = MetricSum(inputs.entropy_S.detach().sum(), Normaliser.TOKENS)
-    sums = loss(centre_on_sampler(inputs) if sampler_centred else inputs)
-    return replace(sums, metrics={**sums.metrics, **metrics})
+    if n.old_logprobs == "sampler":
+        inputs = centre_on_sampler(inputs)
+    elif n.force_on_policy:
+        inputs = on_policy(inputs)
+    sums = fn(inputs, n)
+    sums = replace(sums, metrics={**sums.metrics, **metrics})
+    if not n.entropy_coef:
+        return sums
+    bonus = entropy_bonus(inputs, n.entropy_coef)
+    return replace(sums, extra=bonus) if separate else replace(sums, total=sums.total + bonus)
 
 
 def _known(name: str, names: Iterable[str], what: str) -> str:
@@ -112,9 +117,3 @@ def _known(name: str, names: Iterable[str], what: str) -> str:
         return name
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     raise ConfigError(f"unknown {what} {name!r}; did you mean {nearest[0]!r}? Known: {', '.join(known)}")
-
-
-def _check_positive(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not number > 0:
-            raise ConfigError(f"{name} is {number}; it must be above 0" + (", or null" if name != "epsilon" else ""))

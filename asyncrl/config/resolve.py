@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.errors import ConfigError
 
+from .check_losses import check_losses, warn_algorithm
 from .schema import LONELY_ADVANTAGES, STEP_ADVANTAGES, Config
 
 PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False), "async": (2, True)}
@@ -81,7 +82,7 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> 
 def warnings(config: Config) -> list[str]:
     """What is allowed but seldom meant, one sentence each, for the start of a run. Takes a resolved configuration."""
     rollout, algorithm, train = config.rollout, config.algorithm, config.train
-    found = []
+    found: list[str] = []
     if rollout.top_p < 1 or rollout.top_k > 0:
         found.append(
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: completions are drawn from the filtered "
@@ -89,18 +90,7 @@ def warnings(config: Config) -> list[str]:
             "the loss and the importance weights use the whole vocabulary at the sampling temperature; "
             "tokens outside the filter are never explored. Use top_p=1 and top_k=0 unless this is meant"
         )
-    if algorithm.loss == "gspo" and algorithm.epsilon > 0.05:
-        found.append(
-            f"algorithm.epsilon={algorithm.epsilon} with loss gspo: its ratios are means over a sequence and stay "
-            "near 1, "
-            "so this never clips; the paper uses 3e-4 (and 4e-4 above)"
-        )
-    if algorithm.importance_cap is None and algorithm.old_logprobs == "recompute" and staleness_bound(config) > 0:
-        found.append(
-            f"algorithm.importance_cap=null with tokens up to {staleness_bound(config)} versions old: nothing "
-            "corrects the "
-            "difference between sampler and trainer; set importance_cap=2.0 or old_logprobs=sampler"
-        )
+    found += warn_algorithm(algorithm, staleness_bound(config))
     if train.max_steps is not None and train.warmup_steps >= train.max_steps:
         found.append(
             f"train.warmup_steps={train.warmup_steps} is not shorter than max_steps={train.max_steps}: lr is never "
@@ -194,24 +184,14 @@ def _check_lengths(config: Config) -> Iterator[str]:
 
 def _check_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
-    explicit_cap = "importance_cap" in algorithm.model_fields_set and algorithm.importance_cap is not None
-    if algorithm.old_logprobs == "sampler" and explicit_cap:
-        yield (
-            f"algorithm.importance_cap is {algorithm.importance_cap} but old_logprobs is sampler: the two "
-            "corrections are never "
-            "applied together; set importance_cap=null or old_logprobs=recompute"
-        )
     if rollout.group_size == 1 and algorithm.advantage not in LONELY_ADVANTAGES and config.train.kind == "torch":
         yield (
             f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and "
             "would always "
             "be 0; expected at least 2"
         )
-    if algorithm.epsilon >= 1:
-        yield (
-            f"algorithm.epsilon is {algorithm.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
-            "epsilon below"
-        )
+    streaming = bool(rollout.streaming) and algorithm.updates_per_batch == 1  # several updates need the whole batch
+    yield from check_losses(algorithm, streaming)
 
 
 def _check_step_advantages(config: Config, world_size: int) -> Iterator[str]:

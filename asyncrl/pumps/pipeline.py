@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.base import Loss
+from asyncrl.algorithms.kl import RewardPenalty
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
 from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
@@ -134,4 +135,5 @@ class Rooms:
     ranks: int = 1
     score_groups: bool = False  # all members of a group in one call of the reward functions, once the last one is done
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
+    reward_penalty: RewardPenalty | None = None  # KL to the reference, taken off the rewards
     counters: Counter[str] = field(default_factory=Counter)

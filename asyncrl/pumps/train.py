@@ -18,6 +18,10 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.algorithms.base import Loss
+from asyncrl.algorithms.kl import lowered
+from asyncrl.algorithms.masks import without_overlong
+from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import DivergenceError
 from asyncrl.transport.queue import QueueReceiver, QueueSender
@@ -38,6 +42,8 @@ class _Step:
     begun: bool = False
     applied: bool = False  # the weights have moved by it: from then on it can only be committed
     committed: bool = False
+    loss: Loss | None = None  # bound to this step, where the loss has to know the whole of it
+    kl: list[float] = field(default_factory=list)  # sum of the KL per microbatch, where it is taken off the rewards
     version: int = 0  # at which the first microbatch is trained
     started: float = 0.0
 
@@ -66,6 +72,8 @@ class TrainPump:
         self._per_turn = config.algorithm.updates_per_batch
         self._min_groups = config.rollout.streaming_min_groups
         self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
+        in_two_buffers = needs_second_buffer(config.algorithm)
+        self._surveys = rooms.loss.needs_whole_step and not self._streaming and not in_two_buffers
 
     @property
     def stopping(self) -> bool:
@@ -178,19 +186,45 @@ class TrainPump:
         """Pack and train the claimed groups that were not trained yet."""
         rooms = self._rooms
         fresh = [group for group in step.groups if group.group_id not in step.advantages]
-        if not fresh:
+        if not fresh and not self._surveys:
             return
         scale = rooms.config.reward.scale_adv_by_len
-        step.advantages |= step_advantages(rooms.advantage, fresh, rooms.weights, scale)
-        batches = pack_groups(
-            [(group, step.advantages[group.group_id]) for group in fresh], rooms.config.train.tokens_per_microbatch
-        )
+        lowered = await self._less_penalties(step, fresh)
+        step.advantages |= step_advantages(rooms.advantage, lowered, rooms.weights, scale)
+        batches = self._pack([(group, step.advantages[group.group_id]) for group in fresh])
         batches = [await self._with_columns(batch) for batch in batches]
         if self._per_turn > 1:
             step.batches.extend(batches)
             return
-        for batch in batches:
+        for batch in await self._survey(step, batches):
             await self._train(step, batch)
+
+    def _pack(self, groups: list[tuple[Group, npt.NDArray[np.float64]]]) -> list[Microbatch]:
+        config = self._rooms.config
+        truncated, longest = config.algorithm.mask_truncated, config.algorithm.mask_longer_than
+        filtered = [
+            (without_overlong(group, truncated=truncated, longest=longest), advantages) for group, advantages in groups
+        ]
+        return pack_groups(filtered, config.train.tokens_per_microbatch)
+
+    async def _less_penalties(self, step: _Step, groups: list[Group]) -> list[Group]:
+        """The groups with the KL to the reference taken off their rewards, where that is asked for."""
+        penalty = self._rooms.reward_penalty
+        if penalty is None:
+            return groups
+        penalties = dict[tuple[int, int], float]()
+        size = self._rooms.config.train.tokens_per_microbatch
+        for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], size):
+            found, kl = penalty(batch, await self._rooms.trainer.compute_logprobs(batch, "reference"))
+            penalties |= found
+            step.kl.append(kl)
+        return [lowered(group, penalties) for group in groups]
+
+    async def _survey(self, step: _Step, batches: list[Microbatch]) -> list[Microbatch]:
+        """Every rank comes here once before each optimizer step, or none does: it is a collective."""
+        if self._surveys:
+            step.loss, batches = await self._rooms.trainer.survey(self._rooms.loss, batches)
+        return batches
 
     async def _with_columns(self, batch: Microbatch) -> Microbatch:
         rooms = self._rooms
@@ -198,7 +232,7 @@ class TrainPump:
             batch = replace(batch, reference_logprobs=await rooms.trainer.compute_logprobs(batch, "reference"))
         if rooms.config.algorithm.old_logprobs == "sampler":
             return replace(batch, old_logprobs=batch.sampler_logprobs)
-        if self._per_turn > 1:  # taken once, before the first update of the batch
+        if self._per_turn > 1 and rooms.loss.needs_old:  # taken once, before the first update of the batch
             batch = replace(batch, old_logprobs=await rooms.trainer.compute_logprobs(batch, "policy"))
         return batch
 
@@ -206,7 +240,7 @@ class TrainPump:
         trainer = self._rooms.trainer
         if not step.begun:
             step.begun = True  # before the await: a cancelled begin may still have opened the step on the lane
-            await trainer.begin_train_step(self._rooms.loss)
+            await trainer.begin_train_step(step.loss or self._rooms.loss)
         await trainer.train_microbatch(batch)
 
     async def _finish(self, step: _Step) -> None:
@@ -216,11 +250,11 @@ class TrainPump:
             await self._published(turn)
         for update in range(self._per_turn):
             if self._per_turn > 1:
-                for batch in step.batches:
+                for batch in await self._survey(step, step.batches):
                     await self._train(step, batch)
             if not step.begun:  # another rank did all the work of this step: the reduction needs everybody
                 step.begun = True
-                await rooms.trainer.begin_train_step(rooms.loss)
+                await rooms.trainer.begin_train_step(step.loss or rooms.loss)
             result = await self._apply(step, update)
         with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
             await self._commit(step)
@@ -256,6 +290,9 @@ class TrainPump:
         metrics = step_metrics(
             step.groups, step.advantages, step.version, result, anyio.current_time() - step.started, rooms.config
         )
+        if rooms.reward_penalty is not None:  # of this rank's groups
+            tokens = sum(int(t.mask.sum()) for group in step.groups for t in group.trajectories)
+            metrics["kl"] = sum(step.kl) / max(tokens, 1)
         metrics["staleness/dropped"] = float(rooms.counters["staleness/dropped"])
         self._on_step(StepReport(result.version, result, metrics, tuple(step.groups), step.advantages))
 

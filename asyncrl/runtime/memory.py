@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.errors import PlatformError
 from asyncrl.training.memory import predict_memory
@@ -22,6 +23,7 @@ def predicted(config: Config) -> dict[str, int]:
         max_sequences=config.engine.max_sequences,
         max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
         needs_reference=config.algorithm.kl_coef > 0,
+        second_buffer=needs_second_buffer(config.algorithm),
     )
 
 

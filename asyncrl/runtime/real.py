@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
@@ -83,5 +84,6 @@ def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyMod
         max_completion_length=config.rollout.max_tokens,
         needs_reference=config.algorithm.kl_coef > 0,
         updates_per_batch=config.algorithm.updates_per_batch,
+        second_buffer=needs_second_buffer(config.algorithm),
     )
     return policy, tokenizer, core, measure_flops(device, policy.dtype)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncrl.algorithms.registry import build_advantage, build_loss
+from asyncrl.algorithms.numbers import NAMES as NUMBERS
+from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.config.resolve import slots, turns_bound
 from asyncrl.config.schema import Config
@@ -121,6 +122,7 @@ class Builder:
         )
         stash: Stash[Admitted] = Stash(max_groups=slots(self.config))
         algorithm = self.config.algorithm
+        numbers = {name: getattr(algorithm, name) for name in NUMBERS}
         rooms = Rooms(
             config=self.config,
             recorder=self.recorder,
@@ -131,14 +133,8 @@ class Builder:
             reward=reward,
             trainer=parts.trainer,
             sinks=parts.sinks,
-            loss=build_loss(
-                algorithm.loss,
-                epsilon=algorithm.epsilon,
-                epsilon_high=algorithm.epsilon_high,
-                importance_cap=algorithm.importance_cap,
-                kl_coef=algorithm.kl_coef,
-                old_logprobs=algorithm.old_logprobs,
-            ),
+            loss=build_loss(algorithm.loss, **numbers),
+            reward_penalty=build_reward_penalty(**numbers),
             advantage=build_advantage(algorithm.advantage),
             book=GroupBook(ledger, stash),
             ranks=self.world.world_size,

@@ -24,6 +24,7 @@ AGES = 9  # `mismatch_kl/by_age/0..7`, and 8 for everything older
 def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[str, Normaliser]:
     """Every metric of `loss` with its normaliser, in the order of their names."""
     none = torch.zeros(0, dtype=dtype, device=device)
+    keep = torch.zeros(0, dtype=torch.bool, device=device) if loss.top_entropy_quantile < 1 else None
     inputs = LossInputs(
         logp_S=none,
         entropy_S=none,
@@ -32,6 +33,7 @@ def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[
         sequence_S=torch.zeros(0, dtype=torch.int64, device=device),
         sequences=0,
         reference_logp_S=none if loss.needs_reference else None,
+        keep_S=keep,
     )
     with torch.no_grad():
         found = loss(inputs).metrics
@@ -54,11 +56,25 @@ class Counts:
 
     sequences: float = 0.0
     tokens: float = 0.0
+    microbatches: float = 0.0
     loss: float = 0.0
+    extra: float = 0.0  # the term with a normaliser of its own
+
+    def denominators(self, max_length: int) -> dict[Normaliser, float]:
+        """What each kind of sum is divided by, where these are the counts of the whole step over all ranks."""
+        sequences = max(self.sequences, 1.0)
+        return {
+            Normaliser.TOKENS: max(self.tokens, 1.0),
+            Normaliser.SEQUENCES: sequences,
+            Normaliser.SEQUENCES_X_MAX_LENGTH: sequences * max_length,
+            Normaliser.MICROBATCHES: max(self.microbatches, 1.0),
+            Normaliser.NONE: 1.0,
+        }
 
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
         """The sums over all ranks. This rank's own stay as they are: a finish that failed leaves the step open."""
-        table = torch.tensor([self.sequences, self.tokens, self.loss], dtype=torch.float64)
+        row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
+        table = torch.tensor(row, dtype=torch.float64)
         return Counts(*sum_over_ranks(reducer, table, device).tolist())
 
 
@@ -69,6 +85,7 @@ class Metrics:
     normalisers: dict[str, Normaliser]
     values: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
+    extra: Tensor | None = None
     ages: Tensor | None = None  # [AGES, 3]: tokens, k3 sum, |difference| sum by age of the token
     current: Tensor | None = None  # [3]: tokens, |difference| sum, largest, of sequences wholly of the current version
 
@@ -85,12 +102,15 @@ class Metrics:
                 combine = torch.minimum if kind(name) == "min" else torch.maximum
                 self.values[name] = combine(self.values[name], value)
 
-    def add_loss(self, total: Tensor) -> None:
+    def add_loss(self, total: Tensor, extra: Tensor | None) -> None:
         value = total.detach().to(torch.float64)
         self.loss = value if self.loss is None else self.loss + value
+        if extra is not None:
+            value = extra.detach().to(torch.float64)
+            self.extra = value if self.extra is None else self.extra + value
 
-    def loss_sum(self) -> float:
-        return 0.0 if self.loss is None else float(self.loss)
+    def loss_sums(self) -> tuple[float, float]:
+        return 0.0 if self.loss is None else float(self.loss), 0.0 if self.extra is None else float(self.extra)
 
     def add_mismatch(
         self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int

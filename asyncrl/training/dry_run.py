@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -94,6 +95,10 @@ class DryRunTrainer:
             return await self._lane.run(
                 batch.sampler_logprobs.copy, name="train/logprobs", priority=PRIORITY, cost=cost
             )
+
+    async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
+        """Nothing to learn: there is no gradient whose terms could be divided by the wrong number."""
+        return loss, list(batches)
 
     def _step(self) -> list[Microbatch]:
         if self._open is None:

@@ -7,9 +7,11 @@ the last finished closure left it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
+from asyncrl.algorithms.base import Loss
 from asyncrl.concurrency.lane import Lane
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Float32Array, Microbatch, StepResult
@@ -51,6 +53,14 @@ class LaneTrainer:
         return await self._run(
             lambda: self.core.compute_logprobs(batch, model), "logprobs", metric="time/logprobs", model=model
         )
+
+    async def survey(self, loss: Loss, batches: Sequence[Microbatch]) -> tuple[Loss, list[Microbatch]]:
+        entropies: list[Float32Array] = []
+        if loss.top_entropy_quantile < 1:
+            for batch in batches:  # a closure each: decoding goes on in between
+                work = partial(self.core.compute_entropies, batch)
+                entropies.append(await self._run(work, "entropies", metric="time/logprobs"))
+        return await self._run(lambda: self.core.survey(loss, batches, entropies), "survey")
 
     async def run(self, fn: Callable[[], T], name: str) -> T:
         """Another closure of the trainer's owner on its lane (saving a checkpoint, say), in the order of the calls."""

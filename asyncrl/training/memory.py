@@ -16,6 +16,7 @@ def predict_memory(
     max_sequences: int,
     max_context: int,
     needs_reference: bool = False,
+    second_buffer: bool = False,
 ) -> dict[str, int]:
     """Bytes by what they are for. `max_context`: tokens of the longest prompt with its completion.
 
@@ -43,6 +44,7 @@ def predict_memory(
     return {
         "masters": parameters * wide,
         "gradients": parameters * wide,
+        "second_gradients": parameters * wide if second_buffer else 0,
         "optimizer": 2 * parameters * wide,
         "working_copy": parameters * narrow if narrow < wide else 0,
         "reference": parameters * narrow if needs_reference else 0,

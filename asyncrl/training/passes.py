@@ -76,6 +76,7 @@ def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> 
         sequences=batch.sequences,
         old_logp_S=floats(batch.old_logprobs),
         reference_logp_S=floats(batch.reference_logprobs),
+        keep_S=None if batch.keep is None else column(batch.keep, logp_S.device),
     )
 
 

@@ -22,11 +22,13 @@ Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +43,8 @@ from .optimizer import FlatAdamW
 from .passes import Forward, loss_inputs, swapped
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
+from .second_buffer import SecondBuffer
+from .survey import survey
 
 
 class StepState(Enum):
@@ -71,9 +75,11 @@ class TorchTrainer:
         max_completion_length: int,
         needs_reference: bool = False,
         updates_per_batch: int = 1,
+        second_buffer: bool = False,
     ) -> None:
         """`max_completion_length`: tokens, for the normaliser of that name. `needs_reference` keeps a frozen copy of the
-        weights, in the matmul dtype, as they are now. `updates_per_batch`: optimizer steps per batch of `max_steps`."""
+        weights, in the matmul dtype, as they are now. `updates_per_batch`: optimizer steps per batch of `max_steps`.
+        `second_buffer`: room for the gradient of a term with a normaliser of its own (see second_buffer.py)."""
         self.policy = policy
         self.config = config
         self.reducer: Reducer = reducer or OneRank()
@@ -85,6 +91,7 @@ class TorchTrainer:
         self.optimizer.set_lr(self.schedule.lr(0))
         self.forward = Forward(policy, checkpointing=config.gradient_checkpointing)
         self.reference: Tensor | None = policy.flat.working.detach().clone() if needs_reference else None
+        self.second = SecondBuffer(policy.flat) if second_buffer else None
         self._step: TrainStep | None = None
         self._empty: tuple[Loss, dict[str, Normaliser]] | None = None
 
@@ -101,10 +108,15 @@ class TorchTrainer:
     def begin_train_step(self, loss: Loss) -> None:
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
-        flat = self.policy.flat
+        if loss.extra_normaliser is not None and self.second is None:
+            raise TrainStepError(
+                f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by {loss.extra_normaliser.value}: "
+                "survey the whole step first, or build the trainer with a second gradient buffer"
+            )
         if self._empty is None or self._empty[0] is not loss:
+            flat = self.policy.flat
             self._empty = loss, empty_metrics(loss, flat.master_dtype, flat.master.device)
-        flat.zero_grad()
+        self._zero_grad()
         self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
@@ -112,6 +124,7 @@ class TorchTrainer:
         step = self._require_open()
         step.counts.sequences += batch.sequences
         step.counts.tokens += batch.scored
+        step.counts.microbatches += 1
         step.microbatches += 1
         if batch.scored == 0:  # fully masked sequences are counted, and that is all they do
             return
@@ -119,9 +132,13 @@ class TorchTrainer:
             logp_S, entropy_S = self.forward(batch, entropy_grad=step.loss.needs_entropy_grad)
             inputs = loss_inputs(batch, logp_S, entropy_S)
             sums = step.loss(inputs)
-            sums.total.backward()
+            sums.total.backward(retain_graph=sums.extra is not None)
+            if sums.extra is not None:
+                assert self.second is not None  # begin has seen to it
+                with self.second.in_place():
+                    sums.extra.backward()
         step.metrics.add(sums.metrics)
-        step.metrics.add_loss(sums.total)
+        step.metrics.add_loss(sums.total, sums.extra)
         age_S = self.version - torch.from_numpy(batch.versions).to(logp_S.device, torch.int64)
         step.metrics.add_mismatch(logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences)
 
@@ -133,22 +150,25 @@ class TorchTrainer:
         """
         step = self._require_open()
         device = self.policy.device
-        step.counts.loss = step.metrics.loss_sum()
+        step.counts.loss, step.counts.extra = step.metrics.loss_sums()
         totals = step.counts.over_ranks(self.reducer, device)
         if totals.tokens == 0:
             raise TrainStepError(
                 f"no token of this step is scored ({totals.sequences:g} sequences): the optimizer would move the weights on "
                 "momentum and decay alone; abort the step"
             )
-        denominators = self._denominators(totals)
+        denominators = totals.denominators(self.max_completion_length)
         denominator = denominators[step.loss.normaliser]
-        loss = totals.loss / denominator
+        by_extra = denominators[step.loss.extra_normaliser or Normaliser.NONE]
+        loss = totals.loss / denominator + totals.extra / by_extra
         if not math.isfinite(loss):
             raise DivergenceError(
                 f"the loss of the step after version {self.version} is {loss}; the weights are untouched"
             )
         gradient = self.policy.flat.grad
         gradient.mul_(1.0 / denominator)
+        if step.loss.extra_normaliser is not None and self.second is not None:
+            self.second.join_(1.0 / by_extra)
         self.reducer.reduce_gradients_(gradient)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the reduction runs on a stream of its own: half a gradient is no gradient
@@ -177,7 +197,7 @@ class TorchTrainer:
         """Zero the gradients and close; optimizer, schedule, version and weights stay. With nothing open: nothing."""
         if self._step is None:
             return
-        self.policy.flat.zero_grad()
+        self._zero_grad()
         self._step = None
 
     def compute_logprobs(self, batch: Microbatch, model: Literal["policy", "reference"] = "policy") -> Float32Array:
@@ -195,6 +215,20 @@ class TorchTrainer:
                     logp_S, _ = self.forward(batch)
         result: Float32Array = logp_S.float().cpu().numpy()
         return result
+
+    def compute_entropies(self, batch: Microbatch) -> Float32Array:
+        """Entropies [S] of the policy at the batch's temperatures, in nats, without gradient."""
+        if batch.scored == 0:
+            return np.zeros(0, np.float32)
+        with torch.no_grad():
+            result: Float32Array = self.forward(batch)[1].float().cpu().numpy()
+        return result
+
+    def survey(
+        self, loss: Loss, batches: Sequence[Microbatch], entropies: Sequence[Float32Array]
+    ) -> tuple[Loss, list[Microbatch]]:
+        """Before begin, on every rank: what `loss` has to know of the whole step (survey.py). A collective."""
+        return survey(loss, batches, entropies, self.reducer, self.policy.device, self.max_completion_length)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -248,14 +282,10 @@ class TorchTrainer:
             )
         return self._step
 
-    def _denominators(self, totals: Counts) -> dict[Normaliser, float]:
-        sequences = max(totals.sequences, 1.0)
-        return {
-            Normaliser.TOKENS: max(totals.tokens, 1.0),
-            Normaliser.SEQUENCES: sequences,
-            Normaliser.SEQUENCES_X_MAX_LENGTH: sequences * self.max_completion_length,
-            Normaliser.NONE: 1.0,
-        }
+    def _zero_grad(self) -> None:
+        self.policy.flat.zero_grad()
+        if self.second is not None:
+            self.second.zero_()
 
     def _clip(self, gradient: Tensor) -> float:
         """Scale the gradient down to `grad_clip` where it is longer; its norm before. Errors: DivergenceError."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
+from asyncrl.algorithms.masks import entropy_threshold
 from asyncrl.types import Normaliser
 
 MAX_LENGTH = 11
@@ -27,25 +28,29 @@ class PaddedBatch:
     advantage_B: Tensor
     completion_mask_BT: Tensor  # int64, right-padded
     tool_mask_BT: Tensor  # int64, holes inside a completion
+    keep_BT: Tensor | None = None  # bool: tokens of a top-entropy mask
 
     @property
     def mask_BT(self) -> Tensor:
         return (self.completion_mask_BT * self.tool_mask_BT).bool()
 
-    def pack(self, rows: Sequence[int] | None = None, logp_BT: Tensor | None = None) -> LossInputs:
-        """The scored tokens of `rows`, in that order; with `logp_BT` instead of the batch's own as the leaf."""
+    def pack(
+        self, rows: Sequence[int] | None = None, logp_BT: Tensor | None = None, entropy_BT: Tensor | None = None
+    ) -> LossInputs:
+        """The scored tokens of `rows`, in that order; with `logp_BT`, `entropy_BT` instead of the batch's own as leaves."""
         chosen = torch.arange(len(self.advantage_B)) if rows is None else torch.tensor(rows, dtype=torch.int64)
         mask = self.mask_BT[chosen]
         logp = (self.logp_BT if logp_BT is None else logp_BT)[chosen]
         return LossInputs(
             logp_S=logp[mask],
-            entropy_S=self.entropy_BT[chosen][mask],
+            entropy_S=(self.entropy_BT if entropy_BT is None else entropy_BT)[chosen][mask],
             sampler_logp_S=self.sampler_BT[chosen][mask],
             advantage_S=self.advantage_B[chosen][:, None].expand_as(mask)[mask],
             sequence_S=mask.nonzero()[:, 0],
             sequences=len(chosen),
             old_logp_S=None if self.old_BT is None else self.old_BT[chosen][mask],
             reference_logp_S=self.reference_BT[chosen][mask],
+            keep_S=None if self.keep_BT is None else self.keep_BT[chosen][mask],
         )
 
     def with_advantages(self, advantage_B: Tensor) -> PaddedBatch:
@@ -60,13 +65,19 @@ class PaddedBatch:
         }
         return replace(self, **columns)
 
-    def count(self, normaliser: Normaliser) -> float:
+    def with_top_entropy(self, share: float) -> PaddedBatch:
+        """The tokens whose entropy is in the top `share` of the whole batch."""
+        threshold = entropy_threshold(self.entropy_BT[self.mask_BT], share)
+        return replace(self, keep_BT=self.entropy_BT >= threshold)
+
+    def count(self, normaliser: Normaliser, microbatches: int = 1) -> float:
         """The true N of the whole step."""
         sequences = len(self.advantage_B)
         return {
             Normaliser.TOKENS: max(float(self.mask_BT.sum()), 1.0),
             Normaliser.SEQUENCES: float(sequences),
             Normaliser.SEQUENCES_X_MAX_LENGTH: float(sequences * MAX_LENGTH),
+            Normaliser.MICROBATCHES: float(microbatches),
             Normaliser.NONE: 1.0,
         }[normaliser]
 
@@ -79,7 +90,7 @@ class PaddedBatch:
             if "_max" in key:
                 values[key] = max(numbers)
             else:
-                values[key] = sum(numbers) / self.count(sums[0].normaliser)
+                values[key] = sum(numbers) / self.count(sums[0].normaliser, len(parts))
         return values
 
 
@@ -128,14 +139,30 @@ def random_batch(
 def value_and_grad(
     batch: PaddedBatch, loss: Loss, parts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The step: backward of each microbatch's sum, one division by the true N. `(value, grad_BT, metrics)`."""
-    leaf_BT = batch.logp_BT.clone().requires_grad_()
+    """The step: backward of each microbatch's sums, one division by the true N. `(value, grad_BT, metrics)`."""
+    value, grad_BT, _, metrics = value_and_grads(batch, loss, parts)
+    return value, grad_BT, metrics
+
+
+def value_and_grads(
+    batch: PaddedBatch, loss: Loss, parts: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+    """`(value, grad_BT, gradient of the entropies [B, T], metrics)`; a term with its own normaliser is divided by it."""
+    leaves = [column.clone().requires_grad_() for column in (batch.logp_BT, batch.entropy_BT)]
+    grads = [torch.zeros_like(leaf) for leaf in leaves]
+    value = torch.zeros((), dtype=batch.logp_BT.dtype)
     results: list[LossSums] = []
     for rows in parts:
-        sums = loss(batch.pack(rows, leaf_BT))
-        sums.total.backward()
+        sums = loss(batch.pack(rows, *leaves))
         results.append(sums)
-    scale = 1.0 / batch.count(loss.normaliser)
-    value = torch.stack([sums.total.detach() for sums in results]).sum() * scale
-    grad_BT = torch.zeros_like(leaf_BT) if leaf_BT.grad is None else leaf_BT.grad * scale
-    return value, grad_BT, batch.finish([sums.metrics for sums in results])
+        for term, normaliser in ((sums.total, loss.normaliser), (sums.extra, loss.extra_normaliser)):
+            if term is None or normaliser is None:
+                assert term is None and normaliser is None
+                continue
+            scale = 1.0 / batch.count(normaliser, len(parts))
+            value = value + term.detach() * scale
+            found = torch.autograd.grad(term, leaves, allow_unused=True, retain_graph=True)
+            for grad, new in zip(grads, found, strict=True):
+                if new is not None:
+                    grad += new * scale
+    return value, grads[0], grads[1], batch.finish([sums.metrics for sums in results])

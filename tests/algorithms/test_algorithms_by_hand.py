@@ -13,7 +13,6 @@ from algorithms_batches import MAX_LENGTH, PaddedBatch, random_batch, value_and_
 
 from asyncrl.algorithms import advantages, kl
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.algorithms.importance import token_mismatch, token_truncate
 from asyncrl.algorithms.registry import LOSSES, build_advantage, build_loss
 from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
@@ -43,27 +42,55 @@ def rows_of(batch: PaddedBatch) -> list[list[tuple[float, float, float, float, f
     return rows
 
 
+def surrogate_by_hand(name: str, ratio: float, logp: float, advantage: float, phi: float) -> float:
+    if name == "cispo":
+        return -min(ratio, 1.3) * advantage * logp
+    if name == "sapo":
+        tau = 1.0 if advantage > 0 else 1.05
+        return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    if name == "vespo":
+        return -phi * advantage * logp
+    if name == "reinforce":
+        return -advantage * logp
+    if name == "one_sided":
+        return -advantage * (min(ratio, 1 + HIGH) if advantage > 0 else max(ratio, 1 - LOW))
+    clipped = min(max(ratio, 1 - LOW), 1 + HIGH)
+    return -min(ratio * advantage, clipped * advantage)
+
+
 def loss_by_hand(batch: PaddedBatch, name: str, cap: float | None, beta: float) -> float:
     rows = rows_of(batch)
     per_row = []
     for row in rows:
         terms = []
         mean_log_ratio = sum(logp - old for logp, old, *_ in row) / max(len(row), 1)
-        for logp, old, sampler, reference, advantage in row:
-            ratio = math.exp(mean_log_ratio if name == "gspo" else logp - old)
-            clipped = min(max(ratio, 1 - LOW), 1 + HIGH)
-            term = -min(ratio * advantage, clipped * advantage)
-            if cap is not None:
-                term *= 1.0 if math.isnan(sampler) else min(math.exp(old - sampler), cap)
+        weights = [
+            1.0 if cap is None or math.isnan(sampler) else min(math.exp(old - sampler), cap)
+            for _, old, sampler, *_ in row
+        ]
+        log_w = sum(logp - old for logp, old, *_ in row) + sum(map(math.log, weights))
+        log_w = min(max(log_w, math.log(1e-8)), 20.0)
+        for (logp, old, _, reference, advantage), weight in zip(row, weights, strict=True):
+            ratio = math.exp(mean_log_ratio if name in ("gspo", "luspo") else logp - old)
+            k, decay = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+            phi = math.exp(decay + k * log_w - decay * math.exp(log_w))
+            term = surrogate_by_hand(name, ratio, logp, advantage, phi)
+            if name != "vespo":
+                term *= weight
             term += beta * (math.exp(reference - logp) - (reference - logp) - 1)
             terms.append(term)
         per_row.append(terms)
-    if name in ("grpo", "gspo"):
+    if name in ("grpo", "gspo", "sapo"):
         return sum(sum(terms) / max(len(terms), 1) for terms in per_row) / len(rows)
-    if name == "dapo":
-        return sum(map(sum, per_row)) / sum(map(len, per_row))
-    assert name == "dr_grpo"
-    return sum(map(sum, per_row)) / (len(rows) * MAX_LENGTH)
+    if name == "luspo":
+        return sum(map(sum, per_row)) / len(rows)
+    if name == "dr_grpo":
+        return sum(map(sum, per_row)) / (len(rows) * MAX_LENGTH)
+    assert name in ("dapo", "bnpo", "cispo", "vespo", "reinforce", "ppo_clip", "one_sided")
+    return sum(map(sum, per_row)) / sum(map(len, per_row))
+
+
+CLIPPED = ["bnpo", "dapo", "dr_grpo", "grpo", "gspo", "luspo", "one_sided", "ppo_clip"]
 
 
 @pytest.mark.parametrize("beta", [0.0, BETA])
@@ -72,7 +99,7 @@ def loss_by_hand(batch: PaddedBatch, name: str, cap: float | None, beta: float) 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_loss_equals_the_formula(name: str, old: bool, cap: float | None, beta: float) -> None:
     batch = random_batch(11, old=old, nan_share=0.15)
-    loss = build_loss(name, epsilon=LOW, epsilon_high=HIGH, importance_cap=cap, kl_coef=beta)
+    loss = build_loss(name, epsilon=LOW, epsilon_high=HIGH, importance_cap=cap, kl_coef=beta, cispo_high=1.3)
     value, _, metrics = value_and_grad(batch, loss, [range(7)])
     assert float(value) == pytest.approx(loss_by_hand(batch, name, cap, beta), rel=1e-12)
     assert metrics["loss"] == pytest.approx(float(value), rel=1e-15)
@@ -93,7 +120,7 @@ def one_token(logp: float, old: float | None, advantage: float, sampler: float |
     )
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", CLIPPED)
 @pytest.mark.parametrize(
     ("ratio", "advantage", "value", "gradient", "low", "high"),
     [
@@ -131,35 +158,11 @@ def test_on_policy_gradient_is_the_policy_gradient(name: str) -> None:
         "gspo": 1 / (7 * length_B),
         "dapo": one_B / batch.mask_BT.sum(),
         "dr_grpo": one_B / (7 * MAX_LENGTH),
-    }[name]
+        "sapo": 1 / (7 * length_B),
+        "luspo": one_B / 7,
+    }.get(name, one_B / batch.mask_BT.sum())
     torch.testing.assert_close(grad_BT, -(batch.advantage_B * share_B)[:, None] * batch.mask_BT, rtol=1e-14, atol=0)
-    assert metrics["clip_ratio/region_mean"] == 0
-
-
-def test_importance_weight_truncates_above_only_and_forgives_nan_of_the_sampler_alone() -> None:
-    old = torch.tensor([-1.0, -1.0, -1.0, -1.0, float("nan")], dtype=torch.float64)
-    sampler = torch.tensor([-3.0, -1.5, -4.0 + 3.7, float("nan"), -1.0], dtype=torch.float64)
-    weight = token_truncate(old, sampler, cap=2.0)
-    expected = [2.0, math.exp(0.5), math.exp(-0.7), 1.0]
-    assert weight[:4].tolist() == pytest.approx(expected, rel=1e-14)
-    assert weight[4].isnan()  # the trainer's NaN must reach the loss
-    k3, absolute, known = token_mismatch(old[:4], sampler[:4])
-    assert absolute.tolist() == pytest.approx([2.0, 0.5, 0.7, 0.0], rel=1e-14)
-    assert k3.tolist() == pytest.approx([math.exp(d) - d - 1 for d in (2.0, 0.5, -0.7, 0.0)], rel=1e-12)
-    assert known.tolist() == [True, True, True, False]
-    unlikely = torch.tensor([-float("inf")], dtype=torch.float64)
-    assert token_truncate(old[:1], unlikely, cap=2.0).tolist() == [2.0]
-
-
-def test_importance_weight_is_detached() -> None:
-    leaf = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    assert not token_truncate(leaf, leaf, cap=2.0).requires_grad
-    assert not any(column.requires_grad for column in token_mismatch(leaf, leaf))
-    inputs = one_token(-1.0, None, 1.0, sampler=-1.3)
-    sums = build_loss("grpo", importance_cap=5.0)(inputs)
-    sums.total.backward()
-    assert inputs.logp_S.grad is not None
-    assert float(inputs.logp_S.grad) == pytest.approx(-math.exp(0.3), rel=1e-12)  # 2x that if the weight had a gradient
+    assert metrics.get("clip_ratio/region_mean", 0) == 0
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -195,8 +198,9 @@ def test_metrics_have_the_declared_normalisers() -> None:
         metrics = loss(batch.pack()).metrics
         assert metrics["loss"].normaliser is entry.normaliser is loss.normaliser
         assert loss.needs_reference and not loss.needs_entropy_grad
-        clip = Normaliser.SEQUENCES if name == "gspo" else Normaliser.TOKENS
-        assert {metrics[f"clip_ratio/{side}_mean"].normaliser for side in ("low", "high", "region")} == {clip}
+        clip = Normaliser.SEQUENCES if name in ("gspo", "luspo") else Normaliser.TOKENS
+        if name in CLIPPED:
+            assert {metrics[f"clip_ratio/{side}_mean"].normaliser for side in ("low", "high", "region")} == {clip}
         for key in ("kl", "entropy", "mismatch_kl/mean", "mismatch/abs_mean", "importance/ratio_mean"):
             assert metrics[key].normaliser is Normaliser.TOKENS
         for metric in metrics.values():
@@ -204,12 +208,13 @@ def test_metrics_have_the_declared_normalisers() -> None:
     assert not build_loss("grpo").needs_reference
 
 
-@pytest.mark.parametrize("estimator", [kl.k1, kl.k2, kl.k3])
+@pytest.mark.parametrize("estimator", [kl.k1, kl.k2, kl.k3, kl.absolute])
 def test_kl_values_and_gradients(estimator: kl.KLFn) -> None:
     by_hand = {
         kl.k1: lambda d: (-d, 1.0),
         kl.k2: lambda d: (d * d / 2, -d),
         kl.k3: lambda d: (math.exp(d) - d - 1, 1 - math.exp(d)),
+        kl.absolute: lambda d: (abs(d), math.copysign(1, -d)),
     }[estimator]
     differences = [-1.5, -0.1, 0.3, 2.0]
     logp = torch.full((4,), -2.0, dtype=torch.float64, requires_grad=True)
@@ -289,7 +294,9 @@ def test_combine_components() -> None:
 
 
 def test_unknown_names_and_bad_numbers_accuse_precisely() -> None:
-    with pytest.raises(ConfigError, match=r"unknown loss 'drgrpo'; did you mean 'dr_grpo'\? Known: dapo, dr_grpo"):
+    with pytest.raises(
+        ConfigError, match=r"unknown loss 'drgrpo'; did you mean 'dr_grpo'\? Known: bnpo, cispo, dapo, dr_grpo"
+    ):
         build_loss("drgrpo")
     with pytest.raises(ConfigError, match=r"unknown advantage estimator 'gppo'; did you mean 'grpo'\?"):
         build_advantage("gppo")

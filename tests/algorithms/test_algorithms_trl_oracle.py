@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,13 @@ TRL_SPELLING = {
     "dapo": ("dapo", "token"),
     "dr_grpo": ("dr_grpo", "token"),
     "gspo": ("grpo", "sequence"),
+    "bnpo": ("bnpo", "token"),
+    "cispo": ("cispo", "token"),
+    "sapo": ("sapo", "token"),
+    "luspo": ("luspo", "sequence"),
+    "vespo": ("vespo", "token"),
 }
+CISPO_HIGH = 1.2  # TRL calls it epsilon_high, and takes it as an absolute bound
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +80,8 @@ def stand_in(
     reference = SimpleNamespace(column=batch.reference_BT)
 
     def logps_of(model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
-        return model.column[:, :width], batch.entropy_BT[:, :width], None
+        entropy_BT = getattr(model, "entropy", batch.entropy_BT)
+        return model.column[:, :width], entropy_BT[:, :width], None
 
     return SimpleNamespace(
         accelerator=SimpleNamespace(
@@ -81,6 +89,8 @@ def stand_in(
             num_processes=1,
             process_index=0,
             gather=lambda x: x,
+            pad_across_processes=lambda x, dim, pad_index: x,
+            sync_gradients=True,
             reduce=lambda x, reduction: x,
         ),
         args=SimpleNamespace(
@@ -90,6 +100,12 @@ def stand_in(
             steps_per_generation=1,
             use_bias_correction_kl=False,
             delta=None,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
         ),
         num_iterations=1 if batch.old_BT is None else 2,  # 2: TRL takes old log-probs
         environment_factories=None,
@@ -140,10 +156,11 @@ def stand_in(
         importance_sampling_level=level,
         loss_type=loss_type,
         epsilon_low=0.2,
-        epsilon_high=0.2 if epsilon_high is None else epsilon_high,
+        epsilon_high=CISPO_HIGH if loss == "cispo" else 0.2 if epsilon_high is None else epsilon_high,
         current_gradient_accumulation_steps=1,
         max_completion_length=MAX_LENGTH,
         _entropy_bonus_enabled=False,
+        use_adaptive_entropy=False,
     )
 
 
@@ -151,7 +168,19 @@ def trl_step(
     trainer: Any, batch: PaddedBatch, stub: SimpleNamespace
 ) -> tuple[Tensor, Tensor, dict[str, float], Tensor]:
     """`(value, grad_BT, metrics, advantage_B)` of TRL."""
+    value, grad_BT, _, metrics, advantage_B = trl_step_with_entropy(trainer, batch, stub)
+    return value, grad_BT, metrics, advantage_B
+
+
+def trl_step_with_entropy(
+    trainer: Any, batch: PaddedBatch, stub: SimpleNamespace
+) -> tuple[Tensor, Tensor, Tensor, dict[str, float], Tensor]:
+    """The same with the gradient of the entropies [B, T] in third place."""
     leaf_BT = batch.logp_BT.clone().requires_grad_()
+    entropy_BT = stub.model.entropy = batch.entropy_BT.clone().requires_grad_()
+    for name in ("get_off_policy_mask", "get_gamma_weights"):  # static methods
+        setattr(stub, name, getattr(trainer, name))
+    stub.get_high_entropy_mask = partial(trainer.get_high_entropy_mask, stub)
     if stub.model.column is None:
         stub.model.column = batch.logp_BT  # on-policy: where TRL asks (with importance sampling), the same numbers
     inputs = trainer._generate_and_score_completions(stub, [{"prompt": "p"}] * len(batch.advantage_B))
@@ -160,7 +189,8 @@ def trl_step(
     value.backward()
     metrics = {key: values[-1] for key, values in stub._metrics["train"].items()}
     assert leaf_BT.grad is not None
-    return value.detach(), leaf_BT.grad, metrics, inputs["advantages"]
+    entropy_grad_BT = torch.zeros_like(entropy_BT) if entropy_BT.grad is None else entropy_BT.grad
+    return value.detach(), leaf_BT.grad, entropy_grad_BT, metrics, inputs["advantages"]
 
 
 def random_rewards(seed: int, sequences: int) -> Tensor:
@@ -207,10 +237,10 @@ def test_value_gradient_and_metrics_equal_trl(
     torch.testing.assert_close(ours_B, advantage_B, rtol=1e-9, atol=1e-13)
     assert ours_B[2] == 0 and ours_B.count_nonzero() >= 2 * GROUP
 
-    bound = build_loss(loss, epsilon=0.2, epsilon_high=high, importance_cap=cap, kl_coef=kl)
+    bound = build_loss(loss, epsilon=0.2, epsilon_high=high, cispo_high=CISPO_HIGH, importance_cap=cap, kl_coef=kl)
     rows = list(range(3 * GROUP))
     ours, our_grad_BT, our_metrics = value_and_grad(
-        batch.with_advantages(ours_B), bound, [rows[:5], rows[5:6], rows[6:]]
+        batch.with_advantages(ours_B), bound, [rows] if loss == "bnpo" else [rows[:5], rows[5:6], rows[6:]]
     )
     torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-15)
     torch.testing.assert_close(our_grad_BT, grad_BT, rtol=1e-9, atol=1e-15)
@@ -219,9 +249,12 @@ def test_value_gradient_and_metrics_equal_trl(
     assert our_metrics["loss"] == pytest.approx(float(value), rel=1e-9)
     for key in ["entropy"] + (["kl"] if kl else []):
         assert our_metrics[key] == pytest.approx(metrics[key], rel=1e-9), key
-    for key in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
-        assert our_metrics[key] == pytest.approx(metrics[key], rel=1e-6), key  # TRL averages these in float32
-    assert (our_metrics["clip_ratio/region_mean"] > 0) == old or loss == "gspo"
+    if loss == "cispo":
+        assert our_metrics["clip_ratio/high_mean"] == pytest.approx(metrics["cispo_clip_ratio"], rel=1e-6)
+    elif loss not in ("sapo", "vespo"):
+        for key in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
+            assert our_metrics[key] == pytest.approx(metrics[key], rel=1e-6), key  # TRL averages these in float32
+        assert (our_metrics["clip_ratio/region_mean"] > 0) == old or loss in ("gspo", "luspo")
     if cap is not None:
         assert our_metrics["importance/ratio_mean"] == pytest.approx(
             metrics["sampling/importance_sampling_ratio/mean"], rel=1e-9

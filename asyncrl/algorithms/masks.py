@@ -1,0 +1,70 @@
+"""What takes tokens out of the surrogate. Denominators are never touched: what is masked still counts in N.
+
+    off_policy_keep    sequences that the policy has left and that it should unlearn (OPSM), in the loss
+    entropy_threshold  the tokens with the highest entropy of the whole step
+    without_overlong   tokens of completions that were cut off or are too long, before packing (numpy only)
+
+Shape legend: S scored tokens of a microbatch, B its sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.types import FinishReason, Group, Normaliser, Trajectory
+
+from .base import LossInputs, Metrics, MetricSum
+
+
+def off_policy_keep(inputs: LossInputs, threshold: float) -> tuple[Tensor, Metrics]:
+    """Off-policy sequence mask: `[S]` bool, True where `A >= 0` or `mean_t (sampler_t - logp_t) <= threshold` (nats).
+
+    Paper: DeepSeek-V3.2 (arXiv:2512.02556), eq. 9. Detached. A token without a sampler log-prob (NaN) is no evidence: its
+    difference counts as 0 and its place in the mean stays. `opsm/dropped_mean`: share of sequences with a token dropped.
+    """
+    gap_S = (inputs.sampler_logp_S - inputs.logp_S).detach()
+    gap_S = gap_S.masked_fill(inputs.sampler_logp_S.isnan(), 0.0)
+    # Written so that a NaN of the trainer keeps its sequence: it has to reach the loss.
+    far_B = inputs.sequence_mean(gap_S) > threshold
+    keep_S = (inputs.advantage_S >= 0) | ~inputs.spread(far_B)
+    dropped_B = inputs.sequence_sum((~keep_S).to(gap_S.dtype)) > 0
+    return keep_S, {"opsm/dropped_mean": MetricSum(dropped_B.to(gap_S.dtype).sum(), Normaliser.SEQUENCES)}
+
+
+def entropy_threshold(entropy_N: Tensor, top: float) -> float:
+    """The entropy that the share `top` of all tokens reaches: quantile `1 - top` over the scored tokens of all ranks.
+
+    Paper: Wang et al., "Beyond the 80/20 Rule" (arXiv:2506.01939), eq. 6. Linear interpolation, as torch.quantile, which
+    refuses more than 16 million elements. Tokens with `entropy >= threshold` are kept. No token: minus infinity.
+    """
+    count = entropy_N.numel()
+    if count == 0:
+        return -float("inf")
+    ordered_N = entropy_N.double().sort().values
+    place = (1 - top) * (count - 1)
+    below = int(place)
+    above = min(below + 1, count - 1)
+    return float(torch.lerp(ordered_N[below], ordered_N[above], place - below))
+
+
+def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> Group:
+    """The group with every token masked of a completion that hit `max_tokens` (`truncated`), or is longer than `longest`.
+
+    Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards and with them the baseline of the group
+    stay; the sequence counts in N with no token (TRL: `mask_truncated_completions`, whose advantages also stay).
+    """
+
+    if not truncated and longest is None:
+        return group
+
+    def filtered(trajectory: Trajectory) -> Trajectory:
+        cut = truncated and trajectory.finish_reason is FinishReason.LENGTH
+        if cut or (longest is not None and trajectory.completion_length > longest):
+            return replace(trajectory, mask=np.zeros_like(trajectory.mask))
+        return trajectory
+
+    return replace(group, trajectories=tuple(map(filtered, group.trajectories)))
