@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -110,8 +110,6 @@ class StashStatistics:
     waiting_groups: int
     waiting_trajectories: int
     waiting_bytes: int
-    whole_groups: int  # yielded, not yet cleared
-    cleared: int
     accepted: int  # trajectories
     duplicates: int
     late: int
@@ -157,10 +155,9 @@ class Stash(Generic[C]):
         self._min_partial, self._tombstones, self._clock = min_partial, tombstones, clock
         self._waiting: dict[GroupKey, _Entry[C]] = {}  # in order of first arrival
         self._since: OrderedDict[GroupKey, float] = OrderedDict()  # what the timeout counts from, ascending
-        self._whole: set[GroupKey] = set()
         self._ended: OrderedDict[GroupKey, None] = OrderedDict()
         self._oldest_allowed = 0
-        self._bytes = self._cleared = self._accepted = self._duplicates = self._late = self._stale = 0
+        self._bytes = self._accepted = self._duplicates = self._late = self._stale = 0
         self._refused: Counter[Refusal] = Counter()
         self._endings: Counter[Ending] = Counter()
         self._arrived = anyio.Event()
@@ -173,7 +170,7 @@ class Stash(Generic[C]):
         Errors: StashRefused for a member, a size or a content that contradicts the group, or a cap that is reached.
         """
         key = GroupKey(epoch, trajectory.group_id)
-        if key in self._ended or key in self._whole:
+        if key in self._ended:
             self._late += 1
             return Arrival(Status.LATE)
         entry = self._waiting.get(key)
@@ -196,7 +193,6 @@ class Stash(Generic[C]):
             return Arrival(Status.STALE, ended=(*evicted, self._end(key, Ending.STALE)))
         if len(entry.members) < entry.size:
             return Arrival(Status.WAITING, ended=evicted)
-        self._whole.add(key)
         return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE), evicted)
 
     def _check(self, key: GroupKey, entry: _Entry[C] | None, trajectory: Trajectory) -> None:
@@ -300,19 +296,12 @@ class Stash(Generic[C]):
         return [self._end(key, Ending.EPOCH) for key in list(self._waiting) if key.epoch == epoch]
 
     def discard(self, group_id: int, epoch: int = 0) -> StashedGroup[C] | None:
-        """End one group, waiting or yielded; later records of it are late. What waited of it, or None."""
+        """End one group, whether it waits here or not; later records of it are late. What waited of it, or None."""
         key = GroupKey(epoch, group_id)
         if key in self._waiting:
             return self._end(key, Ending.DISCARDED)
-        self._whole.discard(key)
         self._bury(key)
         return None
-
-    def clear(self, group_ids: Iterable[int], epoch: int = 0) -> None:
-        """These yielded groups were trained. KeyError for one that was not yielded, or was cleared before."""
-        for group_id in group_ids:
-            self._whole.remove(GroupKey(epoch, group_id))
-            self._cleared += 1
 
     def flush(self) -> list[StashedGroup[C]]:
         """Nothing more will arrive: every waiting group ends, partial ones are yielded where the policy is `partial`."""
@@ -327,8 +316,6 @@ class Stash(Generic[C]):
             waiting_groups=len(self._waiting),
             waiting_trajectories=sum(len(entry.members) for entry in self._waiting.values()),
             waiting_bytes=self._bytes,
-            whole_groups=len(self._whole),
-            cleared=self._cleared,
             accepted=self._accepted,
             duplicates=self._duplicates,
             late=self._late,

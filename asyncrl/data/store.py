@@ -42,9 +42,11 @@ class StoreEvent:
     op: str  # register, put, claim, unclaim, get, consumption, clear, close
     partition: str
     rows: int
-    bytes: int
+    bytes: int  # moved by the operation
     seconds: float
     status: Status
+    held_rows: int  # in the store, after it
+    held_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +321,8 @@ class Store:
             if status != "ok":
                 self._errors[op] += 1
                 probe = _Probe()  # it moved nothing
-            self._tell(StoreEvent(op, partition, probe.rows, probe.bytes, self._clock() - started, status))
+            seconds = self._clock() - started
+            self._tell(StoreEvent(op, partition, probe.rows, probe.bytes, seconds, status, *self._totals()))
 
     def _tell(self, event: StoreEvent) -> None:
         for observer in self._observers:

@@ -7,7 +7,7 @@ admitted group ends exactly once whichever pump notices first that it cannot be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -19,7 +19,10 @@ from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.kl import RewardPenalty
 from asyncrl.config.schema import Config
+from asyncrl.data.batch_meta import BatchMeta
+from asyncrl.data.group_rows import put_trajectories, register_groups
 from asyncrl.data.stash import Stash
+from asyncrl.data.store import Store
 from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queue import QueueSender
@@ -74,11 +77,21 @@ class Admitted:
 
 
 class GroupBook:
-    """Tickets of the groups that are live on this rank: admitted, not yet claimed by a step."""
+    """Tickets of the groups that are live on this rank: admitted, not yet claimed by a step. And where their rows are.
 
-    def __init__(self, ledger: Ledger, stash: Stash[Admitted]) -> None:
+    add --> stash (until whole) --> rows of the store --claimed--> the open step --trained--> cleared
+              `---------- end ----------'---> cleared       open again <--abort--'
+    """
+
+    PARTITION = "rollout"
+    TASK = "train"
+
+    def __init__(self, ledger: Ledger, stash: Stash[Admitted], store: Store) -> None:
         self._ledger = ledger
         self._stash = stash
+        self._store = store
+        register_groups(store, self.PARTITION, (self.TASK,))
+        self._rows: dict[int, BatchMeta] = {}  # of whole groups, by group id
         self._tickets: dict[int, Ticket] = {}
         self.reasons: Counter[str] = Counter()
         self.failed = 0
@@ -86,13 +99,35 @@ class GroupBook:
     def open(self, ticket: Ticket) -> None:
         self._tickets[ticket.group_id] = ticket
 
+    def reopen(self, ticket: Ticket) -> None:
+        """The step that had claimed the group was aborted: its rows can be claimed again."""
+        self.open(ticket)
+        if ticket.group_id in self._rows:
+            self._store.unclaim(self._rows[ticket.group_id], self.TASK)
+
     def claimed(self, ticket: Ticket) -> None:
         del self._tickets[ticket.group_id]
+        if ticket.group_id in self._rows:
+            claim = self._store.claim(self.PARTITION, self.TASK, among=self._rows[ticket.group_id].ids)
+            assert claim is not None, f"the rows of group {ticket.group_id} were claimed before"
+
+    def trained(self, group_ids: Iterable[int]) -> None:
+        """The step of these claimed groups was applied: their rows are cleared, at once."""
+        rows = [self._rows.pop(group_id) for group_id in group_ids if group_id in self._rows]
+        if rows:
+            self._store.clear(self.PARTITION, BatchMeta.concat(rows).ids)
 
     def add(self, ticket: Ticket, prompt: Prompt, trajectory: Trajectory) -> Group | None:
-        """One scored trajectory into the stash. Its group, if that is whole now. Errors: StashRefused."""
+        """One scored trajectory into the stash. Its group, as rows of the store, if that is whole now.
+
+        Errors: StashRefused; DataError where the columns of a trajectory do not fit together.
+        """
         whole = self._stash.add(trajectory, Admitted(ticket, prompt)).whole
-        return None if whole is None else Group(whole.context.ticket, whole.context.prompt, whole.trajectories)
+        if whole is None:
+            return None
+        rows, trajectories = put_trajectories(self._store, self.PARTITION, whole.trajectories)
+        self._rows[whole.key.group_id] = rows
+        return Group(whole.context.ticket, whole.context.prompt, trajectories)
 
     async def end(self, group_id: int, outcome: Literal["dropped", "failed"], reason: str) -> bool:
         """Give the slot back and forget the rows. False if the group had ended, or was claimed, before."""
@@ -100,6 +135,8 @@ class GroupBook:
         if ticket is None:
             return False
         self._stash.discard(group_id)
+        if (rows := self._rows.pop(group_id, None)) is not None:
+            self._store.clear(self.PARTITION, rows.ids)
         self.reasons[f"{outcome}: {reason}"] += 1
         self.failed += outcome == "failed"
         await self._ledger.end(ticket, outcome, reason)
@@ -124,6 +161,7 @@ class Rooms:
     recorder: Recorder
     ledger: Ledger
     stash: Stash[Admitted]
+    store: Store
     engine: Engine
     environment: Environment
     reward: Reward

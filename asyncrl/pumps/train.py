@@ -5,7 +5,7 @@ One step: claim groups from the ledger, advantages for each, pack what is ready 
 once, commit, clear the step's rows once, hand the new version to the publish pump.
 
 A step whose optimizer step was not applied is aborted, after the work that is already on the lane: its groups are live
-again and their rows are still in the stash. Once it was applied (once, where a batch is used for several updates), its
+again and their rows are still in the store. Once it was applied (once, where a batch is used for several updates), its
 groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
 """
 
@@ -283,7 +283,7 @@ class TrainPump:
             step.begun = False
         await self._rooms.ledger.commit()
         step.committed = True
-        self._rooms.stash.clear(group.group_id for group in step.groups)
+        self._rooms.book.trained(group.group_id for group in step.groups)
 
     def _report(self, step: _Step, result: StepResult) -> None:
         rooms = self._rooms
@@ -312,5 +312,5 @@ class TrainPump:
         groups = {group.group_id: group for group in step.groups}
         for ticket in returned:
             if ticket.group_id in groups:
-                self._rooms.book.open(ticket)
+                self._rooms.book.reopen(ticket)
                 self._ready[ticket.group_id] = groups[ticket.group_id]

@@ -15,7 +15,9 @@ from asyncrl.algorithms.registry import build_advantage, build_loss, build_rewar
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.config.resolve import slots, turns_bound
 from asyncrl.config.schema import Config
+from asyncrl.data.group_rows import store_metrics
 from asyncrl.data.stash import Stash
+from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.distributed.world import World
@@ -121,6 +123,7 @@ class Builder:
             seed=self.config.seed,
         )
         stash: Stash[Admitted] = Stash(max_groups=slots(self.config))
+        store = self.stack.enter_context(Store([store_metrics(self.recorder)]))
         algorithm = self.config.algorithm
         numbers = {name: getattr(algorithm, name) for name in NUMBERS}
         rooms = Rooms(
@@ -128,6 +131,7 @@ class Builder:
             recorder=self.recorder,
             ledger=ledger,
             stash=stash,
+            store=store,
             engine=parts.engine,
             environment=environment,
             reward=reward,
@@ -136,7 +140,7 @@ class Builder:
             loss=build_loss(algorithm.loss, **numbers),
             reward_penalty=build_reward_penalty(**numbers),
             advantage=build_advantage(algorithm.advantage),
-            book=GroupBook(ledger, stash),
+            book=GroupBook(ledger, stash, store),
             ranks=self.world.world_size,
             score_groups=self._scores_groups(environment),
             weights=self._weights(reward),

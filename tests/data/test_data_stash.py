@@ -328,21 +328,8 @@ def test_ended_groups_are_remembered_up_to_a_bound() -> None:
     stash = new(tombstones=2)
     for group in range(3):
         assert stash.add(record(group, 0, 1), "").status is Status.WHOLE
-    stash.clear([0, 1, 2])
     assert stash.add(record(2, 0, 1), "").status is Status.LATE
     assert stash.add(record(0, 0, 1), "").status is Status.WHOLE  # forgotten
-
-
-def test_clear_takes_yielded_groups_only_and_once() -> None:
-    stash = new()
-    stash.add(record(0, 0, 1), "")
-    stash.add(record(1, 0, 2), "")
-    assert stash.statistics().whole_groups == 1
-    stash.clear([0])
-    for group in (0, 1, 2):
-        with pytest.raises(KeyError):
-            stash.clear([group])
-    assert stash.statistics().cleared == 1 and stash.statistics().whole_groups == 0
 
 
 def test_discard_ends_a_group_whether_it_waits_is_yielded_or_has_not_come() -> None:
@@ -353,7 +340,6 @@ def test_discard_ends_a_group_whether_it_waits_is_yielded_or_has_not_come() -> N
     stash.add(record(1, 0, 1), "")
     assert stash.discard(1) is None and stash.discard(2) is None
     assert [stash.add(record(group, 1), "").status for group in range(3)] == [Status.LATE] * 3
-    assert stash.statistics().whole_groups == 0
 
 
 def test_bounds_are_checked() -> None:

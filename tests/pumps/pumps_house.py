@@ -3,7 +3,7 @@
     house = live(Plan(groups_per_step=2, prompts=8, rollout_s=lambda group, member: 3.0 if group == 5 else 1.0))
     assert house.error is None and house.trained() == [[0, 1], ...]
 
-Real: ledger, stash, packing, queues, supervisor, lane, dry-run trainer (and dry-run engine where `engine=True`).
+Real: ledger, stash, store, packing, queues, supervisor, lane, dry-run trainer (and dry-run engine where `engine=True`).
 Fake, because their time and their failures are the subject: environment, reward, the engines that take new weights.
 """
 
@@ -27,7 +27,7 @@ from pumps_plan import (
     ScriptedReward,
     make_prompt,
 )
-from pumps_recording import AuditedLedger, RecordingStash, RecordingTrainer
+from pumps_recording import AuditedLedger, RecordingBook, RecordingTrainer
 
 from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.registry import build_advantage, build_loss
@@ -35,10 +35,12 @@ from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.config.resolve import slots
+from asyncrl.data.stash import Stash
+from asyncrl.data.store import Store
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.graph import Graph
-from asyncrl.pumps.pipeline import GroupBook, Rooms, StepReport
+from asyncrl.pumps.pipeline import Admitted, Rooms, StepReport
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams
@@ -103,14 +105,16 @@ class House:
         if plan.engine:
             await stack.enter_async_context(engine)
             environment = SingleTurn(_NoWords(), SamplingParams(max_tokens=TOKENS), config.seed)
-        self.stash = RecordingStash(self, slots(config))
-        self.book = GroupBook(self.ledger, self.stash)
+        self.stash: Stash[Admitted] = Stash(slots(config))
+        self.store = Store()
+        self.book = RecordingBook(self, self.ledger, self.stash, self.store)
         algorithm = config.algorithm
         self.rooms = Rooms(
             config=config,
             recorder=recorder,
             ledger=self.ledger,
             stash=self.stash,
+            store=self.store,
             engine=engine,
             environment=environment,
             reward=await stack.enter_async_context(ScriptedReward(self)),
@@ -160,7 +164,11 @@ class House:
         live = [ticket.group_id for ticket in self.ledger.live_groups() if ticket.group_id in self.book]
         assert self.book.live() == live and len(live) == books.live, (self.book.live(), live, books)
         stash = self.stash.statistics()
-        assert stash.waiting_groups + stash.whole_groups <= books.live + books.claimed
+        held = len(self.store.meta(self.book.PARTITION).ids)
+        claimed, _ = self.store.consumption(self.book.PARTITION, self.book.TASK)
+        size = self.config.rollout.group_size
+        assert stash.waiting_groups + held // size <= books.live + books.claimed
+        assert claimed == books.claimed * size, "the store's cursor and the open step differ"
 
     def check_over(self) -> None:
         """After every end, good or bad: no open step, every admitted group ended exactly once or waits for its publish."""
@@ -171,7 +179,9 @@ class House:
         endings = Counter({group: len(ends) for group, ends in self.ledger.endings.items()})
         assert endings == self.ledger.admissions, "an admitted group ended twice, or never"
         stash = self.stash.statistics()
-        assert stash.waiting_groups == stash.whole_groups == 0, f"rows left in the stash: {stash}"
+        assert stash.waiting_groups == 0, f"trajectories left in the stash: {stash}"
+        store = self.store.statistics()
+        assert store.rows == store.bytes == 0, f"rows left in the store: {store}"
         applied = -(-self.trainer.version // self.config.algorithm.updates_per_batch)  # a batch cut off half-way counts
         assert applied == books.turn, "an applied optimizer step is not in the ledger's books"
         if self.plan.updates_per_batch == 1 and (self.error is None or isinstance(self.error, asyncio.CancelledError)):

@@ -1,4 +1,4 @@
-"""Real parts of a run with a tap on them: trainer, stash and ledger write down what was asked of them."""
+"""Real parts of a run with a tap on them: trainer, book and ledger write down what was asked of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config.resolve import turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Stash
+from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
-from asyncrl.pumps.pipeline import Admitted
+from asyncrl.pumps.pipeline import Admitted, GroupBook
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import ClaimState, LedgerStatistics, Microbatch, StepResult, Ticket
 
@@ -68,15 +69,19 @@ class RecordingTrainer:
         return self.inner._open is not None
 
 
-class RecordingStash(Stash[Admitted]):
-    def __init__(self, house: House, max_groups: int) -> None:
-        super().__init__(max_groups)
+class RecordingBook(GroupBook):
+    """The real book; the groups whose rows are cleared after their step are written down."""
+
+    def __init__(self, house: House, ledger: LocalLedger, stash: Stash[Admitted], store: Store) -> None:
+        super().__init__(ledger, stash, store)
         self.house = house
 
-    def clear(self, group_ids: Iterable[int]) -> None:
+    def trained(self, group_ids: Iterable[int]) -> None:
         ids = tuple(group_ids)
         self.house.note("clear", *ids)
-        super().clear(ids)
+        rows = self._store.statistics().rows
+        super().trained(ids)
+        assert rows - self._store.statistics().rows == len(ids) * self.house.config.rollout.group_size
 
 
 class AuditedLedger(LocalLedger):

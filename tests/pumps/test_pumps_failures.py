@@ -143,7 +143,7 @@ def test_a_failed_finish_keeps_version_and_rows_until_the_run_is_over() -> None:
         try:
             await house.graph.run(supervisor)  # type: ignore[arg-type]
         finally:  # the train pump is gone, nobody has cleaned up yet
-            seen["stash"] = house.stash.statistics().whole_groups
+            seen["rows"] = house.store.statistics().rows
             seen["books"] = house.books
             seen["version"] = house.trainer.version
 
@@ -152,6 +152,7 @@ def test_a_failed_finish_keeps_version_and_rows_until_the_run_is_over() -> None:
     assert isinstance(house.error, Watching)
     assert house.names("finish", "abort", "clear")[-2:] == ["finish", "abort"]
     assert seen["version"] == 1 and house.trainer.version == 1
+    assert seen["rows"] == 2 * house.config.rollout.group_size
     assert len(house.events("clear")) == 1
 
 
