@@ -52,6 +52,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "rollout.stop",
     "rollout.ignore_eos",
     "rollout.max_failed_groups",
+    "replay.*",
     "engine.max_sequences",
     "engine.prefill_tokens",
     "engine.kv_after_update",

@@ -170,6 +170,27 @@ def _check_rollout(config: Config) -> Iterator[str]:
         )
 
 
+def _check_replay(config: Config) -> Iterator[str]:
+    if not config.replay.size:
+        return
+    algorithm = config.algorithm
+    if algorithm.advantage in STEP_ADVANTAGES:
+        yield (
+            f"replay.size is {config.replay.size} but algorithm.advantage is {algorithm.advantage}, whose statistics span "
+            "the step that sampled a group; use an estimator of the group: grpo, dr_grpo, rloo"
+        )
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        yield (
+            f"replay.size is {config.replay.size} but algorithm.kl_in is reward: the penalty of a replayed group is that of "
+            "the weights which first trained it; set kl_in=loss"
+        )
+    if algorithm.old_logprobs == "recompute" and algorithm.importance_cap is None:
+        yield (
+            f"replay.size is {config.replay.size} but algorithm.importance_cap is null: replayed tokens would be trained as "
+            "if the weights of today had sampled them; set importance_cap, or old_logprobs=sampler"
+        )
+
+
 def _check_lengths(config: Config) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     if config.train.tokens_per_microbatch < longest:
@@ -290,6 +311,7 @@ def _check_run(config: Config) -> Iterator[str]:
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_preset,
     _check_rollout,
+    _check_replay,
     _check_lengths,
     _check_algorithm,
     _check_parts,

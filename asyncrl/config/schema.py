@@ -171,6 +171,19 @@ class RolloutConfig(Section):
     environment: str = field("single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment.")
 
 
+class ReplayConfig(Section):
+    size: int = field(
+        0,
+        "Trained groups with a strong signal that are kept, per rank, to take the place of groups without any; 0 is off.",
+        ge=0,
+    )
+    max_age: int = field(
+        8,
+        "Oldest token of a replayed group, in policy versions: the exception to max_staleness, with a bound of its own.",
+        ge=0,
+    )
+
+
 class EngineConfig(Section):
     kind: Literal["embedded", "dry_run"] = field(
         "embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model."
@@ -383,6 +396,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    replay: ReplayConfig = ReplayConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()

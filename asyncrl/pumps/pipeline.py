@@ -21,6 +21,7 @@ from asyncrl.algorithms.kl import RewardPenalty
 from asyncrl.config.schema import Config
 from asyncrl.data.batch_meta import BatchMeta
 from asyncrl.data.group_rows import put_trajectories, register_groups
+from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.stash import Stash
 from asyncrl.data.store import Store
 from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
@@ -174,4 +175,5 @@ class Rooms:
     score_groups: bool = False  # all members of a group in one call of the reward functions, once the last one is done
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     reward_penalty: RewardPenalty | None = None  # KL to the reference, taken off the rewards
+    replay: ReplayBuffer | None = None
     counters: Counter[str] = field(default_factory=Counter)

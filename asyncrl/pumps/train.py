@@ -29,6 +29,7 @@ from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
 from .metrics import step_metrics
 from .pipeline import Publication, Rooms, StepReport, hand_on
+from .replaying import Replaying
 from .signal import step_advantages
 
 
@@ -38,6 +39,7 @@ class _Step:
 
     groups: list[Group] = field(default_factory=list)
     advantages: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
+    replayed: dict[int, Group] = field(default_factory=dict)  # by the id of the group whose place it takes
     batches: list[Microbatch] = field(default_factory=list)  # kept only where a batch is used again
     begun: bool = False
     applied: bool = False  # the weights have moved by it: from then on it can only be committed
@@ -70,6 +72,7 @@ class TrainPump:
         self._stop_turn: int | None = None
         config = rooms.config
         self._per_turn = config.algorithm.updates_per_batch
+        self._replaying = Replaying(rooms)
         self._min_groups = config.rollout.streaming_min_groups
         self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
         in_two_buffers = needs_second_buffer(config.algorithm)
@@ -191,7 +194,7 @@ class TrainPump:
         scale = rooms.config.reward.scale_adv_by_len
         lowered = await self._less_penalties(step, fresh)
         step.advantages |= step_advantages(rooms.advantage, lowered, rooms.weights, scale)
-        batches = self._pack([(group, step.advantages[group.group_id]) for group in fresh])
+        batches = self._pack(self._replaying.chosen(fresh, step.advantages, step.replayed, step.version))
         batches = [await self._with_columns(batch) for batch in batches]
         if self._per_turn > 1:
             step.batches.extend(batches)
@@ -283,6 +286,7 @@ class TrainPump:
             step.begun = False
         await self._rooms.ledger.commit()
         step.committed = True
+        self._replaying.store(step.groups, step.advantages)  # before their rows are freed
         self._rooms.book.trained(group.group_id for group in step.groups)
 
     def _report(self, step: _Step, result: StepResult) -> None:
@@ -293,6 +297,8 @@ class TrainPump:
         if rooms.reward_penalty is not None:  # of this rank's groups
             tokens = sum(int(t.mask.sum()) for group in step.groups for t in group.trajectories)
             metrics["kl"] = sum(step.kl) / max(tokens, 1)
+        metrics["train/groups"] -= len(step.replayed)
+        metrics |= self._replaying.metrics(step.replayed, step.version)
         metrics["staleness/dropped"] = float(rooms.counters["staleness/dropped"])
         self._on_step(StepReport(result.version, result, metrics, tuple(step.groups), step.advantages))
 

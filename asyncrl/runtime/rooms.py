@@ -16,6 +16,7 @@ from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.config.resolve import slots, turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.group_rows import store_metrics
+from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.stash import Stash
 from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
@@ -124,7 +125,7 @@ class Builder:
         )
         stash: Stash[Admitted] = Stash(max_groups=slots(self.config))
         store = self.stack.enter_context(Store([store_metrics(self.recorder)]))
-        algorithm = self.config.algorithm
+        algorithm, replay = self.config.algorithm, self.config.replay
         numbers = {name: getattr(algorithm, name) for name in NUMBERS}
         rooms = Rooms(
             config=self.config,
@@ -144,6 +145,7 @@ class Builder:
             ranks=self.world.world_size,
             score_groups=self._scores_groups(environment),
             weights=self._weights(reward),
+            replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.peak_flops)
 

@@ -21,6 +21,7 @@ from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.config.describe import to_plain
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, StallError
 from asyncrl.telemetry.recorder import Recorder
@@ -109,6 +110,7 @@ class Checkpointer:
             "prompts": prompts.state_dict() if prompts else None,
             "untrained": sorted(group_id for group_id in live if group_id < EMBEDDED_GROUPS),
             "next_group": next_group,
+            "replay": None if rooms.replay is None else rooms.replay.snapshot(),
         }
 
     async def save(self, version: int, books: dict[str, Any]) -> Written:
@@ -121,6 +123,8 @@ class Checkpointer:
             self._recorder.wait("publish pump", f"the checkpoint of version {version}", on="disk", cause="checkpoint"),
         ):
             path = self._store.path(version)
+            if (replay := books["replay"]) is not None:
+                books = {**books, "replay": await offload(lambda: encode(replay), "replay")}
             everybody = await self._gather(version, books)
             if self._world.rank == 0:
                 run = {
@@ -129,6 +133,7 @@ class Checkpointer:
                     "prompts": {str(rank): each["prompts"] for rank, each in enumerate(everybody)},
                     "untrained": {str(rank): each["untrained"] for rank, each in enumerate(everybody)},
                     "next_group": {str(rank): each["next_group"] for rank, each in enumerate(everybody)},
+                    "replay": {str(rank): each["replay"] for rank, each in enumerate(everybody)},
                     "world_size": self._world.world_size,
                     "config": to_plain(self._config),
                 }
@@ -186,4 +191,7 @@ class Checkpointer:
             rank = str(self._world.rank)
             prompts.load_state_dict(run["prompts"][rank])
             prompts.requeue(run["untrained"][rank])
+        kept, buffer = run.get("replay", {}).get(str(self._world.rank)), self._built.rooms.replay
+        if buffer is not None and kept is not None:
+            await offload(lambda: buffer.load(kept), "replay")
         self._saved_version = saved.version

@@ -35,6 +35,7 @@ from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.config.resolve import slots
+from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.stash import Stash
 from asyncrl.data.store import Store
 from asyncrl.environments.single_turn import SingleTurn
@@ -124,6 +125,7 @@ class House:
             advantage=Estimator("scripted", plan.advantage) if plan.advantage else build_advantage(algorithm.advantage),
             book=self.book,
             score_groups=plan.score_groups,
+            replay=ReplayBuffer(config.replay.size, config.replay.max_age) if config.replay.size else None,
         )
         self.prompts = Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]

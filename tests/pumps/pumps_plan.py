@@ -61,6 +61,7 @@ class Plan:
     cleanup_s: float = 0.0  # how long a cancelled episode cleans up after itself
     reward_s: Seconds = lambda group, member: 0.0
     fails: Failure = _nothing
+    replay: Mapping[str, Any] = field(default_factory=dict)
     score_groups: bool = False  # one call of the reward for all members, which then work in parallel
     reward_config: Mapping[str, Any] = field(default_factory=dict)
     reward_fails: Failure = _nothing
@@ -93,6 +94,7 @@ class Plan:
                     **self.rollout,
                 },
                 "reward": {"workers": self.workers, **self.reward_config},
+                "replay": dict(self.replay),
                 "engine": {"kind": "dry_run"},
                 "algorithm": {
                     "updates_per_batch": self.updates_per_batch,
