@@ -15,7 +15,8 @@ from asyncrl.errors import ConfigError
 
 from .fields import get, knobs
 from .resolve import PRESETS
-from .schema import Config, RewardFunctionConfig
+from .schema import Config
+from .schema_rollouts import RewardFunctionConfig
 from .text import dump
 
 # What may change when a run goes on, and what would make the saved state wrong. Every knob matches exactly one pattern

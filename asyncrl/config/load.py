@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from asyncrl.errors import ConfigError
 
 from .fields import Knob, knobs, nearest_name, sections
-from .schema import Config, RewardFunctionConfig
+from .schema import Config
+from .schema_rollouts import RewardFunctionConfig
 from .text import parse_file, parse_scalar
 
 # A path, or `file.py:name`. The reward functions are handled with them.

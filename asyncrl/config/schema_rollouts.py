@@ -1,0 +1,117 @@
+"""The sections about what is generated: rewards, rollouts, replay. Part of the schema (`schema.py`)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from .section import Section, field
+
+
+class RewardFunctionConfig(Section):
+    function: str = Field(description="`file.py:function` or `module:function`, in TRL's form.")
+    weight: float = field(1.0, "Weight in the sum of the components.")
+    name: str | None = field(None, "Name in metrics; the function's own by default.")
+
+
+class RewardConfig(Section):
+    functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
+    workers: int = field(1, "Worker processes.", ge=1)
+    timeout_s: float = field(30.0, "Deadline of one call in seconds; a worker that misses it is killed.", gt=0)
+    on_error: Literal["fail", "none", "zero"] = field(
+        "fail", "A function that raised, crashed or timed out: end the run, count as not applicable, or count as 0."
+    )
+
+    batch: Literal["auto", "group", "trajectory"] = field(
+        "auto",
+        "One call of the functions per group, or one per completion as soon as it is there; auto: group for single_turn. "
+        "A failure or a missed deadline concerns everything in the call.",
+    )
+    overlong_cache: int | None = field(
+        None,
+        "Soft overlong punishment (DAPO): the component `overlong` falls from 0 to -1 over the last n tokens before "
+        "rollout.max_tokens; null is off.",
+        ge=1,
+    )
+    overlong_weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
+    scale_adv_by_len: bool = field(
+        False, "Multiply every reward by the scored tokens of its completion before a group is compared (Atropos)."
+    )
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _listify(cls, value: Any) -> Any:
+        items = [value] if isinstance(value, (str, dict)) else (value or [])
+        return [{"function": item} if isinstance(item, str) else item for item in items]
+
+
+class RolloutConfig(Section):
+    group_size: int = field(8, "Completions per prompt.", ge=1)
+    groups_per_step: int = field(8, "Groups (prompts) per optimizer step, over all ranks.", ge=1)
+    max_staleness: int | None = field(
+        None, "Largest age, in steps, at which a group may be trained. Preset: 0, 1, 2.", ge=0
+    )
+    streaming: bool | None = field(
+        None, "Train each group as it arrives (preset async), or wait for the whole step and train it in prompt order."
+    )
+    prefetch_depth: int | None = field(
+        None, "Batches generated ahead of the one in training: another name for max_staleness (axolotl, TRL).", ge=0
+    )
+    weight_sync_interval: int = field(
+        1,
+        "Hand new weights to the engines every k steps, counted since the last time; k - 1 is added to the age that "
+        "max_staleness allows. Evaluations and the end of the run hand over sooner.",
+        ge=1,
+    )
+    sync_warmup_steps: int = field(
+        0, "First steps for which nothing is generated ahead, so that all their groups have age 0.", ge=0
+    )
+    streaming_min_groups: int = field(
+        1,
+        "Groups of a step that wait for each other before they are trained, where streaming; the last may be fewer.",
+        ge=1,
+    )
+    dynamic_sampling: bool = field(
+        False, "Drop groups without a learning signal (all rewards equal) and sample others in their place (DAPO)."
+    )
+    min_mean_reward: float | None = field(
+        None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
+    )
+    max_mean_reward: float | None = field(
+        None, "Drop and replace groups whose mean reward is above this: too easy to learn from."
+    )
+    filter_by: str = field(
+        "reward", "What these three filters look at: `reward`, the weighted sum, or the name of one component."
+    )
+    max_refills: int = field(
+        8, "Groups that the filters may drop in one step, in multiples of groups_per_step; further ones are kept.", ge=0
+    )
+    late: Literal["wait", "drop"] = field(
+        "wait", "A group at its deadline: the step waits for it, or drops and counts it."
+    )
+    temperature: float = field(1.0, "Sampling temperature.", gt=0)
+    top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
+    top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
+    max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
+    stop: tuple[str, ...] = field((), "Strings that end a completion.")
+    ignore_eos: bool = field(
+        False, "Sample on after the end-of-sequence token, to max_tokens: benchmarks of fixed length."
+    )
+    max_failed_groups: int = field(
+        0, "Groups whose environment or generation may fail before the run ends; each is counted.", ge=0
+    )
+    environment: str = field("single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment.")
+
+
+class ReplayConfig(Section):
+    size: int = field(
+        0,
+        "Trained groups with a strong signal that are kept, per rank, to take the place of groups without any; 0 is off.",
+        ge=0,
+    )
+    max_age: int = field(
+        8,
+        "Oldest token of a replayed group, in policy versions: the exception to max_staleness, with a bound of its own.",
+        ge=0,
+    )

@@ -1,0 +1,15 @@
+"""What every section of the configuration is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def field(default: Any, text: str, **bounds: Any) -> Any:
+    return Field(default, description=text, **bounds)
