@@ -3,6 +3,8 @@
     AsyncrlError                exit code 1
     |- ConfigError              2   a setting is unknown, of the wrong form, or contradicts another (also ValueError)
     |- DataError                2   a prompt file or row cannot be used (also ValueError)
+    |  |- stash.StashRefused        a trajectory contradicts its group, or a cap is reached; has a reason
+    |  `- partition.StoreFull       a put would exceed the capacity of the column store
     |- PlatformError            2   this machine lacks what the configuration needs
     |- DivergenceError          3   NaN, or sampler and trainer disagree beyond the gate
     |- StallError               4   nothing moved for too long; the message names who waits for whom
@@ -15,6 +17,7 @@
     |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or a place was given back twice, or to nobody (also RuntimeError)
     |- LifecycleError          10   opened twice, used closed, or closed in another task (also RuntimeError)
+    |- FetchFailed              1   the sibling that reads for a replica of the model could not (also RuntimeError)
     `- TransportError          11   shared memory, or a process on the other side of it
        |- ArenaOwned                a live process owns the segment
        |- OutOfMemory               the arena or /dev/shm has no room (also MemoryError)
@@ -123,3 +126,7 @@ class RingFull(TransportError, TimeoutError):
 
 class RingDetached(TransportError, ConnectionError):
     """Nobody owns the ring, or its owner refused this producer."""
+
+
+class FetchFailed(AsyncrlError, RuntimeError):
+    """The leader of a replica could not read what its siblings wait for; the message is the leader's error."""

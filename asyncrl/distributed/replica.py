@@ -21,14 +21,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ..errors import AsyncrlError, ConfigError, LifecycleError
+from ..errors import ConfigError, FetchFailed, LifecycleError
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 _FAILED = -1
-
-
-class FetchFailed(AsyncrlError, RuntimeError):
-    """The leader of a replica could not read what the others wait for; the message is the leader's error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,10 +20,11 @@ from asyncrl.data.batch_meta import BatchMeta
 from asyncrl.data.columns import Columns, Jagged
 from asyncrl.data.fetch import fetch, write_back
 from asyncrl.data.store import Store
-from asyncrl.distributed.replica import Coordinates, FetchFailed, Layout, ReplicaGroup
-from asyncrl.errors import ConfigError, DataError, LifecycleError
+from asyncrl.distributed.replica import Coordinates, Layout, ReplicaGroup
+from asyncrl.errors import ConfigError, DataError, FetchFailed, LifecycleError
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def siblings(size: int, work: Callable[[ReplicaGroup], T]) -> list[T | BaseException]:
@@ -130,6 +134,37 @@ def test_without_siblings_everybody_reads_and_leader_broadcast_is_refused() -> N
     assert same(fetch(source, source.meta), source.store.get(source.meta))
     with pytest.raises(LifecycleError, match="leader_broadcast needs the replica's group"):
         fetch(source, source.meta, policy="leader_broadcast")
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from asyncrl.data.fetch import fetch
+from asyncrl.data.store import Store
+from asyncrl.distributed.replica import Layout
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+store = Store()
+store.register("p")
+meta = store.put("p", ["a", "b"], {"text": [f"of rank {rank}", None]})
+assert Layout(dp=2).open_group(rank, torch.device("cpu")) is None
+group = Layout(tp=2).open_group(rank, torch.device("cpu"))
+assert group is not None and group.leads == (rank == 0)
+assert fetch(store, meta, group=group)["text"].tolist() == ["of rank 0", None]
+assert fetch(store, meta, group=group, policy="independent")["text"][0] == f"of rank {rank}"
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def test_the_group_of_a_replica_is_made_from_the_layout(tmp_path: Path) -> None:
+    """Two processes: alone in a replica each, then siblings."""
+    arguments = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
+    ranks = [
+        subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) for a in arguments
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=120)
+        assert rank.returncode == 0 and out == "done\n", err
 
 
 # -- one writer ----------------------------------------------------------------------------------------------------
