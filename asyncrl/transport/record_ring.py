@@ -132,6 +132,7 @@ class RecordRing:
         self._counts.replayed = len(found)
         for link in list(self._links.values()):
             self._watch(link)
+            self._free_if_done(link)  # closed in good order while nobody owned it, and nothing left in it
 
     def close(self, *, discard: bool = False) -> bool:
         """Stop. True where records were left for the next owner (`discard` drops them instead). Twice is fine."""

@@ -1,0 +1,206 @@
+"""A kill at every store of the protocol in turn, on both sides: nothing accepted is lost, nothing torn, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+import anyio
+from transport_helpers import both_loops, child, finish, line
+from transport_records import planned, whole
+
+from asyncrl.transport.producer import Producer
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+
+SETTINGS = RingSettings(size=8 << 20, slots=8, ring_bytes=1 << 14, checksum=True)
+
+ARM = """
+import json, os, signal, sys
+from asyncrl.transport import words
+
+def arm_at(wanted, nth):
+    "SIGKILL at the n-th time that this place is reached."
+    seen = [0]
+    def fault(label):
+        seen[0] += label == wanted
+        if seen[0] == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+    words.FAULT = fault
+
+def arm(k):
+    "SIGKILL at the k-th place from here on."
+    seen = [0]
+    def fault(label):
+        if seen[0] == k:
+            os.write(1, (json.dumps([k, label]) + "\\n").encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen[0] += 1
+    words.FAULT = fault
+
+def every(work):
+    "Fork for k = 0, 1, ... until one survives."
+    k = 0
+    while True:
+        pid = os.fork()
+        if not pid:
+            try:
+                work(k)
+            except BaseException as error:
+                os.write(1, (json.dumps([k, "error", repr(error)]) + "\\n").encode())
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            os.write(1, (json.dumps([k, "survived"]) + "\\n").encode())
+            return
+        k += 1
+"""
+
+PRODUCERS = (
+    ARM
+    + """
+from transport_records import planned
+from asyncrl.transport.producer import Producer
+
+def work(k):
+    producer = Producer.attach(sys.argv[1])
+    producer.put(planned(2 * k))
+    arm(k)
+    producer.put(planned(2 * k + 1))
+    words.FAULT = None
+    producer.close()
+
+every(work)
+"""
+)
+
+STEPS = ("ring.state", "ring.offset", "ring.size", "ring.check", "ring.sequence", "ring.head")
+
+
+@both_loops
+async def test_a_producer_killed_at_every_store_of_a_put(name: str) -> None:
+    arrived: Counter[int] = Counter()
+    async with RecordRing(name, SETTINGS) as ring:
+        process = child(PRODUCERS, name)
+        said: list[list[object]] = []
+
+        def listen() -> None:
+            while not said or said[-1][1] != "survived":
+                said.append(json.loads(line(process)))
+
+        async def consume() -> None:
+            while True:
+                delivery = await ring.get()
+                assert whole(delivery.record)
+                arrived[delivery.record.group] += 1
+                delivery.release()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(consume)
+            await asyncio.to_thread(listen)
+            with anyio.fail_after(20):
+                while ring.statistics().rings:
+                    await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        assert finish(process) == 0
+        s = ring.statistics()
+    labels = [str(row[1]) for row in said]
+    assert "error" not in labels, said
+    wanted = {f"{step}:{when}" for step in STEPS for when in ("before", "after")}
+    assert set(labels) == wanted | {"section", "table", "header", "producer.notify", "survived"}
+    accepted = labels.index("ring.head:after")
+    expected = {2 * k for k in range(len(labels))} | {2 * k + 1 for k in range(accepted, len(labels))}
+    assert arrived == Counter(dict.fromkeys(expected, 1))
+    assert (s.torn, s.duplicates, s.deaths) == (0, 0, len(labels) - 1)
+    assert s.half_written == accepted - labels.index("ring.state:after")
+
+
+OWNERS = (
+    ARM
+    + """
+import asyncio
+from transport_records import whole
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+
+log = os.open(sys.argv[2], os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+async def own(most):
+    rows = os.pread(log, 1 << 20, 0).decode().split()
+    trained = {(0, int(row), 0) for row in rows}
+    async with RecordRing(sys.argv[1], RingSettings(**json.loads(sys.argv[3])), trained=trained) as ring:
+        held = []
+        while len(trained) < most:
+            delivery = await ring.get()
+            assert whole(delivery.record)
+            trained.update(delivery.record.identities())
+            os.write(log, f"{delivery.record.group}\\n".encode())
+            held.append(delivery)
+            if len(held) == 2:
+                held.pop().release()
+        for delivery in held:
+            delivery.release()
+        while ring.statistics().rings:  # until the producer has closed and its ring is free
+            await asyncio.sleep(0)
+
+for k, (label, nth) in enumerate([*json.loads(sys.argv[4]), ["", 0]]):
+    pid = os.fork()
+    if not pid:
+        try:
+            if nth:
+                arm_at(label, nth)
+            asyncio.run(own(2 * (k + 1)))
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.write(1, (json.dumps([label, nth, code]) + "\\n").encode())
+"""
+)
+PLACES: list[tuple[str, int]] = [
+    ("segment.link", 1),
+    *((f"segment.life:{when}", nth) for nth in (1, 2, 3, 4) for when in ("before", "after")),
+    *((f"arena.{word}:{when}", 1) for word in ("offset", "size", "tag", "generation") for when in ("before", "after")),
+    *((f"arena.generation:{when}", 2) for when in ("before", "after")),  # the ring is freed
+    *((f"ring.read:{when}", 1) for when in ("before", "after")),
+    *((f"ring.released:{when}", nth) for nth in (1, 2) for when in ("before", "after")),
+    ("ring.release", 1),
+    *((f"segment.life:{when}", 5) for when in ("before", "after")),  # the seal
+]
+
+
+def test_an_owner_killed_at_every_store_of_its_life(name: str, tmp_path: Path) -> None:
+    """Every owner lives until all groups put so far are trained; each but the last is killed at one place."""
+    log = tmp_path / "trained"
+    settings = {"size": 1 << 20, "slots": 8, "ring_bytes": 1 << 14, "checksum": True}
+    process = child(OWNERS, name, str(log), json.dumps(settings), json.dumps(PLACES))
+    rounds = threading.Semaphore(1)
+    failed: list[BaseException] = []
+
+    def produce() -> None:
+        try:
+            for k in range(len(PLACES) + 1):
+                rounds.acquire(timeout=60)
+                with Producer.attach(name) as producer:
+                    for group in (2 * k, 2 * k + 1):
+                        producer.put(planned(group), timeout=30)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    said = []
+    for _ in range(len(PLACES) + 1):  # each owner that ends lets two more groups be put
+        said.append(json.loads(line(process)))
+        rounds.release()
+    assert finish(process) == 0
+    thread.join(60)
+    assert not failed
+    assert said == [[label, nth, -signal.SIGKILL] for label, nth in PLACES] + [["", 0, 0]]
+    trained = [int(row) for row in log.read_text().split()]
+    assert Counter(trained) == Counter(range(2 * len(said))), "lost, or trained twice"
