@@ -54,6 +54,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "rollout.ignore_eos",
     "rollout.max_failed_groups",
     "replay.*",
+    "reroll.*",
     "engine.max_sequences",
     "engine.prefill_tokens",
     "engine.kv_after_update",

@@ -288,6 +288,11 @@ def _check_run(config: Config) -> Iterator[str]:
     dry_run = train.kind == "dry_run"
     if train.max_steps is None and train.max_epochs is None and train.time_limit_s is None:
         yield "the run has no end: set at least one of train.max_steps, train.max_epochs, train.time_limit_s"
+    if config.reroll.start_fraction < 1 and train.max_steps is None and train.max_epochs is None:
+        yield (
+            f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run, but only time_limit_s ends it; set "
+            "train.max_steps or train.max_epochs"
+        )
     if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
         yield (
             f"train.schedule is {train.schedule}, which needs to know the last step; set train.max_steps or "

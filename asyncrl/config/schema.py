@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import field_validator
 
-from .schema_rollouts import ReplayConfig, RewardConfig, RolloutConfig
+from .schema_rollouts import ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .section import Section, field
 
 AdvantageName: TypeAlias = Literal[
@@ -284,6 +284,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = ReplayConfig()
+    reroll: RerollConfig = RerollConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()

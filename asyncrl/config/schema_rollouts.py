@@ -104,6 +104,18 @@ class RolloutConfig(Section):
     environment: str = field("single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment.")
 
 
+class RerollConfig(Section):
+    start_fraction: float = field(
+        1.0,
+        "Part of the run after which prompts of which every completion failed are played again; 1 is never.",
+        ge=0,
+        le=1,
+    )
+    groups_per_step: int = field(1, "Such prompts per step and rank, in place of fresh ones.", ge=1)
+    attempts: int = field(1, "How often a prompt is played again at most.", ge=1)
+    reward_at_most: float = field(0.0, "A completion with at most this reward has failed.")
+
+
 class ReplayConfig(Section):
     size: int = field(
         0,

@@ -1,6 +1,7 @@
 """The prompts of a run: an endless, deterministic stream of rows that can be saved and resumed.
 
     ordinal (= group id) = epoch x rows + position      row = order(seed, epoch)[position]
+    a prompt that is played again:   group id = ordinal + attempt x REROLLS, same row, random numbers of its own
 
 Guarantees
 - the same group id always means the same row: whoever asks, in which order, before or after a resume;
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +28,15 @@ from asyncrl.types import Int32Array, Prompt
 from .prompts_files import ListRows, Row, Rows, digest, open_rows
 from .tokenizing import encode_prompt
 
+REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
+MAX_FAILED = 4096  # failed prompts that wait; the oldest gives way
 _MASK = (1 << 64) - 1
 _CACHED_TOKENS = 4_000_000  # 16 MB of token ids; later rows are tokenized again each epoch
+
+
+def attempt_of(group_id: int) -> int:
+    """0 for the first time a prompt is played, then 1, 2, ..."""
+    return group_id // REROLLS
 
 
 class EpochOrder:
@@ -78,6 +87,7 @@ class PromptSource:
         self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)
         self._position = rank  # the next ordinal
         self._again: list[int] = []  # group ids to hand out once more, ascending
+        self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # group ids of the next attempts, oldest first
         self._orders: dict[int, EpochOrder] = {}
         self._cache: dict[int, tuple[Int32Array, int]] = {}  # row -> (ids, tokens before the cut)
         self._cached_tokens = 0
@@ -148,9 +158,24 @@ class PromptSource:
         """
         wanted = sorted({*self._again, *group_ids})
         for group_id in wanted:
-            if group_id < 0 or (group_id % self._world_size == self._rank and group_id >= self._position):
+            ordinal = group_id % REROLLS
+            if group_id < 0 or (ordinal % self._world_size == self._rank and ordinal >= self._position):
                 raise DataError(f"group id {group_id} was never handed out; the next new one is {self._position}")
         self._again = wanted
+
+    def failed(self, group_id: int, attempts: int) -> bool:
+        """Every completion of this prompt failed: it waits for `reroll`. False: it had `attempts` more, or waits already."""
+        again = group_id + REROLLS
+        if attempt_of(again) > attempts or again in self._failed or again in self._again:
+            return False
+        self._failed.append(again)
+        return True
+
+    def reroll(self, count: int) -> list[int]:
+        """Hand out up to `count` of the failed prompts again, before anything new, under the group ids that come back."""
+        group_ids = [self._failed.popleft() for _ in range(min(count, len(self._failed)))]
+        self.requeue(group_ids)
+        return group_ids
 
     def check_all(self) -> dict[str, int]:
         """Tokenize every row once and refuse now what `next()` would refuse in the middle of a run; `statistics()`.
@@ -178,6 +203,7 @@ class PromptSource:
         return {
             "position": self._position,
             "again": list(self._again),
+            "failed": list(self._failed),
             "counts": dict(self._counts),
             "rows": len(self._rows),
             "digest": self._digest,
@@ -206,6 +232,7 @@ class PromptSource:
                 )
         self._position = int(state["position"])
         self._again = sorted(int(group_id) for group_id in state["again"])
+        self._failed = deque((int(group_id) for group_id in state.get("failed", ())), maxlen=MAX_FAILED)
         self._counts = {key: int(state["counts"].get(key, 0)) for key in self._counts}
 
     def _row_of(self, ordinal: int) -> tuple[int, int]:
@@ -219,16 +246,16 @@ class PromptSource:
             self._orders[epoch] = EpochOrder(len(self._rows), self._seed, epoch)
         return self._orders[epoch][position], epoch
 
-    def _make(self, ordinal: int) -> tuple[Prompt | None, int]:
-        """(prompt, tokens before the cut) of an ordinal; no prompt where its row is skipped."""
-        index, epoch = self._row_of(ordinal)
+    def _make(self, group_id: int) -> tuple[Prompt | None, int]:
+        """(prompt, tokens before the cut) of a group id; no prompt where its row is skipped."""
+        index, epoch = self._row_of(group_id % REROLLS)
         ids, length = self._encode(index)
         if length > self.config.max_prompt_tokens and self.config.overlong == "skip":
             return None, length
         row = self._rows[index]
         column = self.config.prompt_column
         columns = {key: value for key, value in row.items() if key != column}
-        return Prompt(group_id=ordinal, ids=ids, prompt=row[column], columns=columns, epoch=epoch), length
+        return Prompt(group_id=group_id, ids=ids, prompt=row[column], columns=columns, epoch=epoch), length
 
     def _raw_prompt(self, index: int) -> Any:
         row, column = self._rows[index], self.config.prompt_column

@@ -30,6 +30,7 @@ from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 from .metrics import step_metrics
 from .pipeline import Publication, Rooms, StepReport, hand_on
 from .replaying import Replaying
+from .reroll import Reroll
 from .signal import step_advantages
 
 
@@ -58,6 +59,7 @@ class TrainPump:
         publications: QueueSender[Publication],
         published: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepReport], None],
+        reroll: Reroll,
     ) -> None:
         """`published(turn)` waits until the publish pump is done with that turn: evaluation and checkpoint read the
         weights of their version, so the next optimizer step must not come before."""
@@ -66,6 +68,7 @@ class TrainPump:
         self._publications = publications
         self._published = published
         self._on_step = on_step
+        self._reroll = reroll
         self._ready: dict[int, Group] = {}  # whole groups without a place, in arrival order
         self._changed = anyio.Event()
         self._stop_requested = False
@@ -286,6 +289,7 @@ class TrainPump:
             step.begun = False
         await self._rooms.ledger.commit()
         step.committed = True
+        self._reroll.step_over(step.groups)
         self._replaying.store(step.groups, step.advantages)  # before their rows are freed
         self._rooms.book.trained(group.group_id for group in step.groups)
 
@@ -298,7 +302,7 @@ class TrainPump:
             tokens = sum(int(t.mask.sum()) for group in step.groups for t in group.trajectories)
             metrics["kl"] = sum(step.kl) / max(tokens, 1)
         metrics["train/groups"] -= len(step.replayed)
-        metrics |= self._replaying.metrics(step.replayed, step.version)
+        metrics |= self._replaying.metrics(step.replayed, step.version) | self._reroll.metrics(step.groups)
         metrics["staleness/dropped"] = float(rooms.counters["staleness/dropped"])
         self._on_step(StepReport(result.version, result, metrics, tuple(step.groups), step.advantages))
 

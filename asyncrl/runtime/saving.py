@@ -20,7 +20,7 @@ from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.config.describe import to_plain
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts import REROLLS, PromptSource
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, StallError
@@ -108,7 +108,7 @@ class Checkpointer:
         return {
             "turn": rooms.ledger.turn,
             "prompts": prompts.state_dict() if prompts else None,
-            "untrained": sorted(group_id for group_id in live if group_id < EMBEDDED_GROUPS),
+            "untrained": sorted(group_id for group_id in live if group_id % REROLLS < EMBEDDED_GROUPS),
             "next_group": next_group,
             "replay": None if rooms.replay is None else rooms.replay.snapshot(),
         }

@@ -87,6 +87,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["rollout.min_mean_reward=0.9", "rollout.max_mean_reward=0.1"], ("min_mean_reward is 0.9", "swap")),
         (["rollout.dynamic_sampling=true", "algorithm.advantage=zero"], ("dynamic_sampling", "advantage=zero")),
         (["reward.overlong_cache=257"], ("overlong_cache is 257", "max_tokens = 256")),
+        (["reroll.start_fraction=0.5", "train.max_steps=null", "train.time_limit_s=9"], ("start_fraction is 0.5",)),
         (["replay.size=4", "algorithm.importance_cap=null"], ("replay.size is 4", "importance_cap")),
         (["replay.size=4", "preset=one_off", "algorithm.advantage=gdpo"], ("replay.size is 4", "gdpo")),
         (["train.max_steps=null"], ("train.max_steps, train.max_epochs, train.time_limit_s",)),

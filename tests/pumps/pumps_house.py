@@ -127,7 +127,7 @@ class House:
             score_groups=plan.score_groups,
             replay=ReplayBuffer(config.replay.size, config.replay.max_age) if config.replay.size else None,
         )
-        self.prompts = Prompts(plan.prompts)
+        self.prompts: Any = plan.cursor() if plan.cursor else Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]
         self.graph = Graph(self.rooms, self.prompts, held_out, self._at_version, self.reports.append)  # type: ignore[arg-type]
 

@@ -48,7 +48,10 @@ class Plan:
     late: str = "wait"
     rollout: Mapping[str, Any] = field(default_factory=dict)  # more settings of that section
     prompts: int | None = None  # None: endless
+    cursor: Callable[[], Any] | None = None  # a real one instead
+    reroll: Mapping[str, Any] = field(default_factory=dict)
     max_steps: int | None = None
+    max_epochs: float | None = None
     time_limit_s: float | None = None
     partial_final_step: bool = True
     max_failed_groups: int = 0
@@ -95,6 +98,7 @@ class Plan:
                 },
                 "reward": {"workers": self.workers, **self.reward_config},
                 "replay": dict(self.replay),
+                "reroll": dict(self.reroll),
                 "engine": {"kind": "dry_run"},
                 "algorithm": {
                     "updates_per_batch": self.updates_per_batch,
@@ -104,6 +108,7 @@ class Plan:
                 "train": {
                     "kind": "dry_run",
                     "max_steps": self.max_steps,
+                    "max_epochs": self.max_epochs,
                     "time_limit_s": self.time_limit_s,
                     "partial_final_step": self.partial_final_step,
                     "tokens_per_microbatch": self.tokens_per_microbatch,

@@ -57,7 +57,10 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def unclocked(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k != "time" and not k.startswith(CLOCKED[1:])} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k != "time" and not k.startswith(CLOCKED[1:]) and not k.endswith("_ms")}
+        for line in lines
+    ]
 
 
 def rollouts_of(run: Path) -> list[dict[str, Any]]:

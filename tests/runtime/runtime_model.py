@@ -75,6 +75,12 @@ def share(completions: list[Any], answer: list[str], **columns: Any) -> list[flo
     return [text.count(letter) / max(len(text), 1) for text, letter in zip(texts, answer, strict=True)]
 
 
+def stingy(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """`share`, but for half of the letters nothing is ever right."""
+    right = share(completions, answer)
+    return [0.0 if letter in LETTERS[::2] else value for value, letter in zip(right, answer, strict=True)]
+
+
 def short(completions: list[Any], **columns: Any) -> list[float | None]:
     """Does not apply to completions of odd length."""
     return [None if len(text) % 2 == 1 else float(len(text) < 6) for text in completions]
