@@ -1,0 +1,107 @@
+"""What the algorithm section refuses, each with its reason and a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config.check_losses import LOSS_NORMALISERS, needs_second_buffer
+from asyncrl.config.load import load_config
+from asyncrl.config.resolve import resolve, warnings
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.types import Normaliser
+
+BASE = ("engine.kind=dry_run", "train.kind=dry_run", "train.max_steps=1")
+BY_TOKENS = sorted(name for name, kind in LOSS_NORMALISERS.items() if kind is Normaliser.TOKENS)
+
+
+def made(*overrides: str) -> Config:
+    return resolve(load_config([], [*BASE, *overrides]))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as found:
+        made(*overrides)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_NORMALISERS))
+def test_every_loss_is_reachable_by_name(name: str) -> None:
+    config = made(f"algorithm.loss={name}", "preset=sync")
+    assert config.algorithm.loss == name
+    assert resolve(config) == config
+
+
+def test_a_local_denominator_is_refused_where_steps_are_streamed() -> None:
+    text = refusal("algorithm.loss=bnpo")
+    assert (
+        "divides by the tokens of each microbatch" in text and "loss=dapo" in text and "rollout.streaming=false" in text
+    )
+    made("algorithm.loss=bnpo", "rollout.streaming=false")
+    made("algorithm.loss=bnpo", "algorithm.updates_per_batch=2")  # such a batch is gathered whole
+
+
+def test_an_all_rank_quantile_is_refused_where_steps_are_streamed() -> None:
+    text = refusal("algorithm.top_entropy_quantile=0.2")
+    assert "known only when all tokens of the step on all ranks are" in text and "rollout.streaming=false" in text
+    made("algorithm.top_entropy_quantile=0.2", "preset=one_off")
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_NORMALISERS))
+def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are_streamed(name: str) -> None:
+    entropy = (f"algorithm.loss={name}", "algorithm.entropy_coef=0.01")
+    if name in BY_TOKENS:
+        assert not needs_second_buffer(made(*entropy, "algorithm.second_gradient_buffer=true").algorithm)
+        made(*entropy)
+        return
+    text = refusal(*entropy)
+    if name != "bnpo":
+        assert "the bonus is divided by tokens" in text and f"the loss by {LOSS_NORMALISERS[name].value}" in text
+        assert "second_gradient_buffer=true" in text and "rollout.streaming=false" in text and "dapo" in text
+        assert needs_second_buffer(made(*entropy, "algorithm.second_gradient_buffer=true").algorithm)
+    assert not needs_second_buffer(made(*entropy, "preset=sync").algorithm)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["delta=1.1"], "expected more than 1 + epsilon_high = 1.2"),
+        (["delta=3", "dual_clip=3"], "two spellings of one bound"),
+        (["delta=3", "loss=cispo"], "loss is cispo, which does not read it"),
+        (["cispo_high=3"], "loss is grpo, which does not read it; leave it out, or use loss=cispo"),
+        (["loss=cispo", "epsilon_high=5.0"], "the bound of its ratio is cispo_high"),
+        (["loss=cispo", "cispo_low=6"], "expected less than cispo_high = 5.0"),
+        (["importance_floor=3"], "expected less than importance_cap = 2.0"),
+        (["importance_mode=icepop"], "it masks on both sides: set both (0.5 and 5.0"),
+        (["importance_mode=sequence_mask_tis"], "0.999 and 1.002"),
+        (["loss=vespo", "importance_mode=sequence_mask"], "use a token mode"),
+        (["loss=vespo", "importance_mode=geometric_truncate"], "use a token mode"),
+        (["old_logprobs=sampler", "importance_veto=1e-4"], "never applied together; set importance_veto=null"),
+        (["old_logprobs=sampler", "importance_cap=2"], "never applied together; set importance_cap=null"),
+        (["old_logprobs=sampler", "force_on_policy=true"], "choose one"),
+        (["kl_in=reward"], "algorithm.kl_in is set but kl_coef is 0"),
+        (["kl_coef=0.1", "kl_in=reward", "use_bias_correction_kl=true"], "has no gradient to correct"),
+        (["epsilon=1"], "expected less than 1"),
+    ],
+)
+def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
+    assert words in refusal(*(f"algorithm.{override}" for override in overrides))
+
+
+def test_kl_in_the_reward_needs_an_advantage_that_reads_the_reward() -> None:
+    words = refusal("preset=sync", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.advantage=gdpo")
+    assert "the KL would be lost" in words
+
+
+def test_what_is_seldom_meant_is_warned_of() -> None:
+    def found(*overrides: str) -> str:
+        return "\n".join(warnings(made(*overrides)))
+
+    assert "only adds noise" in found("algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1")
+    assert "only adds noise" not in found(
+        "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1", "algorithm.use_bias_correction_kl=true"
+    )
+    assert "never clips" in found("algorithm.loss=luspo")
+    assert "no term needs it" in found("algorithm.second_gradient_buffer=true")
+    assert "nothing corrects" in found("algorithm.importance_cap=null")
+    assert "nothing corrects" not in found("algorithm.importance_cap=null", "algorithm.importance_veto=1e-4")
