@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training_helpers import MAX_LENGTH, make_group, oracle_gradient, tiny_module, tiny_policy
+from training_helpers import MAX_LENGTH, STREAMED, make_group, oracle_gradient, tiny_module, tiny_policy
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
 from asyncrl.algorithms.registry import build_loss
@@ -16,7 +16,7 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch, Normaliser, StepResult
 
-LOSSES = ("grpo", "dapo", "dr_grpo", "gspo")
+LOSSES = STREAMED
 
 
 def batch(seed: int = 0) -> list:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_rank
+from training_helpers import STREAMED
 
 import asyncrl
 from asyncrl.training.reducer import OneRank
@@ -22,15 +23,20 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.parametrize(("shares", "name"), [("2,3", "grpo"), ("4,0,1", "dapo")])
-def test_ranks_equal_one_rank(tmp_path: Path, shares: str, name: str) -> None:
-    expected = training_rank.step(OneRank(), training_rank.groups(), name)
+# Every streamable loss with every term on, an idle rank and a fully masked row; then what a survey makes possible.
+STREAMED_WITH_ALL = ",".join(f"{name}+" for name in STREAMED)
+SURVEYED = "grpo?,dapo?,bnpo?"
+
+
+@pytest.mark.parametrize(("shares", "names"), [("2,3", "grpo,dapo"), ("2,0,3", STREAMED_WITH_ALL), ("0,5", SURVEYED)])
+def test_ranks_equal_one_rank(tmp_path: Path, shares: str, names: str) -> None:
+    expected = [training_rank.step(OneRank(), training_rank.groups(), name) for name in names.split(",")]
     size, port = len(shares.split(",")), free_port()
     script = Path(training_rank.__file__)
     environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(size), str(port), str(tmp_path), shares, name],
+            [sys.executable, str(script), str(rank), str(size), str(port), str(tmp_path), shares, names],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -47,9 +53,13 @@ def test_ranks_equal_one_rank(tmp_path: Path, shares: str, name: str) -> None:
             process.kill()
             process.communicate()
     for rank in range(size):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=1e-10)
-        torch.testing.assert_close(found["gradient"], expected["gradient"], rtol=0, atol=1e-12)
-        for (*numbers, metrics), (*wanted, wanted_metrics) in zip(found["results"], expected["results"], strict=True):
-            assert numbers == pytest.approx(wanted, rel=1e-10)
-            assert metrics == pytest.approx(wanted_metrics, rel=1e-8, abs=1e-12)
+        for found, wanted in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
+            same(found, wanted)
+
+
+def same(found: dict, expected: dict) -> None:
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found["gradient"], expected["gradient"], rtol=0, atol=1e-10)
+    for (*numbers, metrics), (*wanted, wanted_metrics) in zip(found["results"], expected["results"], strict=True):
+        assert numbers == pytest.approx(wanted, rel=1e-10)
+        assert metrics == pytest.approx(wanted_metrics, rel=1e-8, abs=1e-12)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.algorithms.base import Loss, LossInputs
-from asyncrl.algorithms.registry import build_loss
+from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.models.policy import PolicyModel
@@ -112,47 +114,112 @@ def train_step(core: TorchTrainer, batches: list[Microbatch] | None = None, loss
     return core.finish_train_step()
 
 
+STREAMED = tuple(sorted(set(LOSSES) - {"bnpo"}))
+
+
+def everything(name: str, *, top: float = 1.0, entropy_coef: float = 0.05) -> Loss:
+    """The loss with every term that can be had at once."""
+    return build_loss(
+        name,
+        epsilon=0.1,
+        cispo_high=1.5,
+        positive_scale=1.5,
+        negative_scale=0.5,
+        importance_mode="token_mask" if name == "vespo" else "sequence_mask_tis",
+        importance_cap=3.0,
+        importance_floor=0.2,
+        importance_veto=0.01,
+        importance_log_clamp=5.0,
+        off_policy_mask_threshold=0.5,
+        kl_coef=0.05,
+        use_bias_correction_kl=True,
+        entropy_coef=entropy_coef,
+        top_entropy_quantile=top,
+    )
+
+
+def old_and_reference(sampler: np.ndarray) -> dict[str, np.ndarray]:
+    """Columns that belong to a token wherever it is packed."""
+    return {"old_logprobs": sampler * np.float32(0.9), "reference_logprobs": sampler * np.float32(1.1)}
+
+
+def with_columns(batch: Microbatch) -> Microbatch:
+    return replace(batch, **old_and_reference(batch.sampler_logprobs))
+
+
+def _scored_columns(
+    logits: torch.Tensor, ids: torch.Tensor, groups: list[tuple[Group, np.ndarray]]
+) -> dict[str, torch.Tensor]:
+    """Every column [S] of the scored tokens, from logits [B, L, V]."""
+    trajectories = [t for group, _ in groups for t in group.trajectories]
+    advantages = [a for _, values in groups for a in values]
+    columns: dict[str, list[torch.Tensor]] = {n: [] for n in ("logp", "entropy", "sampler", "advantage", "sequence")}
+    for row, t in enumerate(trajectories):
+        logp = torch.log_softmax(logits[row, : t.tokens.size - 1] / float(np.float32(t.temperature)), -1)
+        index = torch.from_numpy(np.flatnonzero(t.mask))
+        columns["logp"].append(logp[index - 1, ids[row, index]])
+        columns["entropy"].append(-(logp.exp() * logp).sum(-1)[index - 1])
+        columns["sampler"].append(torch.from_numpy(t.logprobs[t.mask]))
+        columns["advantage"].append(torch.full((index.numel(),), float(advantages[row]), dtype=torch.float64))
+        columns["sequence"].append(torch.full((index.numel(),), row))
+    return {name: torch.cat(values) for name, values in columns.items()}
+
+
 def oracle_gradient(
-    module: PreTrainedModel, groups: list[tuple[Group, np.ndarray]], loss: Loss, max_length: int = MAX_LENGTH
+    module: PreTrainedModel,
+    groups: list[tuple[Group, np.ndarray]],
+    loss: Loss,
+    max_length: int = MAX_LENGTH,
+    columns_too: bool = False,
+    top: float = 1.0,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients) of the whole batch at once: a plain transformers forward over padded rows [B, L], no packing."""
+    """(loss, gradients) of the whole batch at once: a plain transformers forward over padded rows [B, L], no packing.
+
+    `columns_too`: with the old and reference columns of `old_and_reference`. `top`: share of the top-entropy mask.
+    """
     module = module.double()
     module.set_attn_implementation("sdpa")  # the eager one computes its softmax in float32
     trajectories = [t for group, _ in groups for t in group.trajectories]
-    advantages = [a for _, values in groups for a in values]
     longest = max(t.tokens.size for t in trajectories)
     ids = torch.zeros(len(trajectories), longest, dtype=torch.int64)
     attention = torch.zeros_like(ids)
     for row, t in enumerate(trajectories):
         ids[row, : t.tokens.size] = torch.from_numpy(t.tokens.astype(np.int64))
         attention[row, : t.tokens.size] = 1
-    logits = module(input_ids=ids, attention_mask=attention, use_cache=False).logits
-    columns: dict[str, list[torch.Tensor]] = {"logp": [], "sampler": [], "advantage": [], "sequence": []}
-    for row, t in enumerate(trajectories):
-        logp = torch.log_softmax(logits[row, : t.tokens.size - 1] / float(np.float32(t.temperature)), -1)
-        index = torch.from_numpy(np.flatnonzero(t.mask))
-        columns["logp"].append(logp[index - 1, ids[row, index]])
-        columns["sampler"].append(torch.from_numpy(t.logprobs[t.mask]).double())
-        columns["advantage"].append(torch.full((index.numel(),), float(advantages[row]), dtype=torch.float64))
-        columns["sequence"].append(torch.full((index.numel(),), row))
-    joined = {name: torch.cat(values) for name, values in columns.items()}
+    joined = _scored_columns(module(input_ids=ids, attention_mask=attention, use_cache=False).logits, ids, groups)
+    extra: dict[str, torch.Tensor] = {}
+    if columns_too:
+        found = old_and_reference(joined["sampler"].numpy())
+        extra = {
+            "old_logp_S": torch.from_numpy(found["old_logprobs"]).double(),
+            "reference_logp_S": torch.from_numpy(found["reference_logprobs"]).double(),
+        }
+    kept = joined["logp"].numel()
+    if top < 1:
+        entropy_S = joined["entropy"].detach()
+        extra["keep_S"] = entropy_S >= entropy_S.quantile(1 - top)
+        kept = int(extra["keep_S"].sum())
     sums = loss(
         LossInputs(
             logp_S=joined["logp"],
-            entropy_S=None,
-            sampler_logp_S=joined["sampler"],
+            entropy_S=joined["entropy"],
+            sampler_logp_S=joined["sampler"].double(),
             advantage_S=joined["advantage"],
             sequence_S=joined["sequence"],
             sequences=len(trajectories),
+            **extra,
         )
     )
     count = {
         Normaliser.TOKENS: float(joined["logp"].numel()),
         Normaliser.SEQUENCES: float(len(trajectories)),
         Normaliser.SEQUENCES_X_MAX_LENGTH: float(len(trajectories) * max_length),
+        Normaliser.MICROBATCHES: 1.0,
         Normaliser.NONE: 1.0,
-    }[loss.normaliser]
-    value = sums.total / count
+    }
+    value = sums.total / count[loss.normaliser]
+    if sums.extra is not None:  # the entropy bonus: a mean over the tokens it acts on
+        value = value + sums.extra / kept
     module.zero_grad()
     value.backward()
     return float(value.detach()), {name: p.grad.clone() for name, p in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""One rank of the distributed gradient test: `python training_rank.py RANK WORLD PORT OUT SHARES LOSS`."""
+"""One rank of the distributed gradient test: `python training_rank.py RANK WORLD PORT OUT SHARES LOSS,LOSS...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from training_helpers import MAX_LENGTH, make_group, tiny_policy
+from training_helpers import MAX_LENGTH, everything, make_group, tiny_policy, with_columns
 
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
@@ -24,16 +24,24 @@ def groups() -> list:
 
 
 def step(world: object, mine: list, name: str) -> dict:
-    """Two steps with this rank's groups; everything that must be equal to the run with one rank."""
+    """Two steps with this rank's groups; everything that must be equal to the run with one rank.
+
+    `name`: a loss; with `+` every term is on, the bonus in the second buffer; with `?` the step is surveyed first."""
     policy = tiny_policy()
     config = TrainConfig(lr=0.01, grad_clip=0.05)
-    trainer = TorchTrainer(policy, config, world, max_completion_length=MAX_LENGTH)
+    loss = build_loss(name) if name.isidentifier() else everything(name[:-1], top=0.4 if name.endswith("?") else 1.0)
+    second = name.endswith("+") and loss.extra_normaliser is not None
+    trainer = TorchTrainer(policy, config, world, max_completion_length=MAX_LENGTH, second_buffer=second)
     results = []
     for _ in range(2):
-        trainer.begin_train_step(build_loss(name))
-        for group in mine:
-            for batch in pack_groups([group], 30):
-                trainer.train_microbatch(batch)
+        bound, batches = loss, [batch for group in mine for batch in pack_groups([group], 30)]
+        if not name.isidentifier():
+            batches = [with_columns(batch) for batch in batches]
+        if name.endswith("?"):
+            bound, batches = trainer.survey(loss, batches, [trainer.compute_entropies(batch) for batch in batches])
+        trainer.begin_train_step(bound)
+        for batch in batches:
+            trainer.train_microbatch(batch)
         result = trainer.finish_train_step()
         results.append(
             (result.version, result.loss, result.grad_norm, result.tokens, result.sequences, dict(result.metrics))
@@ -58,7 +66,8 @@ def main() -> None:
     counts = [int(c) for c in shares.split(",")]
     first = sum(counts[: int(rank)])
     with World.from_env(environ).open(torch.device("cpu"), timeout_s=120) as world:
-        torch.save(step(world, groups()[first : first + counts[int(rank)]], name), Path(out) / f"{rank}.pt")
+        mine = groups()[first : first + counts[int(rank)]]
+        torch.save([step(world, mine, each) for each in name.split(",")], Path(out) / f"{rank}.pt")
 
 
 if __name__ == "__main__":

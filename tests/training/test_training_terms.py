@@ -1,0 +1,213 @@
+"""Losses with every term on, through the split step: the second gradient buffer, the survey, and losses that need the whole
+step. The oracle is the one-shot gradient of plain transformers over padded rows (float64)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_helpers import (
+    MAX_LENGTH,
+    STREAMED,
+    everything,
+    make_group,
+    oracle_gradient,
+    tiny_module,
+    tiny_policy,
+    train_step,
+    with_columns,
+)
+
+from asyncrl.algorithms.base import Loss
+from asyncrl.algorithms.registry import LOSSES, build_loss
+from asyncrl.config.schema import TrainConfig
+from asyncrl.data.packing import pack_groups
+from asyncrl.errors import TrainStepError
+from asyncrl.training.trainer import TorchTrainer
+from asyncrl.types import Microbatch, StepResult
+
+
+def batch(seed: int = 0) -> list:
+    rng = np.random.default_rng(seed)
+    return [make_group(rng, i, masked=(1,) if i == 2 else (), holes=i in (1, 3)) for i in range(5)]
+
+
+def cut(groups: list, budget: int, seed: int) -> list[Microbatch]:
+    """In another order of groups and microbatches; a long sequence has a microbatch of its own."""
+    rng = np.random.default_rng(seed)
+    found = pack_groups([groups[i] for i in rng.permutation(len(groups))], budget)
+    rng.shuffle(found)
+    return [with_columns(microbatch) for microbatch in found]
+
+
+def run(
+    microbatches: list[Microbatch],
+    loss: Loss,
+    *,
+    second: bool = False,
+    surveyed: bool = False,
+    policy: object = None,
+    **config: object,
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    trainer = TorchTrainer(
+        policy or tiny_policy(),
+        TrainConfig(lr=0.1, grad_clip=None, **config),
+        max_completion_length=MAX_LENGTH,
+        second_buffer=second,
+    )
+    if surveyed:
+        entropies = [trainer.compute_entropies(microbatch) for microbatch in microbatches]
+        loss, microbatches = trainer.survey(loss, microbatches, entropies)
+    result = train_step(trainer, microbatches, loss)
+    return result, {name: grad.clone() for name, grad in trainer.policy.flat.named_grads()}
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-11) -> None:
+    assert sum(float(g.abs().sum()) for g in expected.values()) > 1e-2
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_every_term_streamed_equals_one_shot(name: str, exact_norms: None) -> None:
+    groups, loss = batch(), everything(name)
+    expected, gradients = oracle_gradient(tiny_module(), groups, loss, columns_too=True)
+    for budget in (400, 25):
+        result, found = run(cut(groups, budget, budget), loss, second=loss.extra_normaliser is not None)
+        assert (result.microbatches == 1) == (budget == 400)
+        assert result.loss == pytest.approx(expected, abs=1e-11)
+        close(found, gradients)
+        assert {"kl", "opsm/dropped_mean", "importance/vetoed_mean", "entropy"} <= set(result.metrics)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_term_surveyed_equals_one_shot(name: str, exact_norms: None) -> None:
+    """Without the buffer the step is counted first; with the top-entropy mask its entropies are sorted first."""
+    groups, loss = batch(1), everything(name, top=0.4)
+    expected, gradients = oracle_gradient(tiny_module(), groups, loss, columns_too=True, top=0.4)
+    for budget in (400,) if name == "bnpo" else (400, 25):
+        result, found = run(cut(groups, budget, budget), loss, surveyed=True)
+        assert result.loss == pytest.approx(expected, abs=1e-11)
+        close(found, gradients)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(name=st.sampled_from(STREAMED), seed=st.integers(0, 2**16), budget=st.integers(5, 120), data=st.data())
+def test_any_cut_of_a_step_is_the_same_step(name: str, seed: int, budget: int, data: st.DataObject) -> None:
+    rng = np.random.default_rng(seed)
+    groups = [make_group(rng, i, size=3, masked=(i,) if i < 3 else (), holes=i == 1) for i in range(4)]
+    loss = everything(name)
+    second = loss.extra_normaliser is not None
+    whole, gradients = run(cut(groups, 1000, 0), loss, second=second)
+    pieces = cut(groups, budget, data.draw(st.integers(0, 2**16)))
+    split, found = run(pieces, loss, second=second)
+    assert split.loss == pytest.approx(whole.loss, abs=1e-11)
+    assert split.metrics == pytest.approx(whole.metrics, rel=1e-8, abs=1e-10)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(found[parameter], gradient, rtol=0, atol=1e-10)
+
+
+def test_second_buffer_and_survey_agree_and_a_wrong_denominator_would_not() -> None:
+    groups, loss = batch(2), everything("grpo")
+    pieces = cut(groups, 30, 0)
+    buffered, gradients = run(pieces, loss, second=True)
+    surveyed, found = run(pieces, loss, surveyed=True)
+    assert buffered.loss == pytest.approx(surveyed.loss, rel=1e-12)
+    close(found, gradients)
+    wrong, spoilt = run(pieces, loss.whole_step(1.0))
+    assert abs(wrong.loss - buffered.loss) > 1e-2
+    assert any((spoilt[name] - gradient).abs().max() > 1e-3 for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_gradient_checkpointing_knows_both_ways(second: bool) -> None:
+    groups, loss = batch(3), build_loss("grpo", entropy_coef=0.5)
+    pieces = cut(groups, 60, 0)
+    ways = {"second": second, "surveyed": not second}
+    plain, gradients = run(pieces, loss, **ways)
+    checkpointed, found = run(pieces, loss, gradient_checkpointing=True, **ways)
+    assert checkpointed.loss == pytest.approx(plain.loss, rel=1e-12)
+    close(found, gradients)
+
+
+def test_both_ways_agree_in_bfloat16() -> None:
+    """Two backward passes in bfloat16 and one round differently; both add up in float32."""
+    groups, loss = batch(3), build_loss("grpo", entropy_coef=0.5)
+    pieces = cut(groups, 60, 0)
+    (one, first), (two, last) = (
+        run(pieces, loss, policy=tiny_policy("bfloat16"), second=second, surveyed=not second)
+        for second in (True, False)
+    )
+    assert one.loss == pytest.approx(two.loss, rel=1e-5)
+    flat = [torch.cat([g.flatten().double() for g in gs.values()]) for gs in (first, last)]
+    assert torch.cosine_similarity(*flat, dim=0) > 0.999
+    assert {g.dtype for g in first.values()} == {torch.float32}
+
+
+def test_bnpo_is_the_mean_over_microbatches_of_their_token_means() -> None:
+    groups = batch(4)
+    pieces = cut(groups, 40, 0)
+    assert len(pieces) > 2
+    result, found = run(pieces, build_loss("bnpo"))
+    sums = {name: torch.zeros_like(gradient) for name, gradient in found.items()}
+    for piece in pieces:
+        _, gradients = run([piece], build_loss("dapo"))
+        for name, gradient in gradients.items():
+            sums[name] += gradient / len(pieces)
+    close(found, sums)
+    assert result.metrics["loss"] == pytest.approx(result.loss)
+
+
+def test_two_normalisers_without_either_are_refused_before_anything_is_opened() -> None:
+    trainer = TorchTrainer(tiny_policy(), TrainConfig(), max_completion_length=MAX_LENGTH)
+    with pytest.raises(
+        TrainStepError, match="divided by sequences and by tokens: survey the whole step first, or build"
+    ):
+        trainer.begin_train_step(build_loss("grpo", entropy_coef=0.1))
+    assert not trainer.step_open
+
+
+def test_an_aborted_step_leaves_nothing_in_either_buffer() -> None:
+    groups, loss = batch(5), build_loss("gspo", entropy_coef=0.3)
+    pieces = cut(groups, 40, 0)
+    policy = tiny_policy()
+    trainer = TorchTrainer(
+        policy, TrainConfig(lr=0.1, grad_clip=None), max_completion_length=MAX_LENGTH, second_buffer=True
+    )
+    trainer.begin_train_step(loss)
+    trainer.train_microbatch(pieces[0])
+    trainer.abort_train_step()
+    result = train_step(trainer, pieces, loss)
+    expected, gradients = run(pieces, loss, second=True)
+    assert result.loss == expected.loss
+    close({name: grad.clone() for name, grad in policy.flat.named_grads()}, gradients, atol=0)
+
+
+def test_a_failure_in_the_second_backward_swaps_the_buffers_back() -> None:
+    """The step stays open and can be aborted; the next one is clean."""
+    groups, loss = batch(5), build_loss("grpo", entropy_coef=0.3)
+    pieces = cut(groups, 400, 0)
+    trainer = TorchTrainer(
+        tiny_policy(), TrainConfig(lr=0.1, grad_clip=None), max_completion_length=MAX_LENGTH, second_buffer=True
+    )
+
+    def failing(inputs: object) -> object:
+        sums = loss(inputs)  # type: ignore[arg-type]
+        assert sums.extra is not None
+        if sums.extra.requires_grad:
+            sums.extra.register_hook(lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        return sums
+
+    trainer.begin_train_step(replace(loss, fn=failing))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train_microbatch(pieces[0])
+    assert trainer.step_open and trainer.second is not None
+    before = trainer.policy.flat.grad.clone()
+    assert before.abs().sum() > 0  # the first term's gradient is back where it belongs
+    trainer.abort_train_step()
+    result = train_step(trainer, pieces, loss)
+    assert result.loss == run(pieces, loss, second=True)[0].loss
