@@ -44,21 +44,16 @@ def draft_of(
         Section.LOGPROBS: [t.logprobs for t in trajectories],
         Section.SAMPLED_LOGPROBS: [t.sampled_logprobs for t in trajectories],
         Section.VERSIONS: [t.versions for t in trajectories],
-        Section.REWARDS: [_number(t.reward, "reward") for t in trajectories],
+        Section.REWARDS: [reward_number(t.reward, "reward") for t in trajectories],
         Section.TEMPERATURES: [t.temperature for t in trajectories],
         Section.PROMPT_LENGTHS: [t.prompt_length for t in trajectories],
         Section.FINISH_REASONS: [_REASONS.index(t.finish_reason) + 1 for t in trajectories],
-        Section.MESSAGES: [_json(t.completion, "completion") for t in trajectories],
-        Section.METADATA: [_json(dict(t.metadata), "metadata") for t in trajectories],
+        Section.MESSAGES: [json_bytes(t.completion, "completion") for t in trajectories],
+        Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in trajectories],
     }
-    names = list(dict.fromkeys(name for t in trajectories for name in t.components))
-    if names:
-        rows = [[_component(t.components, name) for name in names] for t in trajectories]
-        held = [[name for name in t.components] for t in trajectories]
-        sections[Section.COMPONENTS] = np.array(rows, "<f8")
-        sections[Section.COMPONENT_NAMES] = _json({"names": names, "held": held}, "components")
+    sections.update(component_sections([t.components for t in trajectories]))
     if group_metadata is not None:
-        sections[Section.GROUP_METADATA] = _json(dict(group_metadata), "group metadata")
+        sections[Section.GROUP_METADATA] = json_bytes(dict(group_metadata), "group metadata")
     sections.update(extra or {})
     return Draft(group, [t.member for t in trajectories], size, sections, epoch, policy_version, producer)
 
@@ -137,11 +132,21 @@ def _components(record: Record, position: int, names: dict[str, Any]) -> dict[st
     return {name: None if math.isnan(row[name]) else row[name] for name in names["held"][position]}
 
 
-def _component(components: Mapping[str, float | None], name: str) -> float:
-    return _number(components.get(name), name)
+def component_sections(components: Sequence[Mapping[str, float | None]]) -> dict[int, Any]:
+    """The sections for the members' reward components; none where nobody has any."""
+    names = list(dict.fromkeys(name for one in components for name in one))
+    if not names:
+        return {}
+    rows = [[reward_number(one.get(name), name) for name in names] for one in components]
+    held = [list(one) for one in components]
+    return {
+        Section.COMPONENTS: np.array(rows, "<f8"),
+        Section.COMPONENT_NAMES: json_bytes({"names": names, "held": held}, "components"),
+    }
 
 
-def _number(value: float | None, name: str) -> float:
+def reward_number(value: float | None, name: str) -> float:
+    """None becomes NaN. Errors: RecordError where it is not finite."""
     if value is None:
         return math.nan
     if not math.isfinite(value):
@@ -149,7 +154,8 @@ def _number(value: float | None, name: str) -> float:
     return float(value)
 
 
-def _json(value: Any, name: str) -> bytes:
+def json_bytes(value: Any, name: str) -> bytes:
+    """Compact JSON. Errors: RecordError where it is none."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:

@@ -272,6 +272,24 @@ def test_positions_beyond_32_and_63_bits_are_nothing_special() -> None:
         assert reader.counts.torn == reader.counts.lost == 0
 
 
+def test_a_reader_that_lags_takes_no_passed_over_position_for_a_torn_one() -> None:
+    buffer = memoryview(bytearray(block_bytes(2, 8192)))
+    format_ring(buffer, 2, b"p" * 16, 1, 1)
+    writer, reader = RingWriter(RingMemory(buffer)), RingReader(RingMemory(buffer))
+    reader.replay()
+    for group in (0, 1):
+        assert writer.try_put(planned(group), checksum=True)
+    first, second = list(reader.poll())
+    reader.release(*second)
+    assert writer.try_put(planned(2), checksum=True)  # passes over position 2, whose slot holds record 0
+    reader.release(*first)
+    assert writer.try_put(
+        planned(3), checksum=True
+    )  # position 4: the slot of position 2, which nobody has looked at yet
+    assert [reader.take(*one, checksum=True).group for one in reader.poll()] == [2, 3]
+    assert (reader.counts.passed_over, reader.counts.lost, reader.counts.torn) == (1, 0, 0)
+
+
 PRODUCER = """
 import os, signal, sys
 from transport_records import planned

@@ -1,0 +1,112 @@
+"""One scored trajectory as an outside program knows it, and a group of them as a record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import RecordError
+from ..records.layout import Section
+from ..records.trajectories import component_sections, json_bytes, reward_number
+from ..records.write import Draft
+
+_REASONS = {"stop": 1, "length": 2, "abort": 3}
+_COLUMNS = {
+    "mask": Section.MASK,
+    "logprobs": Section.LOGPROBS,
+    "sampled_logprobs": Section.SAMPLED_LOGPROBS,
+    "versions": Section.VERSIONS,
+    "advantages": Section.ADVANTAGES,
+    "reference_logprobs": Section.REFERENCE_LOGPROBS,
+    "routed_experts": Section.ROUTED_EXPERTS,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Scored:
+    """L tokens of one episode with its reward. Per-token columns are aligned to `tokens`; None: not known.
+
+    A column is given for all members of a push or for none. Arrays, or anything that numpy makes one of.
+    """
+
+    tokens: Any  # [L] ids
+    reward: float | None = None  # None: the run scores it
+    mask: Any = None  # [L] 1 where the loss may train the token; default: everything behind the prompt
+    logprobs: Any = None  # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0
+    sampled_logprobs: Any = None  # [L] nats, as really sampled (after top-p, top-k); default: logprobs
+    versions: Any = None  # [L] policy version of each token, -1 where mask is 0; default: the pushed version
+    advantages: Any = None  # [L]
+    reference_logprobs: Any = None  # [L] nats
+    routed_experts: Any = None  # [L, layers, k] uint8 or uint16
+    prompt_length: int = 0
+    temperature: float = 1.0
+    finish_reason: str = "stop"  # stop, length, abort
+    components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward
+    messages: Any = ""  # JSON: the completion as text or messages
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON
+
+
+_FIELDS = frozenset(f.name for f in dataclasses.fields(Scored))
+
+
+def group_draft(
+    group: int,
+    scored: Sequence[Scored | Mapping[str, Any]],
+    *,
+    members: Sequence[int] | None,
+    group_size: int | None,
+    epoch: int,
+    policy_version: int,
+    producer: bytes,
+    metadata: Mapping[str, Any] | None,
+) -> Draft:
+    """The record of these members. Errors: RecordError that names the member and what is wrong with it."""
+    rows = [_scored(position, given) for position, given in enumerate(scored)]
+    numbers = list(range(len(rows))) if members is None else [int(member) for member in members]
+    if len(numbers) != len(rows):
+        raise RecordError(f"group {group}: {len(rows)} trajectories with {len(numbers)} member numbers")
+    sections: dict[int, Any] = {
+        Section.TOKENS: [np.asarray(row.tokens) for row in rows],
+        Section.REWARDS: [reward_number(row.reward, "reward") for row in rows],
+        Section.PROMPT_LENGTHS: [row.prompt_length for row in rows],
+        Section.TEMPERATURES: [row.temperature for row in rows],
+        Section.FINISH_REASONS: [_reason(row) for row in rows],
+        Section.MESSAGES: [json_bytes(row.messages, "messages") for row in rows],
+        Section.METADATA: [json_bytes(dict(row.metadata), "metadata") for row in rows],
+        **component_sections([row.components for row in rows]),
+    }
+    for name, section in _COLUMNS.items():
+        column = [getattr(row, name) for row in rows]
+        missing = [position for position, one in enumerate(column) if one is None]
+        if missing and len(missing) < len(rows):
+            raise RecordError(
+                f"group {group}: {name} is missing for trajectories {missing}; give it for all or for none"
+            )
+        if not missing:
+            sections[section] = [np.asarray(one) for one in column]
+    if metadata is not None:
+        sections[Section.GROUP_METADATA] = json_bytes(dict(metadata), "group metadata")
+    size = len(rows) if group_size is None else group_size
+    return Draft(group, numbers, size, sections, epoch, policy_version, producer)
+
+
+def _scored(position: int, given: Scored | Mapping[str, Any]) -> Scored:
+    if isinstance(given, Scored):
+        return given
+    unknown = sorted(set(given) - _FIELDS)
+    if unknown or "tokens" not in given:
+        raise RecordError(
+            f"trajectory {position}: {'unknown fields ' + str(unknown) if unknown else 'tokens are missing'}; "
+            f"the fields are {', '.join(sorted(_FIELDS))}"
+        )
+    return Scored(**given)
+
+
+def _reason(row: Scored) -> int:
+    if row.finish_reason not in _REASONS:
+        raise RecordError(f"finish_reason {row.finish_reason!r} is none of {', '.join(_REASONS)}")
+    return _REASONS[row.finish_reason]

@@ -1,0 +1,296 @@
+"""Stress of the record ring: kills, stops, respawns and restarts at full speed, checked against fsynced logs.
+
+    python tools/stress_ring.py                          # 20 s, as in CI
+    python tools/stress_ring.py --seconds 600            # the nightly form
+
+Eight producers put records of random sizes as fast as they can. Every second one of them dies by SIGKILL: in turn at a
+random moment, and at the next store of the protocol (injected crash points). It comes back as a new one. The owner is
+killed every few seconds and restarted; one producer is stopped (SIGSTOP) for longer than every deadline. Producers log what
+`put` accepted, the owner logs what it trained before it releases it; both logs are fsynced. In the end: every accepted
+record was trained, none twice, none torn, and /dev/shm holds nothing. Payload checksums are on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
+
+from transport_records import planned, whole  # noqa: E402
+
+from asyncrl.errors import RingDetached, RingFull  # noqa: E402
+from asyncrl.transport import words  # noqa: E402
+from asyncrl.transport.producer import Producer  # noqa: E402
+from asyncrl.transport.record_ring import Delivery, RecordRing  # noqa: E402
+from asyncrl.transport.ring_types import RingSettings  # noqa: E402
+
+SETTINGS = RingSettings(size=64 << 20, slots=64, ring_bytes=1 << 20, checksum=True, remembered=1 << 16)
+DEADLINE = 2.0  # seconds a put waits for room
+STORES = 40  # crash points in about two puts
+TAIL = 1 << 20  # bytes of the log that a restarted owner reads: far more than a ring holds
+
+
+class Log:
+    """Lines that survive a kill: written at once, fsynced by `sync`. A torn last line is no line."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # end the line that a kill tore; `check` skips what it cannot count
+
+    def write(self, lines: list[str]) -> None:
+        os.write(self._fd, "".join(f"{line}\n" for line in lines).encode())
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+
+def read_log(path: Path, tail: int | None = None) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - tail) if tail else 0
+        file.seek(start)
+        rows = file.read().decode().split("\n")
+    return rows[1 if start else 0 : -1]
+
+
+# -- a producer
+
+
+def produce(name: str, epoch: int, directory: Path, crash_at: int) -> None:
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    log = Log(directory / f"accepted-{epoch}")
+    source = random.Random(epoch)
+    if crash_at >= 0:
+        _arm(crash_at, source.random() * 1.5)
+    group, unsynced = 0, 0
+    with Producer.attach(name, timeout=60) as producer:
+        while not stopped:
+            length = int(math.exp(source.uniform(0, math.log(15_000))))
+            members = tuple(range(source.randint(1, 4)))
+            plan = planned(group, epoch=epoch, members=members, group_size=4, length=length)
+            while True:
+                try:
+                    producer.put(plan, timeout=DEADLINE)
+                    break
+                except (RingFull, RingDetached):
+                    continue  # the same record again: what was left behind is a duplicate then
+            log.write([f"{epoch} {group} {len(members)}"])
+            group, unsynced = group + 1, unsynced + 1
+            if unsynced == 32:
+                log.sync()
+                unsynced = 0
+    log.sync()
+
+
+def _arm(crash_at: int, after: float) -> None:
+    """SIGKILL at the given store, counted from `after` seconds on."""
+    begin, seen = time.monotonic() + after, [0]
+
+    def fault(label: str) -> None:
+        if time.monotonic() >= begin:
+            if seen[0] == crash_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen[0] += 1
+
+    words.FAULT = fault
+
+
+# -- the owner
+
+
+async def own(name: str, directory: Path) -> None:
+    path = directory / "trained"
+    rows = read_log(path, TAIL)
+    trained = [(int(e), int(g), int(m)) for e, g, m in (row.split() for row in rows if row and row[0] != "#")]
+    log, stop = Log(path), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    source, held = random.Random(), list[Delivery]()
+    async with RecordRing(name, SETTINGS, trained=trained) as ring:
+        while not (stop.is_set() and not ring.statistics().rings and not held):
+            batch = await _some(ring, stop)
+            log.write([row for delivery in batch for row in _rows(delivery)])
+            log.sync()  # trained: only now may it leave the ring
+            held += batch
+            source.shuffle(held)
+            keep = 0 if stop.is_set() else min(24, len(held))
+            for delivery in held[keep:]:
+                delivery.release()
+            del held[keep:]
+            if ring.statistics().torn:
+                log.write([f"# torn {ring.statistics().torn}"])
+        log.write(["# end " + json.dumps({k: getattr(ring.statistics(), k) for k in ("torn", "deaths", "reclaimed")})])
+
+
+async def _some(ring: RecordRing, stop: asyncio.Event) -> list[Delivery]:
+    """What is there, at most 64; waits a little for the first one."""
+    batch: list[Delivery] = []
+    try:
+        async with asyncio.timeout(0.2):
+            batch.append(await ring.get())
+    except TimeoutError:
+        return batch
+    while len(batch) < 64 and ring._ready:
+        batch.append(await ring.get())
+    return batch
+
+
+def _rows(delivery: Delivery) -> list[str]:
+    record = delivery.record
+    if not whole(record):
+        return [f"# torn content {record.epoch} {record.group}"]
+    return [f"{record.epoch} {record.group} {int(record.members[position])}" for position in delivery.fresh]
+
+
+# -- the one that kills
+
+
+class Stress:
+    def __init__(self, name: str, directory: Path, producers: int) -> None:
+        self.name, self.directory = name, directory
+        self.epoch = 0
+        self.kills: Counter[str] = Counter()
+        self.source = random.Random(0)
+        self.owner = self._spawn("own")
+        self.producers = [self._producer(armed=False) for _ in range(producers)]
+
+    def _spawn(self, *arguments: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable,
+            __file__,
+            "--role",
+            arguments[0],
+            "--name",
+            self.name,
+            "--directory",
+            str(self.directory),
+        ]
+        return subprocess.Popen([*command, *arguments[1:]], env=environment)
+
+    def _producer(self, *, armed: bool) -> subprocess.Popen[bytes]:
+        self.epoch += 1
+        crash_at = (self.epoch * 7) % STORES if armed else -1
+        return self._spawn("produce", "--epoch", str(self.epoch), "--crash-at", str(crash_at))
+
+    def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        stopped: tuple[float, subprocess.Popen[bytes]] | None = None
+        tick = 0
+        while time.monotonic() < end:
+            time.sleep(1)
+            tick += 1
+            self._respawn(armed=tick % 2 == 0)
+            if tick % 2 and (victim := self._victim(stopped)) is not None:
+                victim.kill()
+                self.kills["producer"] += 1
+            if tick % 5 == 0:
+                self.owner.kill()
+                self.owner.wait()
+                self.owner = self._spawn("own")
+                self.kills["owner"] += 1
+            if stopped is None and tick % 12 == 3:
+                stopped = (time.monotonic() + 3 * DEADLINE, self.producers[0])
+                self.producers[0].send_signal(signal.SIGSTOP)
+                self.kills["stopped"] += 1
+            elif stopped is not None and time.monotonic() > stopped[0]:
+                stopped[1].send_signal(signal.SIGCONT)
+                stopped = None
+        if stopped is not None:
+            stopped[1].send_signal(signal.SIGCONT)
+
+    def _victim(self, stopped: tuple[float, subprocess.Popen[bytes]] | None) -> subprocess.Popen[bytes] | None:
+        alive = [p for p in self.producers if p.poll() is None and (stopped is None or p is not stopped[1])]
+        return self.source.choice(alive) if alive else None
+
+    def _respawn(self, *, armed: bool) -> None:
+        for index, process in enumerate(self.producers):
+            if process.poll() is not None:
+                if process.returncode != -signal.SIGKILL:
+                    raise SystemExit(f"a producer ended by itself with code {process.returncode}")
+                self.kills["died"] += 1
+                self.producers[index] = self._producer(armed=armed)
+
+    def finish(self) -> None:
+        for process in self.producers:
+            process.send_signal(signal.SIGTERM)
+        for process in self.producers:
+            if process.wait(60) not in (0, -signal.SIGKILL, -signal.SIGTERM):
+                raise SystemExit(f"a producer ended with code {process.returncode}")
+        self.owner.send_signal(signal.SIGTERM)
+        if self.owner.wait(60):
+            raise SystemExit(f"the owner ended with code {self.owner.returncode}")
+
+    def stop_all(self) -> None:
+        for process in [*self.producers, self.owner]:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def check(directory: Path, name: str) -> dict[str, object]:
+    accepted: set[tuple[int, int, int]] = set()
+    for path in directory.glob("accepted-*"):
+        for row in read_log(path):
+            epoch, group, members = map(int, row.split())
+            accepted.update((epoch, group, member) for member in range(members))
+    rows = [row for row in read_log(directory / "trained") if row]
+    complaints = [row for row in rows if row.startswith("# torn")]
+    trained = Counter(tuple(map(int, row.split())) for row in rows if row[0] != "#" and row.count(" ") == 2)
+    left = [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
+    return {
+        "accepted": len(accepted),
+        "trained": len(trained),
+        "lost": len(accepted - set(trained)),
+        "twice": sum(count > 1 for count in trained.values()),
+        "torn": len(complaints),
+        "left in /dev/shm": left,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--producers", type=int, default=8)
+    for hidden in ("--role", "--name", "--directory", "--epoch", "--crash-at"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.role == "produce":
+        produce(given.name, int(given.epoch), Path(given.directory), int(given.crash_at))
+        return 0
+    if given.role == "own":
+        asyncio.run(own(given.name, Path(given.directory)))
+        return 0
+    name = f"stress-{os.getpid()}"
+    with tempfile.TemporaryDirectory() as folder:
+        stress = Stress(name, Path(folder), given.producers)
+        try:
+            stress.run(given.seconds)
+            stress.finish()
+        finally:
+            stress.stop_all()
+        result = check(Path(folder), name)
+    print(json.dumps({**result, "kills": dict(stress.kills), "seconds": given.seconds}))
+    bad = result["lost"] or result["twice"] or result["torn"] or result["left in /dev/shm"] or not result["accepted"]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
