@@ -190,6 +190,10 @@ class Microbatch:
     old_logprobs: Float32Array | None = None  # [S] None: the training forward's own, detached
     reference_logprobs: Float32Array | None = None  # [S]
     keep: BoolArray | None = None  # [S] tokens that the surrogate acts on; None: all. A dropped token still counts in N
+    skipped_tokens: int = (
+        0  # of groups that are not here because they cannot move a weight: they count in N all the same
+    )
+    skipped_sequences: int = 0
 
     @property
     def sequences(self) -> int:

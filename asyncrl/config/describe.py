@@ -94,6 +94,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "train.grad_clip",
     "train.tokens_per_microbatch",
     "train.gradient_checkpointing",
+    "train.skip_zero_advantage",
     "train.max_steps",
     "train.max_epochs",
     "train.time_limit_s",

@@ -191,6 +191,26 @@ def _check_replay(config: Config) -> Iterator[str]:
         )
 
 
+def _check_skip(config: Config) -> Iterator[str]:
+    """A group without advantages moves no weight only where every term of the loss is a multiple of the advantage."""
+    if not config.train.skip_zero_advantage:
+        return
+    algorithm = config.algorithm
+    reasons = {
+        f"kl_coef={algorithm.kl_coef} in the loss": algorithm.kl_coef > 0 and algorithm.kl_in == "loss",
+        f"entropy_coef={algorithm.entropy_coef}": algorithm.entropy_coef > 0,
+        f"top_entropy_quantile={algorithm.top_entropy_quantile}, taken over all tokens": algorithm.top_entropy_quantile
+        < 1,
+        "loss=bnpo, divided by the tokens of each microbatch": algorithm.loss == "bnpo",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        yield (
+            f"train.skip_zero_advantage is true, but tokens without an advantage matter here: {'; '.join(found)}; leave it "
+            "out, or switch that off"
+        )
+
+
 def _check_lengths(config: Config) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     if config.train.tokens_per_microbatch < longest:
@@ -317,6 +337,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_preset,
     _check_rollout,
     _check_replay,
+    _check_skip,
     _check_lengths,
     _check_algorithm,
     _check_parts,

@@ -205,6 +205,11 @@ class TrainConfig(Section):
     eps: float = field(1e-8, "AdamW epsilon.", gt=0)
     grad_clip: float | None = field(1.0, "Largest gradient norm, applied after the 1/N rescale; null is off.", gt=0)
     tokens_per_microbatch: int = field(4096, "Packed tokens of one forward and backward.", ge=1)
+    skip_zero_advantage: bool = field(
+        False,
+        "Do not run groups whose advantages are all 0: their tokens count in N, the gradient is the same. Means of metrics "
+        "are then over what was run.",
+    )
     gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
     max_steps: int | None = field(None, "Optimizer steps (batches) to train.", ge=1)
     max_epochs: float | None = field(None, "Passes over the training prompts.", gt=0)

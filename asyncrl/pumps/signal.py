@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator, GroupRewards
-from asyncrl.types import Group
+from asyncrl.types import Group, Microbatch
 
 Advantages = dict[int, npt.NDArray[np.float64]]  # by group id, [G]
 
@@ -29,6 +29,32 @@ def group_rewards(group: Group, weights: Mapping[str, float], scale_by_length: b
     names = dict.fromkeys(name for t in group.trajectories for name in t.components)
     components = {name: scaled([t.components.get(name) for t in group.trajectories]) for name in names}
     return GroupRewards(scaled([t.reward for t in group.trajectories]), components, weights, lengths)
+
+
+def counted_only(groups: Sequence[Group]) -> Microbatch:
+    """A microbatch without a token that brings nothing but the counts of `groups`, which need not run."""
+    none, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    trajectories = [t for group in groups for t in group.trajectories]
+    return Microbatch(
+        tokens=none,
+        positions=none,
+        prefix_start=none,
+        prefix_length=none,
+        suffix_start=none,
+        suffix_length=none,
+        suffix_tree=none,
+        source=none,
+        target=none,
+        sequence=none,
+        sampler_logprobs=floats,
+        temperature=floats,
+        advantages=floats,
+        versions=np.zeros(0, np.int32),
+        group_ids=none,
+        members=none,
+        skipped_tokens=sum(int(t.mask.sum()) for t in trajectories),
+        skipped_sequences=len(trajectories),
+    )
 
 
 def step_advantages(

@@ -31,7 +31,7 @@ from .metrics import step_metrics
 from .pipeline import Publication, Rooms, StepReport, hand_on
 from .replaying import Replaying
 from .reroll import Reroll
-from .signal import step_advantages
+from .signal import counted_only, step_advantages
 
 
 @dataclass(slots=True)
@@ -211,7 +211,16 @@ class TrainPump:
         filtered = [
             (without_overlong(group, truncated=truncated, longest=longest), advantages) for group, advantages in groups
         ]
-        return pack_groups(filtered, config.train.tokens_per_microbatch)
+        skips = config.train.skip_zero_advantage  # `resolve` allows it only where it changes no gradient
+        batches = pack_groups(
+            [(group, values) for group, values in filtered if values.any() or not skips],
+            config.train.tokens_per_microbatch,
+        )
+        without = [group for group, values in filtered if skips and not values.any()]
+        if without:
+            batches.append(counted_only(without))
+            self._rooms.recorder.count("train/skipped_groups", len(without))
+        return batches
 
     async def _less_penalties(self, step: _Step, groups: list[Group]) -> list[Group]:
         """The groups with the KL to the reference taken off their rewards, where that is asked for."""
@@ -234,6 +243,8 @@ class TrainPump:
 
     async def _with_columns(self, batch: Microbatch) -> Microbatch:
         rooms = self._rooms
+        if batch.scored == 0:  # nothing that a column could stand beside
+            return batch
         if rooms.loss.needs_reference:
             batch = replace(batch, reference_logprobs=await rooms.trainer.compute_logprobs(batch, "reference"))
         if rooms.config.algorithm.old_logprobs == "sampler":

@@ -8,7 +8,7 @@ no tokens at all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,14 @@ class Counts:
     microbatches: float = 0.0
     loss: float = 0.0
     extra: float = 0.0  # the term with a normaliser of its own
+    skipped_sequences: float = 0.0  # of `sequences`: not run, as they cannot move a weight
+    skipped_tokens: float = 0.0
+
+    def measured(self) -> Counts:
+        """The counts of what was run: means of metrics are over those."""
+        return replace(
+            self, sequences=self.sequences - self.skipped_sequences, tokens=self.tokens - self.skipped_tokens
+        )
 
     def denominators(self, max_length: int) -> dict[Normaliser, float]:
         """What each kind of sum is divided by, where these are the counts of the whole step over all ranks."""
@@ -74,6 +82,7 @@ class Counts:
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
         """The sums over all ranks. This rank's own stay as they are: a finish that failed leaves the step open."""
         row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
+        row += [self.skipped_sequences, self.skipped_tokens]
         table = torch.tensor(row, dtype=torch.float64)
         return Counts(*sum_over_ranks(reducer, table, device).tolist())
 

@@ -110,14 +110,14 @@ class DryRunTrainer:
 
     def _result(self, step: list[Microbatch], age: int) -> StepResult:
         groups = np.unique(np.concatenate([batch.group_ids for batch in step])).size if step else 0
-        scored = sum(batch.scored for batch in step)
+        scored = sum(batch.scored + batch.skipped_tokens for batch in step)
         return StepResult(
             version=self._version,
             loss=0.0,
             grad_norm=0.0,
             lr=self._lr,
             tokens=scored,
-            sequences=sum(batch.sequences for batch in step),
+            sequences=sum(batch.sequences + batch.skipped_sequences for batch in step),
             microbatches=len(step),
             metrics={
                 "dry_run/packed_tokens": float(sum(batch.tokens.size for batch in step)),

@@ -122,8 +122,10 @@ class TorchTrainer:
     def train_microbatch(self, batch: Microbatch) -> None:
         """Forward and backward; gradients and sums add up. Errors: TrainStepError; whatever the loss raises."""
         step = self._require_open()
-        step.counts.sequences += batch.sequences
-        step.counts.tokens += batch.scored
+        step.counts.sequences += batch.sequences + batch.skipped_sequences
+        step.counts.tokens += batch.scored + batch.skipped_tokens
+        step.counts.skipped_sequences += batch.skipped_sequences
+        step.counts.skipped_tokens += batch.skipped_tokens
         step.counts.microbatches += 1
         step.microbatches += 1
         if batch.scored == 0:  # fully masked sequences are counted, and that is all they do
@@ -179,7 +181,8 @@ class TorchTrainer:
         lr = self.optimizer.lr
         self.steps_done += 1
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))
-        metrics = step.metrics.reduce(self.reducer, device, denominators)
+        measured = totals.measured().denominators(self.max_completion_length)
+        metrics = step.metrics.reduce(self.reducer, device, measured)
         metrics.update({"optim/grad_norm": grad_norm, "optim/lr": lr})
         self._step = None
         return StepResult(

@@ -74,6 +74,7 @@ class Plan:
     sinks: int = 1
     trainer_fails: Mapping[tuple[str, int], BaseException] = field(default_factory=dict)
     advantage: Callable[[Sequence[float | None]], Any] | None = None
+    train_config: Mapping[str, Any] = field(default_factory=dict)
     train_token_s: float = 0.001
     finish_s: float = 0.01
     engine: bool = False  # tokens from the dry-run engine instead of the script
@@ -112,6 +113,7 @@ class Plan:
                     "time_limit_s": self.time_limit_s,
                     "partial_final_step": self.partial_final_step,
                     "tokens_per_microbatch": self.tokens_per_microbatch,
+                    **self.train_config,
                 },
                 "evaluate": {"every": self.evaluate_every},
             }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from pumps_house import live
-from pumps_plan import Plan, make_prompt, make_trajectory
+from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
 from asyncrl.algorithms.registry import build_advantage
 from asyncrl.pumps.signal import group_rewards, step_advantages
@@ -47,3 +47,30 @@ def test_a_statistic_of_the_step_sees_every_group_of_it_once(name: str) -> None:
     for report in house.reports:
         expected = step_advantages(build_advantage(name), report.groups, {})
         assert {g: a.tolist() for g, a in report.advantages.items()} == {g: a.tolist() for g, a in expected.items()}
+
+
+@pytest.mark.parametrize("preset", ["sync", "async"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_groups_without_advantages_are_counted_and_not_run(preset: str, updates: int) -> None:
+    """Odd groups teach nothing. N is the same as if they had run; the tokens of the microbatches are not."""
+    plan = Plan(
+        preset=preset,
+        prompts=6,
+        groups_per_step=3,
+        updates_per_batch=updates,
+        train_config={"skip_zero_advantage": True},
+        reward=lambda group, member: float(member * (group % 2 == 0)),
+    )
+    house = live(plan)
+    assert house.error is None and house.books.trained == 6
+    run = {group for _, batch in house.tokens_trained for group in batch.group_ids.tolist()}
+    assert run == {0, 2, 4}
+    for report in house.reports:
+        assert report.result.sequences == 6 and report.result.tokens == 6 * TOKENS
+
+
+def test_a_step_of_which_no_group_is_run() -> None:
+    plan = Plan(prompts=2, train_config={"skip_zero_advantage": True}, reward=lambda group, member: 1.0)
+    house = live(plan)
+    assert house.error is None and house.books.trained == 2 and house.trainer.version == 1
+    assert house.reports[0].result.sequences == 4

@@ -31,6 +31,24 @@ SURVEYED = "grpo?,dapo?,bnpo?"
 @pytest.mark.parametrize(("shares", "names"), [("2,3", "grpo,dapo"), ("2,0,3", STREAMED_WITH_ALL), ("0,5", SURVEYED)])
 def test_ranks_equal_one_rank(tmp_path: Path, shares: str, names: str) -> None:
     expected = [training_rank.step(OneRank(), training_rank.groups(), name) for name in names.split(",")]
+    for found in over_ranks(tmp_path, shares, names):
+        for one, wanted in zip(found, expected, strict=True):
+            same(one, wanted)
+
+
+def test_a_rank_that_skips_all_its_groups_equals_one_that_runs_them(tmp_path: Path) -> None:
+    """Rank 0 has one group, without advantages: it runs nothing, and joins every collective. Nothing hangs."""
+    expected = [training_rank.step(OneRank(), training_rank.groups(), f"{name}=") for name in ("grpo", "dapo")]
+    for found in over_ranks(tmp_path, "1,4", "grpo!,dapo!"):
+        for one, wanted in zip(found, expected, strict=True):
+            for (*numbers, _), (*wanted_numbers, _) in zip(one["results"], wanted["results"], strict=True):
+                assert numbers == pytest.approx(wanted_numbers, rel=1e-10)
+            torch.testing.assert_close(one["weights"], wanted["weights"], rtol=0, atol=1e-10)
+            torch.testing.assert_close(one["gradient"], wanted["gradient"], rtol=0, atol=1e-10)
+
+
+def over_ranks(tmp_path: Path, shares: str, names: str) -> list[list[dict]]:
+    """By rank, the result of every loss."""
     size, port = len(shares.split(",")), free_port()
     script = Path(training_rank.__file__)
     environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -52,9 +70,7 @@ def test_ranks_equal_one_rank(tmp_path: Path, shares: str, names: str) -> None:
         for process in ranks:
             process.kill()
             process.communicate()
-    for rank in range(size):
-        for found, wanted in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
-            same(found, wanted)
+    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
 
 
 def same(found: dict, expected: dict) -> None:

@@ -13,9 +13,11 @@ from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
+from asyncrl.pumps.signal import counted_only
 from asyncrl.training.trainer import TorchTrainer
 
 GROUPS = 5
+SILENT = (0, 3)  # all that rank 0 has where the shares are 1 and 4, and one of the other's
 
 
 def groups() -> list:
@@ -26,8 +28,14 @@ def groups() -> list:
 def step(world: object, mine: list, name: str) -> dict:
     """Two steps with this rank's groups; everything that must be equal to the run with one rank.
 
-    `name`: a loss; with `+` every term is on, the bonus in the second buffer; with `?` the step is surveyed first."""
+    `name`: a loss; with `+` every term is on, the bonus in the second buffer; with `?` the step is surveyed first;
+    with `=` the groups of `SILENT` have no advantages, and with `!` they are not run either."""
     policy = tiny_policy()
+    silent = [group.group_id for group, _ in mine if group.group_id in SILENT and name[-1] in "!="]
+    skipped = [group for group, _ in mine if group.group_id in silent and name.endswith("!")]
+    mine = [(group, 0 * values if group.group_id in silent else values) for group, values in mine]
+    mine = mine if not skipped else [pair for pair in mine if pair[0].group_id not in silent]
+    name = name.rstrip("!=")
     config = TrainConfig(lr=0.01, grad_clip=0.05)
     loss = build_loss(name) if name.isidentifier() else everything(name[:-1], top=0.4 if name.endswith("?") else 1.0)
     second = name.endswith("+") and loss.extra_normaliser is not None
@@ -35,6 +43,8 @@ def step(world: object, mine: list, name: str) -> dict:
     results = []
     for _ in range(2):
         bound, batches = loss, [batch for group in mine for batch in pack_groups([group], 30)]
+        if skipped:
+            batches.append(counted_only(skipped))
         if not name.isidentifier():
             batches = [with_columns(batch) for batch in batches]
         if name.endswith("?"):
