@@ -1,0 +1,129 @@
+"""Every loss and every term by its name in the YAML file, in whole runs of a tiny model: the trainer really uses it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_helpers import REAL, metrics_of, write_yaml
+
+from asyncrl.config.check_losses import LOSS_NORMALISERS
+from asyncrl.main import main
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(
+    folder: Path, algorithm: dict[str, Any], *overrides: str, steps: int = 2, **sections: Any
+) -> list[dict[str, Any]]:
+    tree = REAL | sections | {"algorithm": algorithm, "checkpoint": {"save_final": False}}
+    train = tree["train"] | {"max_steps": steps}
+    assert main([str(write_yaml(folder, tree | {"train": train})), "run.overwrite=true", *overrides]) == 0
+    lines = metrics_of(folder / "runs/run")
+    assert all(math.isfinite(line["loss"]) and line["optim/grad_norm"] > 0 for line in lines)
+    return lines
+
+
+def last(folder: Path, algorithm: dict[str, Any], *overrides: str, **more: Any) -> dict[str, Any]:
+    return run(folder, algorithm, *overrides, **more)[-1]
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_NORMALISERS))
+def test_every_loss_trains_by_name(here: Path, name: str) -> None:
+    preset = "sync" if name == "bnpo" else "async"
+    line = last(here, {"loss": name, "updates_per_batch": 2}, f"preset={preset}")
+    assert ("vespo/phi_mean" in line) == (name == "vespo")
+    assert ("clip_ratio/region_mean" in line) == (name not in ("sapo", "vespo", "reinforce"))
+
+
+def test_the_same_batch_has_another_gradient_under_another_loss(here: Path) -> None:
+    """In the first step of a sync run all losses see the same tokens and advantages."""
+    norms = {}
+    for name in ("grpo", "dapo", "dr_grpo", "luspo", "cispo", "reinforce"):
+        norms[name] = run(here, {"loss": name, "importance_cap": None}, "preset=sync", steps=1)[0]["optim/grad_norm"]
+    assert norms["cispo"] == pytest.approx(norms["dapo"], rel=1e-5)  # on-policy they are one, and one with
+    assert norms["reinforce"] == pytest.approx(norms["dapo"], rel=1e-5)
+    assert norms["luspo"] != pytest.approx(norms["dapo"], rel=1e-3)
+    assert norms["grpo"] != pytest.approx(norms["dr_grpo"], rel=1e-3)
+
+
+def test_importance_modes_opsm_and_their_metrics(here: Path) -> None:
+    algorithm = {
+        "loss": "dapo",
+        "importance_mode": "sequence_mask_tis",
+        "importance_floor": 0.5,
+        "importance_cap": 2.0,
+        "importance_veto": 1e-4,
+        "importance_log_clamp": 20.0,
+        "off_policy_mask_threshold": 0.01,
+        "updates_per_batch": 2,
+        "positive_scale": 0.5,
+        "dual_clip": 3.0,
+    }
+    line = last(here, algorithm)
+    assert {"importance/bounded_mean", "importance/vetoed_mean", "opsm/dropped_mean"} <= set(line)
+    assert line["opsm/dropped_mean"] > 0  # at the second update the policy has left the sampler
+    assert any(name.startswith("mismatch_kl/by_age/") for name in line) and line["mismatch/ratio_max"] >= 1
+
+
+def test_kl_in_the_loss_and_in_the_reward(here: Path) -> None:
+    in_loss = run(here, {"kl_coef": 0.1, "kl_estimator": "k3", "use_bias_correction_kl": True}, "preset=sync", steps=3)
+    assert abs(in_loss[0]["kl"]) < 1e-6 < in_loss[-1]["kl"]
+    in_reward = run(here, {"kl_coef": 50.0, "kl_estimator": "k1", "kl_in": "reward"}, "preset=sync", steps=3)
+    plain = run(here, {}, "preset=sync", steps=3)
+    assert abs(in_reward[0]["kl"]) < 1e-4 < abs(in_reward[-1]["kl"])
+    assert in_reward[0]["reward/mean"] == plain[0]["reward/mean"]  # rewards are reported as they were given
+    assert in_reward[1]["optim/grad_norm"] != pytest.approx(plain[1]["optim/grad_norm"], rel=1e-3)
+
+
+def test_entropy_terms_streamed_with_the_buffer_and_whole_with_a_survey(here: Path) -> None:
+    """A coefficient that outweighs the reward: entropy rises in both, and falls without."""
+    rising = {"loss": "grpo", "entropy_coef": 5.0}
+    streamed = run(here, rising | {"second_gradient_buffer": True}, "train.grad_clip=1", steps=3)
+    assert streamed[-1]["entropy"] > streamed[0]["entropy"]
+    surveyed = run(here, rising | {"top_entropy_quantile": 0.5}, "preset=one_off", "train.grad_clip=1", steps=3)
+    assert surveyed[-1]["entropy"] > surveyed[0]["entropy"]
+    both = run(here, rising | {"top_entropy_quantile": 0.5, "updates_per_batch": 2}, "preset=sync", steps=2)
+    assert both[-1]["entropy"] > both[0]["entropy"]
+
+
+def test_overlong_filters_take_tokens_and_no_sequences(here: Path) -> None:
+    rollout = {"group_size": 4, "groups_per_step": 4, "max_tokens": 8}
+    plain = run(here, {}, "preset=sync", steps=1, rollout=rollout)[0]
+    for algorithm in ({"mask_truncated": True}, {"mask_longer_than": 7}):
+        line = run(here, algorithm, "preset=sync", steps=1, rollout=rollout)[0]
+        assert line["train/sequences"] == plain["train/sequences"] == 16
+        long = plain["train/tokens"] - line["train/tokens"]
+        assert line["train/tokens"] > 0 and long > 0 and long % 8 == 0  # all of the completions of 8 tokens
+
+
+def test_centres_of_the_clip(here: Path) -> None:
+    moved = last(here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01}, "preset=sync")
+    assert moved["clip_ratio/region_mean"] > 0
+    forced = last(
+        here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01, "force_on_policy": True}, "preset=sync"
+    )
+    assert forced["clip_ratio/region_mean"] == 0
+    sampler = last(here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01, "old_logprobs": "sampler"})
+    assert sampler["clip_ratio/region_mean"] > 0 and "importance/ratio_mean" not in sampler
+
+
+def test_what_cannot_stream_exits_2_with_the_way_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for algorithm, words in (
+        ({"loss": "bnpo"}, "use loss=dapo"),
+        ({"entropy_coef": 0.1}, "second_gradient_buffer=true"),
+    ):
+        assert main([str(write_yaml(here, REAL | {"algorithm": algorithm}))]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_the_plan_shows_the_second_buffer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    algorithm = {"entropy_coef": 0.1, "second_gradient_buffer": True}
+    assert main([str(write_yaml(here, REAL | {"algorithm": algorithm})), "--dry-run"]) == 0
+    assert "second_gradients" in capsys.readouterr().out
