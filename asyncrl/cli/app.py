@@ -1,4 +1,4 @@
-"""The console script: `asyncrl run x.yaml a.b=c`, `asyncrl bench step`."""
+"""The console script: `asyncrl run x.yaml a.b=c`, `asyncrl bench step`, `asyncrl shm`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...]   train (the same as a one-rank torchrun -m asyncrl.main)
   asyncrl run --help                                        every setting, its default and what it means
   asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
+  asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
   asyncrl bench [step] [options]                            measure against other systems on this machine
 """
 
@@ -27,7 +28,13 @@ def _bench(arguments: Sequence[str]) -> int:
     return bench(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench}
+def _shm(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.shm import main as shm
+
+    return shm(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench, "shm": _shm}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -202,6 +202,10 @@ class Segment:
         """Before the owner's last look. Whoever writes looks at `sealed` after writing: one of the two sees the other."""
         self._life.store(3, 1)
 
+    def unseal(self) -> None:
+        """The look found something: it stays for the next owner."""
+        self._life.store(3, 0)
+
     def _sign(self) -> None:
         self._life.store(3, 0)
         self._life.store(1, os.getpid())

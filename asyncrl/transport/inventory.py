@@ -1,0 +1,128 @@
+"""What lies in shared memory under asyncrl's prefix: who owns it, what is in it, and how to clear what nobody owns."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ArenaOwned, TransportError
+from .arena import Arena
+from .ring import TAG, RingMemory
+from .segment import DIRECTORY, PREFIX, check_platform, owner_of, path_of
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One segment. `owner`: a process number, 0 for one that cannot be seen from here, None for nobody."""
+
+    name: str
+    size: int  # bytes
+    owner: int | None
+    used: int = 0  # bytes in allocated blocks
+    blocks: int = 0
+    rings: int = 0
+    records: int = 0  # accepted and not released
+    tenure: int = 0
+    created_ns: int = 0
+    problem: str = ""  # why it cannot be read
+
+    @property
+    def free(self) -> bool:
+        return self.owner is None
+
+
+def inventory() -> list[Entry]:
+    """Every segment of this user, by name. Looks only: it takes no lock that could disturb an owner."""
+    check_platform()
+    found = []
+    for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
+        with contextlib.suppress(FileNotFoundError):  # it ended while we looked
+            if path.stat().st_uid == os.geteuid():
+                found.append(_entry(path.name.removeprefix(PREFIX), path))
+    return found
+
+
+def _entry(name: str, path: Path) -> Entry:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        owner, size = owner_of(fd), os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+    try:
+        arena = Arena.attach(name)
+    except TransportError as error:
+        return Entry(name, size, owner, problem=str(error))
+    try:
+        blocks = arena.blocks()
+        rings, records, problem = _rings(arena)
+        return Entry(
+            name=name, size=size, owner=owner, used=sum(block.size for block in blocks), blocks=len(blocks), rings=rings,
+            records=records, tenure=arena.segment.tenure, created_ns=arena.segment.geometry.created_ns, problem=problem,
+        )  # fmt: skip
+    finally:
+        arena.close(keep=True)
+
+
+def _rings(arena: Arena) -> tuple[int, int, str]:
+    """(rings, records that are accepted and not released, what is damaged)."""
+    rings = records = 0
+    problem = ""
+    for block in arena.blocks():
+        if block.tag != TAG:
+            continue
+        rings += 1
+        try:
+            memory = RingMemory(arena.bytes_of(block))
+        except TransportError as error:
+            problem = str(error)
+            continue
+        records += len(memory.live())
+        memory.release_views()
+    return rings, records, problem
+
+
+def clear(name: str, *, drop_records: bool = False) -> int:
+    """Remove a segment that nobody owns. Returns its size in bytes.
+
+    Errors: ArenaOwned where somebody does; TransportError where accepted records lie in it and `drop_records` is not set;
+    FileNotFoundError.
+    """
+    check_platform()
+    try:
+        arena = Arena.adopt(name)
+    except ArenaOwned:
+        raise
+    except TransportError:  # not readable: there is nothing to be lost, but somebody may hold it all the same
+        return _clear_unreadable(name)
+    segment = arena.segment
+    size = segment.geometry.total
+    # Sealed first: a producer that puts a record after our count looks at the seal after it stored, and puts it elsewhere.
+    segment.seal()
+    records = _rings(arena)[1]
+    if records and not drop_records:
+        segment.unseal()
+        arena.close(keep=True)
+        raise TransportError(
+            f"{segment.path} holds {records} accepted records that were neither trained nor dropped; start the run of this "
+            "name again to train them, or give --drop-records to lose them"
+        )
+    arena.close()
+    return size
+
+
+def _clear_unreadable(name: str) -> int:
+    path = path_of(name)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArenaOwned(f"{path} is owned by process {owner_of(fd) or '(unknown)'}, which lives") from None
+        size = os.fstat(fd).st_size
+        os.unlink(path)
+        return size
+    finally:
+        os.close(fd)

@@ -1,0 +1,104 @@
+"""`asyncrl shm`: lists owners and records, clears what nobody owns, and loses no accepted record by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.app import main
+from asyncrl.client import AsyncClient, Scored
+from asyncrl.transport.arena import Arena
+from asyncrl.transport.inventory import inventory
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+
+OWNER = """
+import sys
+from asyncrl.transport.arena import Arena
+arena = Arena.create(sys.argv[1], 1 << 20)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return f"shm-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
+
+
+def entry(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object] | None:
+    capsys.readouterr()
+    assert main(["shm", "list", "--json"]) == 0
+    rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
+    return next((row for row in rows if row["name"] == name), None)
+
+
+def test_what_is_owned_is_listed_and_not_cleared_and_a_dead_owners_is(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without names `clear` takes all that nobody owns: here, only what is this test's own.
+    monkeypatch.setattr("asyncrl.cli.shm.inventory", lambda: [e for e in inventory() if e.name == name])
+    command = [sys.executable, "-c", OWNER, name]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdin is not None and owner.stdout is not None
+    try:
+        assert owner.stdout.readline() == "ready\n"
+        owner.send_signal(signal.SIGSTOP)  # stopped is not dead
+        found = entry(name, capsys)
+        assert found is not None and found["owner"] == owner.pid and found["tenure"] == 1
+        assert main(["shm", "clear", name]) == 1
+        assert f"owned by process {owner.pid}" in capsys.readouterr().err
+        assert main(["shm", "clear"]) == 0 and entry(name, capsys) is not None
+    finally:
+        owner.kill()
+        owner.wait(10)
+        owner.stdin.close()
+        owner.stdout.close()
+    found = entry(name, capsys)
+    assert found is not None and found["owner"] is None
+    assert main(["shm"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
+    assert row.split()[1] == "nobody"
+    assert main(["shm", "clear"]) == 0
+    assert "1.0 MiB cleared" in capsys.readouterr().out
+    assert entry(name, capsys) is None
+    assert main(["shm", "clear"]) == 0 and main(["shm"]) == 0
+    assert "nothing of asyncrl lies" in capsys.readouterr().out
+    assert main(["shm", "clear", name]) == 1
+    assert "no such segment" in capsys.readouterr().err
+
+
+def test_accepted_records_are_not_cleared_without_a_word(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async def leave_one() -> None:
+        async with RecordRing(name, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring:
+            async with await AsyncClient.attach(name) as client:
+                await client.push(0, [Scored([1, 2])])
+                await client.push(1, [Scored([1, 2])])
+            (await ring.get()).release()
+            found = entry(name, capsys)
+            assert found is not None and (found["owner"], found["records"], found["rings"]) == (os.getpid(), 1, 1)
+
+    asyncio.run(leave_one())
+    found = entry(name, capsys)
+    assert found is not None and (found["owner"], found["records"]) == (None, 1)
+    assert main(["shm", "clear", name]) == 1
+    assert "1 accepted records" in capsys.readouterr().err
+    Arena.adopt(name).close(keep=True)  # it is as it was: the next owner may have it
+    assert main(["shm", "clear", name, "--drop-records"]) == 0
+    assert entry(name, capsys) is None
+
+
+def test_a_file_that_is_no_segment_is_said_and_can_be_cleared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(f"/dev/shm/asyncrl.{name}")
+    path.write_bytes(b"x" * 10)
+    found = entry(name, capsys)
+    assert found is not None and "no segment of asyncrl" in str(found["problem"])
+    assert main(["shm", "clear", name]) == 0
+    assert not path.exists()
