@@ -159,7 +159,11 @@ class Session:
             self._functions = load_functions(request["functions"])
             return orjson.dumps([{"name": f.name, "accepts": f.accepts} for f in self._functions])
         function = self._functions[request["function"]]
-        return orjson.dumps(function.score(request["arguments"], request["completions"], self._runner))
+        try:
+            return orjson.dumps(function.score(request["arguments"], request["completions"], self._runner))
+        finally:
+            if hasattr(signal, "setitimer"):  # an alarm that was not switched off must not ring in the next call
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main(descriptor: int, parent: int) -> None:

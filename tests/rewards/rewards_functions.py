@@ -105,6 +105,61 @@ def prints(completions):
     return [1.0] * len(completions)
 
 
+def leaves_an_alarm(completions):
+    """Arms a timer and forgets it: it must not ring in `naps`, which the same worker is asked next."""
+
+    def ring(*_):
+        raise TimeoutError("an alarm of an earlier call")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return [1.0] * len(completions)
+
+
+def naps(completions):
+    time.sleep(0.15)
+    return [float(os.getpid())] * len(completions)
+
+
+def timed(seconds):
+    """The decorator of math-verify and of many graders: an alarm around each answer, the old handler back afterwards."""
+
+    def decorate(function):
+        def wrapper(*args):
+            def ring(*_):
+                raise TimeoutError("took too long")
+
+            old = signal.signal(signal.SIGALRM, ring)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                return function(*args)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, old)
+
+        return wrapper
+
+    return decorate
+
+
+@timed(0.05)
+def _grade(text):
+    while text == "for ever":  # no sleep: what a symbolic simplification looks like from outside
+        pass
+    return float(len(text))
+
+
+def math_verify_like(completions):
+    """Answers of one batch, one of which never ends: 0 for that one, the others are scored."""
+    scores = []
+    for text in completions:
+        try:
+            scores.append(_grade(text))
+        except TimeoutError:
+            scores.append(0.0)
+    return scores
+
+
 def alarmed(completions):
     """What math-verify does: needs the main thread."""
 

@@ -255,6 +255,26 @@ async def test_signal_alarm_works():
         assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
 
 
+async def test_alarms_around_every_answer_as_math_verify_has_them():
+    async with pool("math_verify_like") as rewards:
+        for _ in range(2):  # and the worker is as good afterwards
+            scored = await rewards.score(prompt(), trajectories("12", "for ever", "7", "for ever", "1/2"))
+            assert [t.reward for t in scored] == [2.0, 0.0, 1.0, 0.0, 3.0]
+
+
+async def test_an_alarm_that_was_left_behind_does_not_ring_in_the_next_call():
+    async with pool("leaves_an_alarm", "naps") as rewards:  # one worker: one after the other
+        first, second = [(await rewards.score(prompt(), trajectories("a")))[0] for _ in range(2)]
+    assert first.components["naps"] == second.components["naps"] > 0  # the same process all the time
+
+
+async def test_a_group_is_one_call_of_each_function():
+    """TRL's form is batched: what loads a model or asks a judge does it once for all completions of a prompt."""
+    async with pool("counts", "length") as rewards:
+        scored = await rewards.score(prompt(), trajectories("a", "bb", "ccc"))
+    assert [t.components for t in scored] == [{"counts": 1.0, "length": float(n)} for n in (1, 2, 3)]
+
+
 async def test_ten_megabytes_each_way_of_a_call():
     text = "x" * 10_000_000
     async with pool("length", "match") as rewards:
