@@ -23,6 +23,7 @@ from asyncrl.config.resolve import staleness_bound
 BATCHES = 24
 SCHEDULES_PER_BATCH = 100
 CANCELLATIONS = 200
+MAX_REPLAY_AGE = 3
 
 
 def heavy_tail(rng: random.Random, spread: float) -> float:
@@ -73,6 +74,8 @@ def schedule(seed: int) -> Plan:
     return Plan(
         rollout=rollout,
         score_groups=more.random() < 0.5,
+        replay={"size": more.randint(1, 4), "max_age": MAX_REPLAY_AGE} if more.random() < 0.3 else {},
+        train_config={"skip_zero_advantage": more.random() < 0.3},
         reward=reward,
         preset=preset,
         groups_per_step=groups_per_step,
@@ -111,16 +114,19 @@ def seed_on_failure(seed: int) -> Iterator[None]:
 
 def oldest_ages(house: House) -> list[int]:
     """Of every microbatch, the age of its oldest token when it was trained, in versions."""
-    return [version - int(batch.versions.min()) for version, batch in house.tokens_trained]
+    return [version - int(batch.versions.min()) for version, batch in house.tokens_trained if batch.scored]
 
 
 def check_ages(house: House) -> int:
     """No trained token is older than the bound, none comes from the future, and the metric says the same. The oldest age."""
     bound, updates = staleness_bound(house.config), house.plan.updates_per_batch
     for version, batch in house.tokens_trained:
+        if not batch.scored:  # it only brings the counts of groups that are not run
+            continue
         assert version - batch.versions.max() >= 0, "trained on a token of a version that does not exist yet"
-        assert version - batch.versions.min() <= bound, "trained on a token that is too old"
-    for report in house.reports:
+        limit = max(bound, MAX_REPLAY_AGE) if house.plan.replay else bound
+        assert version - batch.versions.min() <= limit, "trained on a token that is too old"
+    for report in house.reports:  # replayed groups are not among these
         oldest = min(int(t.oldest_version) for group in report.groups for t in group.trajectories)
         assert report.metrics["staleness/max"] == report.version - updates - oldest
     return max(oldest_ages(house), default=0)
@@ -181,7 +187,7 @@ def check_syncs(house: House) -> None:
         elapsed = (after - before) // updates
         assert elapsed <= (1 if before // updates < rollout.sync_warmup_steps else rollout.weight_sync_interval)
     for version, batch in house.tokens_trained:
-        if version // updates < rollout.sync_warmup_steps:
+        if version // updates < rollout.sync_warmup_steps and batch.scored and not house.plan.replay:
             assert version // updates * updates <= batch.versions.min(), "generated ahead during the warm-up"
 
 
