@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ from .layout import (
     MAGIC,
     NEEDED,
     SPECS,
+    USER_SECTIONS,
     VERSION,
     Axis,
     Section,
-    Spec,
 )
+
+_ROWS, _ROW_BYTES, _BYTES = int(Axis.ROWS), int(Axis.ROW_BYTES), int(Axis.BYTES)  # enum look-ups are slow here
+_LENGTHS, _MEMBERS, _TOKENS = int(Section.LENGTHS), int(Section.MEMBERS), int(Section.TOKENS)
+_FORMS = {int(section): (int(spec.axis), spec.dtypes, spec.inner) for section, spec in SPECS.items()}
 
 Identity = tuple[int, int, int]  # (epoch, group, member)
 
@@ -108,9 +113,10 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None,
     arrays: dict[int, npt.NDArray[Any]] = {}
     strings: dict[int, memoryview] = {}
     skipped: list[int] = []
+    whole = view[:record_bytes]
     for index in range(sections):
         entry = ENTRY.unpack_from(view, header_bytes + index * entry_bytes)
-        _section(view[:record_bytes], entry, n, tokens, arrays, strings, skipped)
+        _section(whole, entry, n, tokens, arrays, strings, skipped)
     members, lengths, starts = _members(arrays, n, group_size, tokens)
     return Record(
         group=group, epoch=epoch, group_size=group_size, policy_version=policy_version, producer=producer,
@@ -137,34 +143,33 @@ def _section(
     section, code, axis, flags, _, inner0, inner1, offset, nbytes = entry
     if offset + nbytes > len(view):
         raise RecordError(f"section {section} ends at {offset + nbytes}, behind the record's end at {len(view)}")
-    spec = SPECS.get(section)
-    if spec is None and section not in strings and section >= 0x8000 and axis == Axis.BYTES:
-        strings[section] = view[offset : offset + nbytes]
-        return
-    if spec is None:
-        if flags & NEEDED:
+    form = _FORMS.get(section)
+    if form is None:
+        if section in USER_SECTIONS and axis == _BYTES:
+            strings[section] = view[offset : offset + nbytes]
+        elif flags & NEEDED:
             raise RecordError(f"section {section} is of a newer schema and must be understood; update this reader")
-        skipped.append(section)
+        else:
+            skipped.append(section)
         return
     dtype = DTYPES.get(code)
-    if axis != spec.axis or dtype not in spec.dtypes:
+    if axis != form[0] or dtype not in form[1]:
         raise RecordError(f"section {Section(section).name} has axis {axis} and dtype {code}: not as version 1 says")
-    if axis in (Axis.BYTES, Axis.ROW_BYTES):
-        _check_ends(section, spec, view[offset : offset + nbytes], n)
-        strings[section] = view[offset : offset + nbytes]
+    if axis in (_BYTES, _ROW_BYTES):
+        strings[section] = raw = view[offset : offset + nbytes]
+        if axis == _ROW_BYTES:
+            _check_ends(section, raw, n)
         return
-    first = n if axis == Axis.ROWS else tokens
-    if first * inner0 * inner1 * dtype.itemsize != nbytes or offset % dtype.itemsize:
+    first, itemsize, inner = n if axis == _ROWS else tokens, dtype.itemsize, form[2]
+    if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize:
         raise RecordError(
             f"section {Section(section).name}: [{first}, {inner0}, {inner1}] {dtype} is not {nbytes} bytes"
         )
-    array = np.frombuffer(view, dtype, nbytes // dtype.itemsize, offset)
-    arrays[section] = array.reshape(first, *(inner0, inner1)[: spec.inner]) if spec.inner else array
+    array = np.frombuffer(view, dtype, nbytes // itemsize, offset)
+    arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
 
 
-def _check_ends(section: int, spec: Spec, raw: memoryview, n: int) -> None:
-    if spec.axis is not Axis.ROW_BYTES:
-        return
+def _check_ends(section: int, raw: memoryview, n: int) -> None:
     good = len(raw) >= 8 * n
     if good:
         ends = np.frombuffer(raw, "<i8", n)
@@ -176,15 +181,13 @@ def _check_ends(section: int, spec: Spec, raw: memoryview, n: int) -> None:
 def _members(
     arrays: dict[int, npt.NDArray[Any]], n: int, group_size: int, tokens: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    for section in (Section.LENGTHS, Section.MEMBERS, Section.TOKENS):
+    for section in (_LENGTHS, _MEMBERS, _TOKENS):
         if section not in arrays:
-            raise RecordError(f"the record lacks the section {section.name}")
-    members, lengths = arrays.pop(Section.MEMBERS), arrays.pop(Section.LENGTHS)
-    listed = members.tolist()
+            raise RecordError(f"the record lacks the section {Section(section).name}")
+    members, lengths = arrays.pop(_MEMBERS), arrays.pop(_LENGTHS)
+    listed, sizes = members.tolist(), lengths.tolist()
     if n < 1 or len(set(listed)) != n or min(listed) < 0 or max(listed) >= group_size:
         raise RecordError(f"members {listed} are not distinct numbers below the group size {group_size}")
-    starts = np.zeros(n + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    if int(lengths.min()) < 0 or int(starts[-1]) != tokens:
-        raise RecordError(f"lengths {lengths.tolist()} do not add up to {tokens} tokens")
-    return members, lengths, starts
+    if min(sizes) < 0 or sum(sizes) != tokens:
+        raise RecordError(f"lengths {sizes} do not add up to {tokens} tokens")
+    return members, lengths, np.array([0, *itertools.accumulate(sizes)], np.int64)

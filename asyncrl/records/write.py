@@ -6,6 +6,8 @@ whole is refused before the first byte; nothing is ever cut.
 
 from __future__ import annotations
 
+import functools
+import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,7 @@ from .layout import (
 )
 
 _BYTES = Spec(Axis.BYTES, (np.dtype("<u1"),))
+_BOOL, _U1, _I4 = np.dtype(bool), np.dtype("<u1"), np.dtype("<i4")
 _EXACT = frozenset({Section.LENGTHS, Section.MEMBERS})
 
 
@@ -97,10 +100,10 @@ class Plan:
             if fault is not None:
                 fault("section")
         draft = self.draft
-        table = b"".join(
-            ENTRY.pack(part.section, CODES[part.dtype], part.spec.axis, 0, 0, *part.inner, part.offset, part.bytes)
-            for part in self.parts
-        )
+        entries: list[int] = []
+        for part in self.parts:
+            entries += (part.section, CODES[part.dtype], part.spec.axis, 0, 0, *part.inner, part.offset, part.bytes)
+        table = _table(len(self.parts)).pack(*entries)
         start = HEADER.size + len(table)
         payload_crc = zlib.crc32(buffer[start : self.size]) if checksum else 0
         header = bytearray(
@@ -136,8 +139,8 @@ def plan(draft: Draft) -> Plan:
         raise RecordError(f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays")
     total = sum(lengths)
     parts = [
-        _rows(Section.LENGTHS, SPECS[Section.LENGTHS], np.array(lengths, "<i4"), n),
-        _rows(Section.MEMBERS, SPECS[Section.MEMBERS], np.array(draft.members, "<i4"), n),
+        _own(Section.LENGTHS, lengths, n),
+        _own(Section.MEMBERS, list(draft.members), n),
     ]
     for section, data in draft.sections.items():
         if section in _EXACT:
@@ -147,14 +150,15 @@ def plan(draft: Draft) -> Plan:
             if section not in USER_SECTIONS:
                 raise RecordError(f"section {section} is reserved; your own start at {USER_SECTIONS.start}")
             spec = _BYTES
-        if spec.axis is Axis.TOKENS:
+        axis = spec.axis
+        if axis is Axis.TOKENS:
             parts.append(_jagged(section, spec, data, lengths, total))
-        elif spec.axis is Axis.ROWS:
+        elif axis is Axis.ROWS:
             parts.append(_rows(section, spec, data, n))
-        elif spec.axis is Axis.ROW_BYTES:
+        elif axis is Axis.ROW_BYTES:
             parts.append(_row_bytes(section, spec, data, n))
         else:
-            parts.append(_Part(section, spec, spec.dtypes[0], bytes(data), (1, 1), len(data), bytes=len(data)))
+            parts.append(_Part(section, spec, spec.dtypes[0], bytes(data), (1, 1), len(data), bytes=len(bytes(data))))
     return Plan(draft, total, parts)
 
 
@@ -176,17 +180,35 @@ def _name(section: int) -> str:
 
 
 def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], total: int) -> _Part:
+    dtype, dims = spec.dtypes[0], 1 + spec.inner
+    other = _BOOL if dtype is _U1 else dtype  # a mask of booleans is its own bytes
+    for array, length in zip(data, lengths, strict=False):
+        if (
+            type(array) is not np.ndarray
+            or array.dtype not in (dtype, other)
+            or array.ndim != dims
+            or len(array) != length
+        ):
+            break  # the slow way, which says what is wrong
+    else:
+        if not spec.inner and len(data) == len(lengths):
+            return _Part(section, spec, dtype, data, (1, 1), total, bytes=total * dtype.itemsize)
     if [len(a) for a in data] != lengths:
         raise RecordError(
             f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths}, "
             f"found {[len(a) for a in data]}"
         )
-    dtype = spec.dtypes[0]
     if spec.inner and len(data) and getattr(data[0], "dtype", None) in spec.dtypes:
         dtype = data[0].dtype  # the narrower form, where the section allows it
-    arrays = [a if type(a) is np.ndarray and a.dtype is dtype else conform(a, dtype, section) for a in data]
+    arrays = [conform(a, dtype, section) for a in data]
     inner = _inner(section, spec, arrays)
     return _Part(section, spec, dtype, arrays, inner, total, bytes=total * inner[0] * inner[1] * dtype.itemsize)
+
+
+def _own(section: Section, numbers: list[int], n: int) -> _Part:
+    """A [n] int32 section that is made here."""
+    raw = struct.pack(f"<{n}i", *numbers)
+    return _Part(section, SPECS[section], _I4, raw, (1, 1), n, bytes=4 * n)
 
 
 def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:
@@ -220,6 +242,8 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
     array = np.asarray(data)
     if array.dtype == dtype:
         return array
+    if array.dtype == np.bool_ and dtype == np.uint8:
+        return array.view(np.uint8)
     if array.dtype.kind not in "biuf" or (dtype.kind in "iu" and array.dtype.kind == "f" and array.size):
         raise RecordError(f"section {_name(section)}: {dtype} expected, found {array.dtype}")
     if dtype.kind in "iu" and array.size and array.dtype.kind != "b":
@@ -230,8 +254,13 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
     return array.astype(dtype)
 
 
+@functools.cache
+def _table(entries: int) -> struct.Struct:
+    return struct.Struct("<" + ENTRY.format[1:] * entries)
+
+
 def _fill(part: _Part, buffer: memoryview) -> None:
-    if part.spec.axis in (Axis.BYTES, Axis.ROW_BYTES):
+    if type(part.data) is bytes:
         buffer[part.offset : part.offset + part.bytes] = part.data
         return
     if not part.bytes:

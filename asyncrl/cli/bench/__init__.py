@@ -5,6 +5,7 @@
     processes.py  one child process per run; the peers' own virtual environments
     child.py      what runs in asyncrl's own child processes (the only file here that imports torch)
     peers/        scripts that run inside a peer's environment and must not import asyncrl; the reward both sides use
+    transport.py  `asyncrl bench transport`, which needs none of the others but `processes`
     report.py     FLOP limit, medians, table, JSON, plot
 
 The parent process imports no torch: it would only take memory and threads from the sides that are measured.
@@ -16,9 +17,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 USAGE = """\
-usage: asyncrl bench step [options]
+usage: asyncrl bench [step | transport] [options]
 
-  step    whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
+  step        whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
+  transport   handing a group of trajectories to another process: the record ring, multiprocessing.Queue, memcpy
 
 `asyncrl bench step --help` lists the options; `asyncrl bench step --quick` is a smoke test of some seconds.
 """
@@ -30,7 +32,13 @@ def _step(arguments: Sequence[str]) -> int:
     return step(arguments)
 
 
-BENCHES: dict[str, Callable[[Sequence[str]], int]] = {"step": _step}
+def _transport(arguments: Sequence[str]) -> int:
+    from .transport import main as transport
+
+    return transport(arguments)
+
+
+BENCHES: dict[str, Callable[[Sequence[str]], int]] = {"step": _step, "transport": _transport}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
