@@ -12,6 +12,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run --help                                        every setting, its default and what it means
   asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
   asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
+  asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
   asyncrl bench [step] [options]                            measure against other systems on this machine
 """
 
@@ -34,7 +35,13 @@ def _shm(arguments: Sequence[str]) -> int:
     return shm(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench, "shm": _shm}
+def _explain(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.explain import main as explain
+
+    return explain(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "explain": _explain, "bench": _bench, "shm": _shm}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

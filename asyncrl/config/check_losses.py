@@ -28,7 +28,7 @@ LOSS_NORMALISERS: Mapping[str, Normaliser] = {
 
 _CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo", "ppo_clip")
 # knob -> losses that read it; with another loss a value of one's own would do nothing
-_READERS: Mapping[str, tuple[str, ...]] = {
+READERS: Mapping[str, tuple[str, ...]] = {
     "delta": _CLIPPED,
     "dual_clip": _CLIPPED,
     "cispo_low": ("cispo",),
@@ -65,7 +65,7 @@ def check_losses(algorithm: AlgorithmConfig, streaming: bool) -> Iterator[str]:
 
 
 def _check_readers(algorithm: AlgorithmConfig) -> Iterator[str]:
-    for name, losses in _READERS.items():
+    for name, losses in READERS.items():
         value, default = getattr(algorithm, name), AlgorithmConfig.model_fields[name].default
         if value != default and algorithm.loss not in losses:
             yield (

@@ -230,6 +230,8 @@ class TrainPump:
         penalties = dict[tuple[int, int], float]()
         size = self._rooms.config.train.tokens_per_microbatch
         for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], size):
+            if batch.scored == 0:
+                continue
             found, kl = penalty(batch, await self._rooms.trainer.compute_logprobs(batch, "reference"))
             penalties |= found
             step.kl.append(kl)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.fields import knobs, nearest_name
@@ -208,6 +208,7 @@ scalars = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(a
 trees = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(min_size=1), trees, max_size=4))
 def test_what_is_dumped_is_read_back(value: dict[str, object]) -> None:
     assert parse_file(dump(value), "x")[0] == value

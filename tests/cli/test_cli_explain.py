@@ -1,0 +1,41 @@
+"""`asyncrl explain`: formula, normaliser, paper and defaults of everything that has a name."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.algorithms.importance import IMPORTANCE_MODES
+from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
+from asyncrl.cli.app import main
+from asyncrl.cli.explain import explain, known
+from asyncrl.config.fields import knobs
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_loss_has_formula_paper_and_normaliser(name: str) -> None:
+    text = explain(name)
+    assert f"loss {name}" in text and "Formula:" in text and ("Paper:" in text or "Source:" in text)
+    assert f"divided by: {LOSSES[name].normaliser.value}" in text
+
+
+def test_every_name_is_explained() -> None:
+    for name in (*ADVANTAGES, *IMPORTANCE_MODES, *known(), *knobs()):
+        assert len(explain(name)) > 40, name
+
+
+def test_settings_show_default_interactions_and_formula() -> None:
+    text = explain("algorithm.importance_floor")
+    assert "default None" in text and "geometric  exp(sum_t d_t" in text and "may change" in text
+    assert "read by: cispo; refused with another loss" in explain("cispo_high")
+    assert "eq. 9" in explain("off_policy_mask_threshold")
+    assert "loss grpo" in explain("grpo") and "advantage grpo" in explain("grpo")
+    assert "settings of its own: sapo_temperature_pos=1.0" in explain("sapo")
+
+
+def test_an_unknown_name_exits_2_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "drgrpo"]) == 2
+    assert "did you mean 'dr_grpo'?" in capsys.readouterr().err
+    assert main(["explain", "train.lr", "dapo"]) == 0
+    out = capsys.readouterr().out
+    assert "Peak learning rate" in out and "2503.14476" in out
+    assert main(["explain"]) == 2 and main(["explain", "--help"]) == 0
