@@ -174,11 +174,14 @@ class Arena:
         """`with arena.open(handle) as array`: a read-only view. Errors: StaleHandle, at the beginning or the end."""
         return Reading(self, handle)
 
-    def view(self, handle: Handle, *, writable: bool = False) -> npt.NDArray[Any]:
-        """The array a handle names, without copying. The caller knows that the block stays. Errors: StaleHandle."""
+    def view(self, handle: Handle, *, writable: bool = False, keep: object = None) -> npt.NDArray[Any]:
+        """The array a handle names, without copying. The caller knows that the block stays. Errors: StaleHandle.
+
+        `keep` lives as long as the array does (as the mapping does anyway).
+        """
         self._check()
         block = self._checked(handle)
-        return self._array(block, handle.offset, handle.dtype, handle.shape, writable, self)
+        return self._array(block, handle.offset, handle.dtype, handle.shape, writable, (self, keep))
 
     def bytes_of(self, block: Block) -> memoryview:
         """The block's bytes, writable."""

@@ -1,0 +1,235 @@
+"""The sending side of a tensor queue between processes. The contract: `tensor_queue`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from ..errors import OutOfMemory, TransportError
+from . import rendezvous
+from .arena import Arena, Block
+from .handles import BFLOAT16
+from .queue import QueueStatistics, _wait_in, _wake_all
+from .tensor_wire import END, HELLO, Line, Piece, Side, item_message, lay_out, number_of
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+    from ..telemetry.records import Cause
+
+
+class _Outbox(Side):
+    def __init__(self, arena: Arena, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(arena.segment.name, capacity, recorder, cause)
+        self.arena = arena
+        self.outstanding: dict[int, Block] = {}
+        self.early: deque[bytes] = deque()  # before a receiver came
+        self.line: Line | None = None
+        self.gone = False
+        self._door: socket.socket | None = rendezvous.listen(arena.segment)
+        self.loop.add_reader(self._door.fileno(), self.exchange)
+
+    @property
+    def delivered(self) -> bool:
+        """Nothing is left that only this process knows of, or nobody is there to want it."""
+        return self.gone or (self.line is not None and not self.line.unsent and not self.early)
+
+    def exchange(self) -> None:
+        """Whatever can move, without blocking: a receiver comes, credits come back, it goes."""
+        if self._door is not None:
+            self._accept()
+        if self.line is None:
+            return
+        messages, over = self.line.receive()
+        for message in messages:
+            block = self.outstanding.pop(number_of(message), None)
+            if block is not None:
+                self.arena.free(block)
+        if over:
+            self._lost()
+        if messages or over:
+            self.depth(len(self.outstanding))
+            _wake_all(self.waiters)  # of different sizes: the one that fits need not be the first
+
+    def _accept(self) -> None:
+        assert self._door is not None
+        try:
+            connection, _ = self._door.accept()
+        except BlockingIOError:
+            return
+        if rendezvous.peer(connection)[1] != os.geteuid():
+            connection.close()
+            return
+        self._close_door()  # one receiver: the next one is told that nobody listens
+        self.line = Line(self.loop, connection, self.exchange, lambda: _wake_all(self.waiters))
+        self.line.send(HELLO)
+        while self.early:
+            self.line.send(self.early.popleft())
+        _wake_all(self.waiters)
+
+    def post(self, message: bytes) -> None:
+        if self.line is None:
+            self.early.append(message)
+        else:
+            self.line.send(message)
+
+    def put(self, pieces: Mapping[str, Piece], size: int) -> None:
+        """Errors: anyio.WouldBlock without a credit or room; OutOfMemory for an item that can never fit."""
+        if len(self.outstanding) >= self.capacity:
+            raise anyio.WouldBlock
+        try:
+            lease = self.arena.lease(size)
+        except OutOfMemory:
+            if not self.outstanding:
+                raise
+            raise anyio.WouldBlock from None
+        with contextlib.ExitStack() as undo:
+            undo.callback(lease.release)
+            handles = {}
+            for name, piece in pieces.items():
+                kind = "<u2" if piece.dtype == BFLOAT16 else piece.dtype
+                lease.array(kind, piece.values.shape, offset=piece.offset)[...] = piece.values
+                handles[name] = lease.handle(piece.dtype, piece.values.shape, offset=piece.offset)
+            message = item_message(self.moved, handles)
+            undo.pop_all()
+        self.outstanding[self.moved] = lease.detach()
+        self.moved += 1
+        self.depth(len(self.outstanding))
+        self.post(message)
+
+    def _lost(self) -> None:
+        self.gone = True
+        if self.line is not None:
+            self.line.close()
+        for block in self.outstanding.values():
+            self.arena.free(block)
+        self.outstanding.clear()
+        self.early.clear()
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self.loop.remove_reader(self._door.fileno())
+            self._door.close()
+            self._door = None
+
+    async def wait_delivered(self) -> None:
+        while not self.delivered:
+            await _wait_in(self.waiters)
+
+    def close(self) -> None:
+        self._close_door()
+        if self.line is not None:
+            self.line.close()
+        self.gone = True
+        _wake_all(self.waiters)
+        self.arena.close()
+
+
+class TensorSender:
+    """The send end. One per producer of this process: `clone` it, and close every clone."""
+
+    def __init__(self, box: _Outbox) -> None:
+        self._box = box
+        self._closed = False
+        box.ends += 1
+
+    def put_nowait(self, item: Mapping[str, Any]) -> None:
+        """Errors: anyio.WouldBlock without a credit or room; OutOfMemory for an item that can never fit; TypeError and
+        ValueError for what is no tensor; anyio.BrokenResourceError without a receiver; anyio.ClosedResourceError."""
+        self._check_open()
+        self._box.exchange()
+        self._check_open()
+        self._box.put(*lay_out(item))
+
+    async def put(self, item: Mapping[str, Any]) -> None:
+        """Wait for a credit and for room, then put. Errors: as `put_nowait`, also while it waits."""
+        while True:
+            try:
+                return self.put_nowait(item)
+            except anyio.WouldBlock:
+                pass
+            with self._box.waiting("a credit or room", "the receiver"):
+                await _wait_in(self._box.waiters)
+
+    def clone(self) -> TensorSender:
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return TensorSender(self._box)
+
+    def close(self) -> None:
+        """Closing twice is fine. Closing the last clone lets the receiver end."""
+        if not self._closed:
+            self._closed = True
+            self._box.ends -= 1
+            if not self._box.ends and not self._box.gone:
+                self._box.post(END)
+            _wake_all(self._box.waiters)
+
+    def statistics(self) -> QueueStatistics:
+        """`depth` and `gets` as this side knows them: items that were put and not released, and released ones."""
+        box = self._box
+        depth = len(box.outstanding)
+        waiting = sum(not future.done() for future in box.waiters)
+        there = int(box.line is not None and not box.gone)
+        return QueueStatistics(
+            depth, box.capacity, box.most_depth, box.moved, box.moved - depth, box.ends, there, waiting, 0
+        )
+
+    async def __aenter__(self) -> TensorSender:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if self._box.gone:
+            raise anyio.BrokenResourceError
+
+
+@asynccontextmanager
+async def share_queue(
+    name: str,
+    capacity: int,
+    size: int,
+    recorder: Recorder | None = None,
+    *,
+    cause: Cause = "group",
+    linger_s: float = 30.0,
+) -> AsyncIterator[TensorSender]:
+    """The sending side: an arena `name` with `size` bytes, and its first send end.
+
+    At the end every item that was put is handed over first: a receiver that has not come yet is waited for, at most
+    `linger_s`. After an error or a cancellation nobody waits. Errors: ArenaOwned where the name is in use, OutOfMemory;
+    TransportError at the end where nobody came for the items.
+    """
+    if capacity < 1:
+        raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
+    with contextlib.suppress(FileNotFoundError):
+        Arena.adopt(name).close()  # of a sender that was killed: its receiver heard so, and keeps what it has mapped
+    arena = Arena.create(name, size, blocks=capacity)
+    try:
+        box = _Outbox(arena, capacity, recorder, cause)
+    except BaseException:
+        arena.close()
+        raise
+    try:
+        sender = TensorSender(box)
+        yield sender
+        sender.close()
+        with anyio.move_on_after(linger_s) as patience:
+            if box.moved:
+                await box.wait_delivered()
+        if patience.cancelled_caught:
+            raise TransportError(
+                f"queue {name!r}: {len(box.outstanding)} items were put and no receiver came for them in {linger_s} s"
+            )
+    finally:
+        box.close()
