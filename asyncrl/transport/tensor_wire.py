@@ -122,6 +122,7 @@ class Line:
         self._socket = connection
         self._waiting: deque[bytes] = deque()
         self._writing = False
+        self._reset = False
         self.open = True
         loop.add_reader(connection.fileno(), on_readable)
 
@@ -163,7 +164,12 @@ class Line:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                message = b""
+                # The other side closed while something of ours lay unread with it. The kernel says so once, before the
+                # messages that it sent earlier: those are still here.
+                if self._reset:
+                    return messages, True
+                self._reset = True
+                continue
             if not message:
                 return messages, True
             messages.append(message)

@@ -168,6 +168,19 @@ async def test_a_sender_that_leaves_by_an_error_breaks_the_queue(name: str) -> N
 
 
 @both_loops
+async def test_a_release_that_the_sender_never_read_hides_nothing(name: str) -> None:
+    """The sender closes while a release lies unread with it: the kernel resets the connection, what was put is still here."""
+    async with share_queue(name, 4, 1 << 16) as sender:
+        receiver = await attach_queue(name)
+        for i in range(3):
+            sender.put_nowait({"x": np.array([i])})
+        receiver.get_nowait().release()  # no await from here to the end of the block: the sender cannot read it
+        sender.close()
+    assert [int(item["x"][0]) async for item in receiver] == [1, 2]
+    receiver.close()
+
+
+@both_loops
 async def test_another_process_receives(name: str) -> None:
     process = child(HELD, name, "receive")
     async with share_queue(name, 2, 1 << 16) as sender:
