@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_helpers import REAL, metrics_of, write_yaml
+import torch
+from runtime_helpers import REAL, Process, equal_weights, metrics_of, write_yaml
 
 from asyncrl.config.check_losses import LOSS_NORMALISERS
 from asyncrl.main import main
@@ -127,3 +128,25 @@ def test_the_plan_shows_the_second_buffer(here: Path, capsys: pytest.CaptureFixt
     algorithm = {"entropy_coef": 0.1, "second_gradient_buffer": True}
     assert main([str(write_yaml(here, REAL | {"algorithm": algorithm})), "--dry-run"]) == 0
     assert "second_gradients" in capsys.readouterr().out
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(Path(__file__).with_name("runtime_rank.py")))
+
+
+@pytest.mark.parametrize(
+    ("preset", "algorithm"),
+    [
+        ("one_off", {"entropy_coef": 0.1, "top_entropy_quantile": 0.4, "updates_per_batch": 2}),
+        ("async", {"entropy_coef": 0.1, "second_gradient_buffer": True, "kl_coef": 0.1, "kl_in": "reward"}),
+    ],
+)
+def test_two_ranks_know_the_same_step(here: Path, preset: str, algorithm: dict[str, Any]) -> None:
+    """The survey is a collective, also for a rank that got no group; the second buffer needs none."""
+    tree = REAL | {"preset": preset, "algorithm": algorithm, "checkpoint": {"save_final": False}}
+    tree["rollout"] = REAL["rollout"] | {"groups_per_step": 2}
+    process = Process(here, str(write_yaml(here, tree)), RANK_WEIGHTS=str(here), program=TORCHRUN)
+    assert process.wait(180) == 0, process.output
+    one, other = (torch.load(here / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert one["version"] == other["version"] == 3 * algorithm.get("updates_per_batch", 1)
+    assert equal_weights(one["weights"], other["weights"])
+    assert [len(mine) + len(theirs) for mine, theirs in zip(one["groups"], other["groups"], strict=True)] == [2] * 3
