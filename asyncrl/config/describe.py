@@ -85,6 +85,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "algorithm.top_entropy_quantile",
     "algorithm.second_gradient_buffer",
     "algorithm.mismatch_gate",
+    "algorithm.reference_ahead",
     "train.lr",
     "train.schedule",
     "train.warmup_steps",

@@ -178,6 +178,9 @@ class AlgorithmConfig(Section):
         "Streamed steps with an entropy bonus that is not divided by the same number as the loss: gather its gradient in "
         "a buffer of its own, with a second backward pass.",
     )
+    reference_ahead: bool = field(
+        True, "Compute a group's log-probs under the reference while its rewards are scored (reward.batch: group)."
+    )
     old_logprobs: Literal["recompute", "sampler"] = field(
         "recompute", "Centre of the clip: the trainer's own log-probs before the update, or the sampler's."
     )

@@ -38,6 +38,7 @@ from asyncrl.types import Group, Prompt, Ticket, Trajectory
 from .evaluate import EvaluatePump
 from .pipeline import Publication, Rooms, Scoring, StepReport
 from .publish import PublishPump
+from .reference import ReferenceAhead
 from .reroll import Reroll
 from .rollout import RolloutPump
 from .score import ScorePump
@@ -66,8 +67,11 @@ class Graph:
         self._groups_in, groups_out = groups
         publications_in, publications_out = publications
         self._reroll = Reroll(rooms, prompts)
+        self._reference = ReferenceAhead(rooms)
         self._publish = PublishPump(rooms, publications_out, at_version)
-        self._train = TrainPump(rooms, groups_out, publications_in, self._publish.published, on_step, self._reroll)
+        self._train = TrainPump(
+            rooms, groups_out, publications_in, self._publish.published, on_step, self._reroll, self._reference
+        )
         self._evaluate = EvaluatePump(rooms, held_out, config.rollout.environment) if held_out else None
         self._finished = anyio.Event()  # no step can come any more, the last one is published
         self._generated = anyio.Event()  # no rollout and no scorer is left
@@ -134,7 +138,9 @@ class Graph:
             with self._generation_scope:
                 async with anyio.create_task_group() as pumps:
                     self._rollout = rollout = RolloutPump(self._rooms, self._prompts, scoring_in)
-                    score = ScorePump(self._rooms, scoring_out, self._groups_in.clone(), self._reroll.saw)
+                    score = ScorePump(
+                        self._rooms, scoring_out, self._groups_in.clone(), self._reroll.saw, self._reference
+                    )
                     self._groups_in.close()  # a run owns the edge: embedding may not submit beside it
                     pumps.start_soon(rollout.run, name="rollout pump")
                     pumps.start_soon(score.run, name="score pump")

@@ -15,6 +15,7 @@ from asyncrl.transport.queue import QueueReceiver, QueueSender
 from asyncrl.types import Group, Trajectory
 
 from .pipeline import Rooms, Scoring, hand_on
+from .reference import ReferenceAhead
 from .screen import Screen, shaped
 
 
@@ -25,11 +26,13 @@ class ScorePump:
         scoring: QueueReceiver[Scoring],
         groups: QueueSender[Group],
         saw: Callable[[Group], None] = lambda group: None,
+        reference: ReferenceAhead | None = None,
     ) -> None:
-        """`saw` hears of every scored group that the filters drop."""
+        """`saw` hears of every scored group that the filters drop; `reference` works beside the reward workers."""
         self._rooms = rooms
         self._scoring = scoring
         self._groups = groups
+        self._reference = ReferenceAhead(rooms) if reference is None else reference
         self._screen = Screen(rooms, saw)
 
     async def run(self) -> None:
@@ -59,11 +62,12 @@ class ScorePump:
         scored: dict[int, Trajectory] = {}
         if open_:
             first = open_[0]
-            with (
-                recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(open_)),
-                recorder.wait("score pump", "a reward", on="reward workers", cause="reward"),
-            ):
-                scored = {t.member: t for t in await rooms.reward.score(item.prompt, open_)}
+            with recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(open_)):
+                async with anyio.create_task_group() as beside:
+                    if self._reference.wanted:
+                        beside.start_soon(self._reference.compute, item.ticket, item.prompt, item.trajectories)
+                    with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):
+                        scored = {t.member: t for t in await rooms.reward.score(item.prompt, open_)}
         return [scored.get(t.member, t) for t in item.trajectories]
 
     async def _add(self, item: Scoring, trajectory: Trajectory) -> None:

@@ -29,6 +29,7 @@ from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
 from .metrics import step_metrics
 from .pipeline import Publication, Rooms, StepReport, hand_on
+from .reference import ReferenceAhead
 from .replaying import Replaying
 from .reroll import Reroll
 from .signal import counted_only, step_advantages
@@ -60,6 +61,7 @@ class TrainPump:
         published: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepReport], None],
         reroll: Reroll,
+        reference: ReferenceAhead,
     ) -> None:
         """`published(turn)` waits until the publish pump is done with that turn: evaluation and checkpoint read the
         weights of their version, so the next optimizer step must not come before."""
@@ -69,6 +71,7 @@ class TrainPump:
         self._published = published
         self._on_step = on_step
         self._reroll = reroll
+        self._reference = reference
         self._ready: dict[int, Group] = {}  # whole groups without a place, in arrival order
         self._changed = anyio.Event()
         self._stop_requested = False
@@ -232,7 +235,7 @@ class TrainPump:
         for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], size):
             if batch.scored == 0:
                 continue
-            found, kl = penalty(batch, await self._rooms.trainer.compute_logprobs(batch, "reference"))
+            found, kl = penalty(batch, await self._reference.column(batch))
             penalties |= found
             step.kl.append(kl)
         return [lowered(group, penalties) for group in groups]
@@ -248,7 +251,7 @@ class TrainPump:
         if batch.scored == 0:  # nothing that a column could stand beside
             return batch
         if rooms.loss.needs_reference:
-            batch = replace(batch, reference_logprobs=await rooms.trainer.compute_logprobs(batch, "reference"))
+            batch = replace(batch, reference_logprobs=await self._reference.column(batch))
         if rooms.config.algorithm.old_logprobs == "sampler":
             return replace(batch, old_logprobs=batch.sampler_logprobs)
         if self._per_turn > 1 and rooms.loss.needs_old:  # taken once, before the first update of the batch
@@ -303,6 +306,7 @@ class TrainPump:
         await self._rooms.ledger.commit()
         step.committed = True
         self._reroll.step_over(step.groups)
+        self._reference.keep_only(self._rooms.book.live())
         self._replaying.store(step.groups, step.advantages)  # before their rows are freed
         self._rooms.book.trained(group.group_id for group in step.groups)
 

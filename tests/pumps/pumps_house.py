@@ -121,7 +121,7 @@ class House:
             reward=await stack.enter_async_context(ScriptedReward(self)),
             trainer=self.trainer,
             sinks=[engine] if plan.engine else self.sinks,
-            loss=build_loss(algorithm.loss, old_logprobs=algorithm.old_logprobs),
+            loss=build_loss(algorithm.loss, old_logprobs=algorithm.old_logprobs, kl_coef=algorithm.kl_coef),
             advantage=Estimator("scripted", plan.advantage) if plan.advantage else build_advantage(algorithm.advantage),
             book=self.book,
             score_groups=plan.score_groups,

@@ -58,6 +58,7 @@ class Plan:
     updates_per_batch: int = 1
     old_logprobs: str = "recompute"
     advantage_name: str = "grpo"
+    algorithm: Mapping[str, Any] = field(default_factory=dict)  # more settings of that section
     workers: int = 2
     tokens_per_microbatch: int = 64
     rollout_s: Seconds = lambda group, member: 1.0
@@ -105,6 +106,7 @@ class Plan:
                     "updates_per_batch": self.updates_per_batch,
                     "old_logprobs": self.old_logprobs,
                     "advantage": self.advantage_name,
+                    **self.algorithm,
                 },
                 "train": {
                     "kind": "dry_run",

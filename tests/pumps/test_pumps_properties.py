@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,34 @@ def cheap_advantage(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
     return np.array([float(reward != rewards[0]) for reward in rewards])
 
 
+def policy(seed: int, groups_per_step: int, sync: bool) -> dict[str, Any]:
+    """What is admitted, dropped, replaced and skipped, of its own random numbers."""
+    rng = random.Random(f"{seed}/policy")
+    rollout: dict[str, object] = {}
+    if rng.random() < 0.5:
+        rollout["sync_warmup_steps"] = rng.choice([0, 1, 3])
+        rollout["streaming_min_groups"] = rng.randint(1, groups_per_step)
+        if not sync:
+            rollout["weight_sync_interval"] = rng.randint(1, 4)
+    silent = rng.choice([0.0, 0.0, 0.3, 0.7])  # share of groups whose rewards are all equal
+    if silent:
+        rollout |= {"dynamic_sampling": True, "max_refills": rng.choice([0, 1, 2])}
+
+    def reward(group: int, member: int) -> float:
+        without = keyed(seed, "silent", group, 0).random() < silent
+        return 1.0 if without else float((group + member) % 3)
+
+    skips = rng.random() < 0.3
+    return {
+        "rollout": rollout,
+        "reward": reward,
+        "score_groups": rng.random() < 0.5,
+        "replay": {"size": rng.randint(1, 4), "max_age": MAX_REPLAY_AGE} if rng.random() < 0.3 else {},
+        "train_config": {"skip_zero_advantage": skips},
+        "algorithm": {"kl_coef": 0.1 if rng.random() < 0.3 and not skips else 0.0},
+    }
+
+
 def schedule(seed: int) -> Plan:
     rng = random.Random(seed)
     preset = rng.choice(["sync", "one_off", "async", "async"])
@@ -55,28 +84,8 @@ def schedule(seed: int) -> Plan:
         broken = group >= 0 and keyed(seed, "fails", group, member).random() < failing
         return ValueError("the environment broke") if broken else None
 
-    # drawn last, so that the numbers of a seed above stay what they were
-    more = random.Random(f"{seed}/policy")
-    rollout: dict[str, object] = {}
-    if more.random() < 0.5:
-        rollout["sync_warmup_steps"] = more.choice([0, 1, 3])
-        rollout["streaming_min_groups"] = more.randint(1, groups_per_step)
-        if preset != "sync":
-            rollout["weight_sync_interval"] = more.randint(1, 4)
-    silent = more.choice([0.0, 0.0, 0.3, 0.7])  # share of groups whose rewards are all equal
-    if silent:
-        rollout |= {"dynamic_sampling": True, "max_refills": more.choice([0, 1, 2])}
-
-    def reward(group: int, member: int) -> float:
-        without = keyed(seed, "silent", group, 0).random() < silent
-        return 1.0 if without else float((group + member) % 3)
-
     return Plan(
-        rollout=rollout,
-        score_groups=more.random() < 0.5,
-        replay={"size": more.randint(1, 4), "max_age": MAX_REPLAY_AGE} if more.random() < 0.3 else {},
-        train_config={"skip_zero_advantage": more.random() < 0.3},
-        reward=reward,
+        **policy(seed, groups_per_step, preset == "sync"),
         preset=preset,
         groups_per_step=groups_per_step,
         group_size=rng.randint(1, 3),

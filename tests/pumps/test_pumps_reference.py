@@ -1,0 +1,110 @@
+"""Log-probs under the reference, computed while rewards are scored: earlier, not different, and once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pumps_house import live
+from pumps_plan import Plan, make_prompt, make_trajectory
+
+from asyncrl.data.packing import pack_groups
+from asyncrl.pumps.reference import ReferenceAhead
+from asyncrl.types import Float32Array, Group, Microbatch, Ticket
+
+
+def plan(**rest: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "algorithm": {"kl_coef": 0.1},
+        "score_groups": True,
+        "preset": "sync",
+        "groups_per_step": 1,
+        "prompts": 2,
+        "reward_s": lambda group, member: 5.0,
+        "rollout_s": lambda group, member: 1.0,
+    }
+    return Plan(**(settings | rest))
+
+
+def test_the_lane_works_while_the_reward_workers_do() -> None:
+    """Rollout 1 s, two rewards of 5 s each: the reference is done at 1 s, and not again when the step comes."""
+    house = live(plan())
+    assert house.error is None and len(house.reports) == 2
+    calls = house.events("logprobs")
+    assert [call.groups for call in calls] == [(0,), (1,)]
+    begins = [event.at for event in house.events("begin")]
+    for call, begin in zip(calls, begins, strict=True):
+        assert call.at == pytest.approx(begin - 10.0, abs=0.05)
+    assert all(batch.reference_logprobs is not None for _, batch in house.tokens_trained)
+
+
+@pytest.mark.parametrize("rest", [{"algorithm": {"kl_coef": 0.1, "reference_ahead": False}}, {"score_groups": False}])
+def test_otherwise_it_is_done_in_the_step(rest: dict[str, Any]) -> None:
+    house = live(plan(**rest))
+    for call, begin in zip(house.events("logprobs"), house.events("begin"), strict=True):
+        assert call.at == pytest.approx(begin.at, abs=0.05)
+
+
+def test_not_where_nothing_needs_it() -> None:
+    assert live(plan(algorithm={})).events("logprobs") == []
+
+
+def test_groups_that_are_dropped_leave_nothing_behind() -> None:
+    """Every second group has no signal: its columns are forgotten with the next step."""
+    house = live(
+        plan(
+            prompts=None,
+            max_steps=3,
+            rollout={"dynamic_sampling": True},
+            reward=lambda group, member: float(member * (group % 2)),
+        )
+    )
+    assert house.error is None and house.rooms.counters["filter/no signal"] >= 3
+    assert len(house.graph._reference) == 0
+
+
+class Hashing:
+    """A reference whose log-prob of a token is a function of its sequence and of the token alone."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def compute_logprobs(self, batch: Microbatch, model: str = "policy") -> Float32Array:
+        assert model == "reference"
+        self.calls += 1
+        place = np.arange(batch.scored) - np.searchsorted(batch.sequence, batch.sequence)
+        row = batch.group_ids[batch.sequence] * 100 + batch.members[batch.sequence]
+        return (row + place / 64 + batch.target / 4096).astype(np.float32)
+
+
+async def test_whatever_the_packing_every_token_gets_its_own() -> None:
+    trainer = Hashing()
+    rooms: Any = SimpleNamespace(
+        loss=SimpleNamespace(needs_reference=True),
+        reward_penalty=None,
+        score_groups=True,
+        trainer=trainer,
+        config=Plan(tokens_per_microbatch=8).config(),
+    )
+    ahead = ReferenceAhead(rooms)
+    groups = []
+    for group_id in range(3):
+        members = [make_trajectory(group_id, m, 3, [0] * (1 + (group_id + m) % 3), reward=0.0) for m in range(3)]
+        if group_id == 1:
+            members[2] = replace(members[2], mask=np.zeros_like(members[2].mask))
+        groups.append(Group(Ticket(group_id, 0, 2), make_prompt(group_id), tuple(members)))
+        await ahead.compute(groups[-1].ticket, groups[-1].prompt, members)
+    before = trainer.calls
+    for budget in (4, 9, 1000):
+        for batch in pack_groups([(group, np.zeros(3)) for group in groups[::-1]], budget):
+            found = await ahead.column(batch)
+            assert trainer.calls == before
+            np.testing.assert_array_equal(found, await trainer.compute_logprobs(batch, "reference"))
+            trainer.calls = before
+    ahead.keep_only({0, 2})  # a microbatch with a token that is not known is computed as a whole
+    [batch] = pack_groups([(group, np.zeros(3)) for group in groups], 1000)
+    np.testing.assert_array_equal(await ahead.column(batch), await Hashing().compute_logprobs(batch, "reference"))
+    assert trainer.calls == before + 1
