@@ -54,6 +54,8 @@ class FlatParameters:
         self.grad = torch.zeros(size, dtype=self.master_dtype, device=device)
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
+        self.bound = self.working  # the buffer that the modules read now
+        self._generation = 0
         self.parameters = [p for _, p in named]
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter.data)
@@ -85,11 +87,22 @@ class FlatParameters:
         """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
         if self.has_working_copy:
             self.working.copy_(self.master)
+        self._generation += 1
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Changes with everything that changes the weights which the modules read: copies of them compare it.
+
+        `refresh` and `bind` count; the rest are torch's own counters of writes, so that a hand that writes into a
+        parameter is noticed too (a write through `.data` is not).
+        """
+        return self._generation, self.bound._version, sum(parameter._version for parameter in self.parameters)
 
     def bind(self, buffer: Tensor) -> None:
         """Let the modules read their weights from `buffer`, laid out and typed like the working copy."""
         for index, parameter in enumerate(self.parameters):
             parameter.data = self.view(buffer, index)
+        self.bound = buffer
+        self._generation += 1
 
     def zero_grad(self) -> None:
         self.grad.zero_()

@@ -1,7 +1,8 @@
 """Log-probs and entropies of scored tokens without the logits of all tokens at once.
 
-Forward goes over chunks of rows and keeps three numbers a row; backward computes a chunk's logits again and turns them,
-in place, into their gradient. So memory is bounded by one chunk of [chunk, V], whatever S is.
+Forward goes over chunks of rows and keeps three numbers a row; backward turns a chunk's logits, in place, into their
+gradient. Logits that fit `KEEP_BYTES` as a whole wait for it; others are computed again, so memory is bounded by that or by
+one chunk of [chunk, V], whatever S is.
 
     z = logits / T,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
@@ -14,7 +15,7 @@ Shape legend: S scored tokens, E hidden size, V vocabulary, C rows of a chunk, R
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from .flat import add_wider_
 
-CHUNK_ROWS = 512
+CHUNK_ROWS = 512  # of backward: fewer would add to the whole weight gradient more often
+KEEP_BYTES = 384 << 20
+_PRODUCT_ROWS = 64  # of one forward product: its result is read while it is in cache
 _CPU_BLOCK_ROWS = 16
 _VOCABULARY_BLOCK = 8192
 
@@ -33,6 +36,11 @@ class _Options:
     grad_buffer: Tensor | None
     entropy_grad: bool
     chunk: int
+    keep: bool
+    project: Callable[[Tensor], Tensor] | None
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden @ weight.t() if self.project is None else self.project(hidden)
 
 
 def token_logprobs(
@@ -44,6 +52,8 @@ def token_logprobs(
     grad_buffer: Tensor | None = None,
     entropy_grad: bool = False,
     chunk: int = CHUNK_ROWS,
+    keep_bytes: int = KEEP_BYTES,
+    project: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`log softmax(hidden @ weight.T / temperature)[target]` [S] and the entropy of that distribution [S], in nats.
 
@@ -51,8 +61,11 @@ def token_logprobs(
     for float64 inputs. The entropy carries gradient only with `entropy_grad`.
     grad_buffer: [V, E] in the accumulation dtype. Backward adds the gradient of the weight to it (float32 sums for a
     bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd.
+    keep_bytes: most bytes of logits that wait for backward. project: computes `hidden @ weight.T` of some rows, faster.
     """
-    options = _Options(grad_buffer, entropy_grad, chunk)
+    size = target_S.numel() * weight_VE.shape[0] * weight_VE.element_size()
+    keep = torch.is_grad_enabled() and size <= keep_bytes
+    options = _Options(grad_buffer, entropy_grad, chunk, keep, project)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, target_S, temperature_S, options)
     return result
 
@@ -66,17 +79,20 @@ class _TokenLogprobs(torch.autograd.Function):
         rows, vocabulary = hidden.shape[0], weight.shape[0]
         inverse = temperature.to(wide).reciprocal()
         logp, lse, entropy = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3))
-        logits = torch.empty(min(options.chunk, rows), vocabulary, dtype=weight.dtype, device=hidden.device)
+        kept = torch.empty(rows, vocabulary, dtype=weight.dtype, device=hidden.device) if options.keep else None
         block_rows = _block_rows(hidden, options.chunk)
         scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=wide, device=hidden.device)
-        for first, last in _ranges(rows, options.chunk):
-            chunk = torch.mm(hidden[first:last], weight.t(), out=logits[: last - first])
+        for first, last in _ranges(rows, _product_rows(hidden, options.chunk)):
+            chunk = options.logits(hidden[first:last], weight)
             for start, end in _ranges(last - first, block_rows):
                 here = slice(first + start, first + end)
                 _statistics(
                     chunk[start:end], inverse[here], target[here], scratch[:, : end - start], logp[here], lse[here],
                     entropy[here],
                 )  # fmt: skip
+            if kept is not None:
+                kept[first:last].copy_(chunk)
+        ctx.kept = kept  # becomes a gradient in place: one backward only, as everywhere else here
         ctx.save_for_backward(hidden, weight, target, inverse, lse, entropy)
         ctx.options = options
         if not options.entropy_grad:
@@ -93,11 +109,17 @@ class _TokenLogprobs(torch.autograd.Function):
         buffer = options.grad_buffer if options.grad_buffer is not None else torch.zeros_like(weight, dtype=lse.dtype)
         slope = grad_logp * inverse
         bend = grad_entropy * inverse if options.entropy_grad else None
-        logits = torch.empty(min(options.chunk, rows), vocabulary, dtype=weight.dtype, device=hidden.device)
+        kept, ctx.kept = ctx.kept, None
+        fresh = None
+        if kept is None:
+            fresh = torch.empty(min(options.chunk, rows), vocabulary, dtype=weight.dtype, device=hidden.device)
         block_rows = _block_rows(hidden, options.chunk)
         scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=lse.dtype, device=hidden.device)
         for first, last in _ranges(rows, options.chunk):
-            chunk = torch.mm(hidden[first:last], weight.t(), out=logits[: last - first])
+            chunk = kept[first:last] if fresh is None else fresh[: last - first]
+            if fresh is not None:
+                for start, end in _ranges(last - first, _product_rows(hidden, options.chunk)):
+                    chunk[start:end].copy_(options.logits(hidden[first + start : first + end], weight))
             for start, end in _ranges(last - first, block_rows):
                 here = slice(first + start, first + end)
                 _logits_gradient(
@@ -165,6 +187,10 @@ def _accumulate(buffer: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
 
 def _block_rows(hidden: Tensor, chunk: int) -> int:
     return min(_CPU_BLOCK_ROWS, chunk) if hidden.device.type == "cpu" else chunk
+
+
+def _product_rows(hidden: Tensor, chunk: int) -> int:
+    return min(_PRODUCT_ROWS, chunk) if hidden.device.type == "cpu" else chunk
 
 
 def _ranges(total: int, size: int) -> Iterator[tuple[int, int]]:

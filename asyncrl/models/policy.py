@@ -19,7 +19,10 @@ from asyncrl.errors import ConfigError
 from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .embedding import embed, is_plain
 from .flat import FlatParameters
+from .fused import FusedDecoder
 from .norms import replace_norms
+from .packed import JoinedLinear, packing_works
+from .tree_attention import TreePlan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -50,6 +53,12 @@ class PolicyModel:
         index = {id(parameter): i for i, parameter in enumerate(self.flat.parameters)}
         self._head_index = index[id(self.head.weight)]
         self._embedding_index = index[id(embedding.weight)] if is_plain(embedding) else None
+        pack = packing_works(self.dtype, self.flat.working.device)
+        self._head_product = JoinedLinear(self.flat, [self.head], index, pack)
+        self._checkpointing = False
+        self.fused = FusedDecoder.of(module, self.flat)
+        if self.fused is not None and not self._fused_agrees():
+            self.fused = None
         # Multiply-adds of one token's forward, attention's own left out: an embedding that is only looked up has none.
         looked_up = None if embedding.weight is self.head.weight else embedding.weight
         self.matmul_parameters = sum(p.numel() for p in self.flat.parameters if p.ndim >= 2 and p is not looked_up)
@@ -71,10 +80,18 @@ class PolicyModel:
         """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
         if torch.is_grad_enabled() and self._embedding_index is not None:
             buffer_VE = self.flat.view(self.flat.grad, self._embedding_index)
-            rows_TE = embed(self._embedding, tokens_T, buffer_VE)
-            inputs = {"inputs_embeds": rows_TE.unsqueeze(0)}
+            rows_TE: Tensor | None = embed(self._embedding, tokens_T, buffer_VE)
         else:
-            inputs = {"input_ids": tokens_T.unsqueeze(0)}
+            rows_TE = self._embedding(tokens_T) if self.fused is not None else None
+        if self.fused is not None and rows_TE is not None:
+            return self.fused.hidden(rows_TE, positions_T, plan)
+        return self._transformers_hidden(tokens_T, rows_TE, positions_T, plan)
+
+    def _transformers_hidden(
+        self, tokens_T: Tensor, rows_TE: Tensor | None, positions_T: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        """The same through the model's own forward: any architecture."""
+        inputs = {"input_ids": tokens_T.unsqueeze(0)} if rows_TE is None else {"inputs_embeds": rows_TE.unsqueeze(0)}
         output = self.decoder(
             **inputs,
             position_ids=positions_T.unsqueeze(0),
@@ -83,10 +100,51 @@ class PolicyModel:
         )
         return output.last_hidden_state[0]
 
+    @torch.no_grad()
+    def _fused_agrees(self) -> bool:
+        """Whether the fused decoder computes what the model's own forward does: a scaled embedding or residual shows."""
+        assert self.fused is not None
+        count = 8
+        tokens_T = torch.linspace(1, self._embedding.num_embeddings - 1, count, device=self.device).long()
+        positions_T = torch.arange(count, device=self.device)
+        training = self.module.training
+        self.module.eval()
+        own = self._transformers_hidden(tokens_T, None, positions_T, TreePlan([0], [count])).double()
+        fused = self.fused.hidden(self._embedding(tokens_T), positions_T, TreePlan([0], [count])).double()
+        self.module.train(training)
+        tolerance = 0.05 if self.dtype == torch.bfloat16 else 1e-4
+        return bool((own - fused).norm() <= tolerance * own.norm())
+
+    def enable_checkpointing(self) -> None:
+        """Keep a layer's input alone and compute the rest again in backward."""
+        self._checkpointing = True
+        if self.fused is not None:
+            self.fused.checkpointing = True
+        else:
+            enable_checkpointing(self.module)
+
+    def set_training(self, training: bool) -> None:
+        """Mode of the modules for a forward: transformers checkpoints layers only in train mode; dropout is refused."""
+        wanted = training and self._checkpointing and self.fused is None
+        if self.module.training != wanted:  # walking all modules costs a millisecond
+            self.module.train(wanted)
+
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """[N, E] -> [N, V] in float32 (float64 for a float64 model): products in the matmul dtype, the rest wider."""
-        logits = self.head(hidden_NE)
+        logits = self.project(hidden_NE)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def project(self, hidden_NE: Tensor) -> Tensor:
+        """[N, E] -> [N, V] in the matmul dtype, without a graph: the head's product alone."""
+        return self._head_product(hidden_NE)
+
+    @torch.no_grad()
+    def packed_agrees(self) -> bool:
+        """Whether packed copies of weights hold what the modules read now: the head, and layers at both ends. On the lane."""
+        products = [self._head_product]
+        if self.fused is not None:
+            products += [self.fused.layers[0].qkv, self.fused.layers[-1].down]
+        return all(product.agrees() for product in products)
 
     def advance(self) -> int:
         """After the optimizer changed the masters: refresh the working copy and tick the version. Returns it."""
@@ -121,6 +179,15 @@ class PolicyModel:
     def save_pretrained(self, directory: str | Path) -> None:
         """Both at once. On the lane."""
         self.write_pretrained(directory, self.host_state())
+
+
+def enable_checkpointing(module: PreTrainedModel) -> None:
+    """Every layer, without reentrant autograd. transformers renames this call within 5.x, and warns about the old one."""
+    options = {"use_reentrant": False}
+    if hasattr(module, "activation_checkpointing_enable"):
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def refuse_unsupported(module: PreTrainedModel) -> None:

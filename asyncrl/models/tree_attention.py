@@ -104,15 +104,74 @@ class TreePlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable."""
+        if query.device.type != "cpu":
+            self._check(query)
+            return self.attend_masked(query, key, value, scaling)
+        result: Tensor = _TreeAttention.apply(query, key, value, self, scaling)
+        return result
+
+    def _check(self, query: Tensor) -> None:
         if query.shape[0] != self.tokens:
             raise ValueError(f"the plan describes {self.tokens} tokens, the model handed over {query.shape[0]}")
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """What `attend` gives, and the log-sum-exp that `backward` asks for ([T, H]; empty on other devices)."""
+        self._check(query)
         if query.device.type != "cpu":
-            return self.attend_masked(query, key, value, scaling)
+            return self.attend_masked(query, key, value, scaling), query.new_empty(0)
         dtype = query.dtype
-        if dtype in (torch.bfloat16, torch.float16):
-            query, key, value = query.float(), key.float(), value.float()
-        result: Tensor = _TreeAttention.apply(query, key, value, self, scaling)
-        return result.to(dtype)
+        query, key, value = _wider(query), _wider(key), _wider(value)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        lse = torch.empty(query.shape[:2], dtype=query.dtype)  # [T, H]
+        for block in self.self_blocks(query):
+            q, k, v = _take(query, block), _take(key, block), _take(value, block)
+            part, part_lse = _flash(q, k, v, 0.0, True, scale=scaling)
+            _put(out, block, part)
+            _put(lse.unsqueeze(-1), block, part_lse.unsqueeze(-1))
+        for rows, prefix in self.cross:
+            part, part_lse = _flash(
+                _take(query, rows), _take(key, prefix), _take(value, prefix), 0.0, False, scale=scaling
+            )
+            _merge(_slice(out, rows), _slice(lse, rows), part[0].transpose(0, 1), part_lse[0].t())
+        return out.to(dtype), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        scaling: float,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """`gradients` become those of query, key and value. `saved`: query, key, value, output and log-sum-exp."""
+        query, key, value, out, lse = saved
+        if query.device.type != "cpu":
+            with torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+                again = self.attend_masked(leaves[0], leaves[1], leaves[2], scaling)
+            for target, part in zip(gradients, torch.autograd.grad(again, leaves, grad), strict=True):
+                target.copy_(part)
+            return
+        query, key, value, out, grad = (_wider(tensor) for tensor in (query, key, value, out, grad))
+        lse3 = lse.unsqueeze(-1)
+        narrow = gradients[0].dtype != query.dtype
+        sums = tuple(torch.empty(t.shape, dtype=query.dtype) for t in gradients) if narrow else gradients
+        for block in self.self_blocks(query):
+            parts = _flash_backward(
+                _take(grad, block, zero_padding=True), _take(query, block), _take(key, block), _take(value, block),
+                _take(out, block), _take(lse3, block).squeeze(-1).contiguous(), 0.0, True, scale=scaling,
+            )  # fmt: skip
+            for target, part in zip(sums, parts, strict=True):
+                _put(target, block, part)
+        for rows, prefix in self.cross:
+            parts = _flash_backward(
+                _take(grad, rows), _take(query, rows), _take(key, prefix), _take(value, prefix),
+                _take(out, rows), _take(lse3, rows).squeeze(-1).contiguous(), 0.0, False, scale=scaling,
+            )  # fmt: skip
+            for target, span, part in zip(sums, (rows, prefix, prefix), parts, strict=True):
+                _slice(target, span).add_(part[0].transpose(0, 1))
+        if narrow:
+            for target, part in zip(gradients, sums, strict=True):
+                target.copy_(part)
 
     def self_blocks(self, query: Tensor) -> list[_Span] | list[_Bin]:
         """The causal blocks: single segments as views where they are large, padded bins where they are small."""
@@ -166,48 +225,26 @@ class TreePlan:
 
 
 class _TreeAttention(torch.autograd.Function):
-    """CPU flash calls per block, merged by log-sum-exp. float32 and float64."""
+    """CPU flash calls per block, merged by log-sum-exp, as one node. float32 and float64; bfloat16 in float32."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scaling: float) -> Tensor:
-        out = torch.empty(query.shape, dtype=query.dtype)
-        lse = torch.empty(query.shape[:2], dtype=query.dtype)  # [T, H]
-        for block in plan.self_blocks(query):
-            q, k, v = _take(query, block), _take(key, block), _take(value, block)
-            part, part_lse = _flash(q, k, v, 0.0, True, scale=scaling)
-            _put(out, block, part)
-            _put(lse.unsqueeze(-1), block, part_lse.unsqueeze(-1))
-        for rows, prefix in plan.cross:
-            part, part_lse = _flash(
-                _take(query, rows), _take(key, prefix), _take(value, prefix), 0.0, False, scale=scaling
-            )
-            _merge(_slice(out, rows), _slice(lse, rows), part[0].transpose(0, 1), part_lse[0].t())
+        out, lse = plan.forward(query, key, value, scaling)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.plan, ctx.scaling = plan, scaling
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, out, lse = ctx.saved_tensors
-        plan: TreePlan = ctx.plan
-        grad = grad.contiguous()
-        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        lse3 = lse.unsqueeze(-1)
-        for block in plan.self_blocks(query):
-            parts = _flash_backward(
-                _take(grad, block, zero_padding=True), _take(query, block), _take(key, block), _take(value, block),
-                _take(out, block), _take(lse3, block).squeeze(-1).contiguous(), 0.0, True, scale=ctx.scaling,
-            )  # fmt: skip
-            for target, part in zip(gradients, parts, strict=True):
-                _put(target, block, part)
-        for rows, prefix in plan.cross:
-            parts = _flash_backward(
-                _take(grad, rows), _take(query, rows), _take(key, prefix), _take(value, prefix),
-                _take(out, rows), _take(lse3, rows).squeeze(-1).contiguous(), 0.0, False, scale=ctx.scaling,
-            )  # fmt: skip
-            for target, span, part in zip(gradients, (rows, prefix, prefix), parts, strict=True):
-                _slice(target, span).add_(part[0].transpose(0, 1))
+        saved = ctx.saved_tensors
+        gradients = torch.empty_like(saved[0]), torch.empty_like(saved[1]), torch.empty_like(saved[2])
+        ctx.plan.backward(grad.contiguous(), saved, ctx.scaling, gradients)
         return (*gradients, None, None)
+
+
+def _wider(tensor: Tensor) -> Tensor:
+    """The CPU kernel's bfloat16 backward runs at a fifth of its float32 rate."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config.schema import ModelConfig, TrainConfig
 from asyncrl.models.loading import load_model_config, parameter_count
-from asyncrl.models.logprobs import CHUNK_ROWS
+from asyncrl.models.logprobs import CHUNK_ROWS, KEEP_BYTES
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -21,9 +21,9 @@ def predict_memory(
     """Bytes by what they are for. `max_context`: tokens of the longest prompt with its completion.
 
     masters, gradients, optimizer: flat, in float32 or wider. working_copy and reference: in the matmul dtype. activations:
-    of one microbatch of `train.tokens_per_microbatch` packed tokens, what autograd keeps of a Llama-like layer. logits: the
-    chunk that is alive. embedding_gradient: the one temporary of an embedding's size. kv_cache: all sequences at full
-    length. Errors: ConfigError where the model has no configuration.
+    of one microbatch of `train.tokens_per_microbatch` packed tokens, what the layers keep for backward. logits: those that
+    wait for it, or the chunk that is alive. embedding_gradient: the one temporary of an embedding's size. kv_cache: all
+    sequences at full length. Errors: ConfigError where the model has no configuration.
     """
     config = load_model_config(model)
     parameters = parameter_count(model)
@@ -35,12 +35,16 @@ def predict_memory(
     head_size = int(getattr(config, "head_dim", None) or hidden // heads)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     vocabulary = int(config.vocab_size)
-    # Kept per token and layer: both residuals, both normed inputs, four of the MLP's inner size; and for attention query,
-    # key, value, output in float32 or wider (see models.tree_attention) besides the two of the projection's own dtype.
-    attention = wide * (2 * heads + 2 * kv_heads) * head_size + narrow * (2 * heads + 2 * kv_heads) * head_size
-    per_layer = narrow * (4 * hidden + 4 * inner) + attention
+    attention = (2 * heads + 2 * kv_heads) * head_size
+    if getattr(config, "hidden_act", None) == "silu" and hasattr(config, "num_key_value_heads"):
+        # models.fused keeps per token and layer: two residuals, q/k/v, the attention's output, gate and up
+        per_layer = narrow * (2 * hidden + attention + 2 * inner) + wide * heads
+    else:
+        # autograd keeps: both residuals and normed inputs, four of the MLP's inner size, attention's twice (one wide)
+        per_layer = narrow * (4 * hidden + 4 * inner + attention) + wide * attention
     tokens = train.tokens_per_microbatch
     kept = layers * narrow * hidden + per_layer if train.gradient_checkpointing else layers * per_layer
+    logits = tokens * vocabulary * narrow
     return {
         "masters": parameters * wide,
         "gradients": parameters * wide,
@@ -49,7 +53,7 @@ def predict_memory(
         "working_copy": parameters * narrow if narrow < wide else 0,
         "reference": parameters * narrow if needs_reference else 0,
         "activations": tokens * kept,
-        "logits": min(CHUNK_ROWS, tokens) * vocabulary * narrow,
+        "logits": logits if logits <= KEEP_BYTES else min(CHUNK_ROWS, tokens) * vocabulary * narrow,
         "embedding_gradient": vocabulary * hidden * narrow,
         "kv_cache": max_sequences * max_context * layers * 2 * kv_heads * head_size * narrow,
     }

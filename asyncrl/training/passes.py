@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.models.logprobs import token_logprobs
@@ -22,17 +21,13 @@ class Forward:
 
     def __init__(self, policy: PolicyModel, checkpointing: bool = False) -> None:
         self.policy = policy
-        self.checkpointing = checkpointing
         if checkpointing:
-            enable_checkpointing(policy.module)
+            policy.enable_checkpointing()
 
     def __call__(self, batch: Microbatch, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """(logp_S, entropy_S) at the batch's temperatures; differentiable where gradients are enabled."""
         policy = self.policy
-        # transformers checkpoints layers only in train mode; dropout, the other thing that mode switches, is refused.
-        training = self.checkpointing and torch.is_grad_enabled()
-        if policy.module.training != training:  # walking all modules costs a millisecond
-            policy.module.train(training)
+        policy.set_training(torch.is_grad_enabled())
         hidden_TE = policy.hidden(
             column(batch.tokens, policy.device), column(batch.positions, policy.device), TreePlan.of(batch)
         )
@@ -43,16 +38,8 @@ class Forward:
             column(batch.temperature, policy.device),
             grad_buffer=policy.head_gradient,
             entropy_grad=entropy_grad,
+            project=policy.project,
         )
-
-
-def enable_checkpointing(module: PreTrainedModel) -> None:
-    """Every layer, without reentrant autograd. transformers renames this call within 5.x, and warns about the old one."""
-    options = {"use_reentrant": False}
-    if hasattr(module, "activation_checkpointing_enable"):
-        module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]

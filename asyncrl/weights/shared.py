@@ -50,3 +50,7 @@ class SharedWeights:
             raise DivergenceError(
                 "publish: the modules no longer read the flat buffer; somebody replaced their parameters"
             )
+        if not self._policy.packed_agrees():
+            raise DivergenceError(
+                f"publish of version {version}: a packed copy of the weights is older than the weights"
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.models import logprobs as room
 from asyncrl.models.logprobs import token_logprobs
 
 S, E, V = 37, 6, 29
@@ -92,17 +91,28 @@ def test_no_rows() -> None:
     assert logp.shape == entropy.shape == (0,) and not grad.any()
 
 
-def test_never_more_logits_than_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[int] = []
-    real = torch.mm
-
-    def spy(a: torch.Tensor, b: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        result = real(a, b, **kwargs)
-        if result.shape[-1] == V:
-            shapes.append(result.shape[0])
-        return result
-
-    monkeypatch.setattr(room.torch, "mm", spy)
+def test_never_more_logits_than_one_chunk_unless_all_of_them_fit() -> None:
     hidden, weight, target, temperature = case()
-    token_logprobs(hidden, weight, target, temperature, chunk=8)[0].sum().backward()
-    assert max(shapes) == 8 and sum(shapes) == 2 * S
+    for keep_bytes, passes in ((0, 2), (S * V * weight.element_size(), 1)):
+        rows: list[int] = []
+
+        def project(x: torch.Tensor, rows: list[int] = rows) -> torch.Tensor:
+            rows.append(x.shape[0])
+            return x @ weight.detach().t()
+
+        logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_bytes=keep_bytes, project=project)
+        logp.sum().backward()
+        assert max(rows) == 8 and sum(rows) == passes * S
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+def test_kept_logits_change_no_gradient(keep_bytes: int) -> None:
+    hidden, weight, target, temperature = case()
+    logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_bytes=keep_bytes)
+    logp.square().sum().backward()
+    expected = torch.autograd.functional.jacobian(
+        lambda h: torch.log_softmax(h @ weight.detach().t() / temperature[:, None], 1)
+        .gather(1, target[:, None]).square().sum(),
+        hidden.detach(),
+    )  # fmt: skip
+    torch.testing.assert_close(hidden.grad, expected)

@@ -1,0 +1,131 @@
+"""Linear layers that read the same input, as one product over a packed copy of their weights.
+
+On a CPU a plain `F.linear` reaches half of the GEMM rate for the batches of decoding: the weight is laid out anew in every
+call. oneDNN can do that once (`mkldnn._reorder_linear_weight`, what torch's own freezing uses), so the copy is made once per
+version of the weights, at their first use; it costs as much as reading them twice. Backward products read the plain weights:
+their layout suits the GEMM as it is.
+
+The copy must never outlive the weights. `FlatParameters.stamp()` changes with everything that changes them; each product
+compares. Where oneDNN is not there, or the dtype is not its own, or a swapped buffer is bound, the plain product runs.
+
+Shape legend: N rows, I input features, O output features of all members together.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .flat import FlatParameters, add_wider_
+
+_ROWS_HINT = 64  # measured: the layout does not depend on it between 16 and 1,024 rows
+
+
+@cache
+def packing_works(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch packs weights of `dtype` here, tried on a small one."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    weight = torch.linspace(-1, 1, 32 * 64).view(32, 64).to(dtype)
+    x = torch.linspace(1, -2, 4 * 64).view(4, 64).to(dtype)
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        packed = product(x, _pack(weight), None)
+    except (AttributeError, RuntimeError, NotImplementedError):  # private operators: another torch may lack them
+        return False
+    return torch.allclose(packed.float(), F.linear(x, weight).float(), rtol=2e-2, atol=2e-1)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+    return packed
+
+
+def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return result
+
+
+class JoinedLinear:
+    """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Lives on the lane."""
+
+    def __init__(self, flat: FlatParameters, members: list[nn.Linear], index: dict[int, int], pack: bool) -> None:
+        """`index`: id of a parameter -> its place in `flat`."""
+        self.flat = flat
+        self.weights = [index[id(member.weight)] for member in members]
+        self.biases = [index[id(member.bias)] for member in members if member.bias is not None]
+        self.sizes = [member.out_features for member in members]
+        self.inputs = members[0].in_features
+        self._pack = pack
+        self._adjacent = all(
+            flat.offsets[a] + flat.shapes[a][0] * flat.shapes[a][1] == flat.offsets[b]
+            for a, b in pairwise(self.weights)
+        )
+        self._packed: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._stamp: Any = None
+
+    def weight(self) -> Tensor:
+        """[O, I] as the modules read it now: a view where the members are neighbours in the flat buffer, else a copy."""
+        return self._join(self.flat.bound, self.weights)
+
+    def _join(self, buffer: Tensor, places: list[int]) -> Tensor:
+        parts = [self.flat.view(buffer, i) for i in places]
+        if len(parts) == 1:
+            return parts[0]
+        if not self._adjacent or parts[0].ndim < 2:
+            return torch.cat(parts)
+        start = self.flat.offsets[places[0]]
+        return buffer[start : start + sum(self.sizes) * self.inputs].view(-1, self.inputs)
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        """[N, I] -> [N, O], a fresh tensor."""
+        stamp = self.flat.stamp()
+        if stamp != self._stamp:
+            self._packed = None
+            self._bias = self._join(self.flat.bound, self.biases) if self.biases else None
+            if self._pack and self.flat.bound is self.flat.working:
+                self._packed = _pack(self.weight())
+            self._stamp = stamp
+        if self._packed is None:
+            return F.linear(x_NI, self.weight(), self._bias)
+        return product(x_NI, self._packed, self._bias)
+
+    def agrees(self) -> bool:
+        """Whether the product is that of the weights as they are: a proof by output, on one row."""
+        x = torch.linspace(-1, 2, self.inputs, dtype=self.flat.bound.dtype, device=self.flat.bound.device).unsqueeze(0)
+        got, expected = self(x).double(), F.linear(x, self.weight(), self._bias).double()
+        tolerance = 2e-2 if x.dtype == torch.bfloat16 else 1e-4
+        return bool((got - expected).norm() <= tolerance * expected.norm())
+
+    def backward(self, grad_NO: Tensor, x_NI: Tensor, out_NI: Tensor) -> None:
+        """Adds the gradients of weights and biases to the flat gradient; `out_NI` becomes that of the input."""
+        torch.mm(grad_NO, self.weight(), out=out_NI)
+        self.add_gradient(grad_NO, x_NI)
+
+    def add_gradient(self, grad_NO: Tensor, x_NI: Tensor) -> None:
+        """Those of weights and biases alone."""
+        flat = self.flat
+        if self._adjacent:
+            accumulate(self._join(flat.grad, self.weights), grad_NO, x_NI)
+        else:
+            for place, part in zip(self.weights, grad_NO.split(self.sizes, 1), strict=True):
+                accumulate(flat.view(flat.grad, place), part, x_NI)
+        if self.biases:
+            total = grad_NO.sum(0, dtype=flat.master_dtype)
+            for place, part in zip(self.biases, total.split(self.sizes), strict=True):
+                flat.view(flat.grad, place).add_(part)
+
+
+def accumulate(buffer_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
+    """`buffer += grad.T @ x`: in place in one dtype, through a product in the narrower one else."""
+    if buffer_OI.dtype == x_NI.dtype:
+        buffer_OI.addmm_(grad_NO.t(), x_NI)
+    else:
+        add_wider_(buffer_OI, torch.mm(grad_NO.t(), x_NI))
