@@ -207,7 +207,7 @@ class TrainConfig(Section):
     beta2: float = field(0.999, "AdamW beta2.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW epsilon.", gt=0)
     grad_clip: float | None = field(1.0, "Largest gradient norm, applied after the 1/N rescale; null is off.", gt=0)
-    tokens_per_microbatch: int = field(4096, "Packed tokens of one forward and backward.", ge=1)
+    tokens_per_microbatch: int = field(2048, "Packed tokens of one forward and backward.", ge=1)
     skip_zero_advantage: bool = field(
         False,
         "Do not run groups whose advantages are all 0: their tokens count in N, the gradient is the same. Means of metrics "

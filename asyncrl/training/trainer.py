@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.base import Loss
+from asyncrl.algorithms.base import Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.policy import PolicyModel
@@ -133,18 +133,23 @@ class TorchTrainer:
         if batch.scored == 0:  # fully masked sequences are counted, and that is all they do
             return
         with torch.enable_grad():
-            logp_S, entropy_S = self.forward(batch, entropy_grad=step.loss.needs_entropy_grad)
-            inputs = loss_inputs(batch, logp_S, entropy_S)
-            sums = step.loss(inputs)
-            sums.total.backward(retain_graph=sums.extra is not None)
+            inputs, sums = self._evaluate(step.loss, batch)
+            sums.total.backward()
             if sums.extra is not None:
                 assert self.second is not None  # begin has seen to it
+                _, again = self._evaluate(step.loss, batch)  # backward used up what the layers had kept
+                assert again.extra is not None
                 with self.second.in_place():
-                    sums.extra.backward()
+                    again.extra.backward()
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
-        age_S = self.version - torch.from_numpy(batch.versions).to(logp_S.device, torch.int64)
-        step.metrics.add_mismatch(logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences)
+        age_S = self.version - torch.from_numpy(batch.versions).to(inputs.logp_S.device, torch.int64)
+        step.metrics.add_mismatch(inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences)
+
+    def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums]:
+        logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad)
+        inputs = loss_inputs(batch, logp_S, entropy_S)
+        return inputs, loss(inputs)
 
     def finish_train_step(self) -> StepResult:
         """Reduce, rescale, clip, step, tick the version, close.
