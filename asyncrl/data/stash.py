@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
 import anyio
 
@@ -105,6 +105,9 @@ class Arrival(Generic[C]):
     ended: tuple[StashedGroup[C], ...] = ()
 
 
+_WAITING: Arrival[Any] = Arrival(Status.WAITING)
+
+
 @dataclass(frozen=True, slots=True)
 class StashStatistics:
     waiting_groups: int
@@ -174,36 +177,40 @@ class Stash(Generic[C]):
             self._late += 1
             return Arrival(Status.LATE)
         entry = self._waiting.get(key)
-        self._check(key, entry, trajectory)
-        if entry is not None and trajectory.member in entry.members:
-            self._duplicates += 1
-            return Arrival(Status.DUPLICATE)
-        size = nbytes(trajectory)
-        victims = self._victims(key, entry, size)
-        evicted = tuple(self._end(victim, Ending.EVICTED) for victim in victims)
+        member, size = trajectory.member, nbytes(trajectory)
+        if not 0 <= member < trajectory.group_size or (entry is not None and trajectory.group_size != entry.size):
+            self._refuse_member(key, entry, trajectory)
+        if entry is not None and member in entry.members:
+            return self._again(key, entry, trajectory)
+        evicted: tuple[StashedGroup[C], ...] = ()
+        if entry is None or self._max_bytes is not None:
+            evicted = tuple([self._end(victim, Ending.EVICTED) for victim in self._victims(key, entry, size)])
         if entry is None:
             entry = self._waiting[key] = _Entry(context, trajectory.group_size)
-        entry.members[trajectory.member] = (trajectory, lease)
+        entry.members[member] = (trajectory, lease)
         entry.bytes += size
         self._bytes += size
         self._accepted += 1
         self._stamp(key)
-        if 0 <= trajectory.oldest_version < self._oldest_allowed:
+        if self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed:
             self._stale += 1
             return Arrival(Status.STALE, ended=(*evicted, self._end(key, Ending.STALE)))
         if len(entry.members) < entry.size:
-            return Arrival(Status.WAITING, ended=evicted)
+            return Arrival(Status.WAITING, ended=evicted) if evicted else _WAITING
         return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE), evicted)
 
-    def _check(self, key: GroupKey, entry: _Entry[C] | None, trajectory: Trajectory) -> None:
-        size, member = trajectory.group_size, trajectory.member
-        name = f"member {member} of {_name(key)}"
+    def _again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
+        if same(entry.members[trajectory.member][0], trajectory):
+            self._duplicates += 1
+            return Arrival(Status.DUPLICATE)
+        name = f"member {trajectory.member} of {_name(key)}"
+        self._refuse(Refusal.CONFLICT, f"{name} arrived twice with different contents; the first is kept")
+
+    def _refuse_member(self, key: GroupKey, entry: _Entry[C] | None, trajectory: Trajectory) -> NoReturn:
+        size, name = trajectory.group_size, f"member {trajectory.member} of {_name(key)}"
         if entry is not None and size != entry.size:
             self._refuse(Refusal.SIZE, f"{name} says group size {size}; the group began with size {entry.size}")
-        if not 0 <= member < size:
-            self._refuse(Refusal.MEMBER, f"{name} says group size {size}, so its members are 0 to {size - 1}")
-        if entry is not None and member in entry.members and not same(entry.members[member][0], trajectory):
-            self._refuse(Refusal.CONFLICT, f"{name} arrived twice with different contents; the first is kept")
+        self._refuse(Refusal.MEMBER, f"{name} says group size {size}, so its members are 0 to {size - 1}")
 
     def _victims(self, key: GroupKey, entry: _Entry[C] | None, size: int) -> list[GroupKey]:
         """The oldest groups that have to go, so that the caps hold with `size` more bytes for group `key`."""
@@ -230,7 +237,7 @@ class Stash(Generic[C]):
                 total -= other.bytes
         return victims
 
-    def _refuse(self, reason: Refusal, message: str) -> None:
+    def _refuse(self, reason: Refusal, message: str) -> NoReturn:
         self._refused[reason] += 1
         raise StashRefused(reason, message)
 
@@ -353,7 +360,8 @@ _COLUMNS = ("tokens", "mask", "logprobs", "sampled_logprobs", "versions")
 
 def nbytes(trajectory: Trajectory) -> int:
     """Bytes of its per-token columns."""
-    return sum(int(getattr(trajectory, column).nbytes) for column in _COLUMNS)
+    t = trajectory
+    return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
