@@ -154,15 +154,22 @@ class Builder:
         return isinstance(environment, SingleTurn) if batch == "auto" else batch == "group"
 
     def _weights(self, reward: RewardPool) -> dict[str, float]:
-        """Of every component of the reward, by name. Errors: ConfigError where two have one name."""
+        """Of every component of the reward, by name. Errors: ConfigError where two have one name, or the filters ask for
+        one that nobody gives (an environment of the user's own may give more than is known here)."""
         weights = reward.weights
-        if self.config.reward.overlong_cache is None:
-            return weights
-        if OVERLONG in weights:
+        if self.config.reward.overlong_cache is not None:
+            if OVERLONG in weights:
+                raise ConfigError(
+                    f"a reward function is named {OVERLONG!r}, as the component of reward.overlong_cache; give it another "
+                    "`name`"
+                )
+            weights[OVERLONG] = self.config.reward.overlong_weight
+        chosen = self.config.rollout.filter_by
+        if chosen != "reward" and chosen not in weights and self.config.rollout.environment == "single_turn":
             raise ConfigError(
-                f"a reward function is named {OVERLONG!r}, as the component of reward.overlong_cache; give it another `name`"
+                f"rollout.filter_by is {chosen!r}; expected `reward` or one of the components: {', '.join(weights) or 'none'}"
             )
-        return {**weights, OVERLONG: self.config.reward.overlong_weight}
+        return weights
 
     def _ledger(self, turn: int) -> Any:
         rollout = self.config.rollout

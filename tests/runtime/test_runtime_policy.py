@@ -7,9 +7,11 @@ from typing import Any
 
 import anyio
 import orjson
-from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, unclocked
+import pytest
+from runtime_helpers import DRY, MODEL, REAL, config_of, metrics_of, rollouts_of, unclocked
 
 from asyncrl.data.prompts import REROLLS
+from asyncrl.errors import ConfigError
 from asyncrl.runtime.runtime import RunSummary, Runtime
 
 STEPS = 8
@@ -76,3 +78,20 @@ async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: 
     assert summary.reasons["dropped: no signal"] > 8
     lines = metrics_of(tmp_path / "runs/run")
     assert sum(line.get("groups/dropped/no signal", 0) for line in lines) > 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.filter_by=shore"], "filter_by is 'shore'; expected `reward` or one of the components: share"),
+        (["reward.overlong_cache=2", "reward.functions=[{function: FILE, name: overlong}]"], "give it another `name`"),
+    ],
+)
+async def test_components_that_cannot_be_are_refused_at_the_start(
+    tmp_path: Path, overrides: list[str], words: str
+) -> None:
+    tree = DRY | {"reward": {"functions": f"{MODEL}:share"}}
+    given = [text.replace("FILE", f"'{MODEL}:share'") for text in overrides]
+    with pytest.raises(ConfigError, match=words):
+        async with Runtime(config_of(tmp_path, *given, base=tree), write=False):
+            pass
