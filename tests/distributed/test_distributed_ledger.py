@@ -30,13 +30,13 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
     """Opens a ledger, with the arguments of `LocalLedger`."""
     async with AsyncExitStack() as stack:
 
-        async def open_one(*args: int, late: Late = "wait", turn: int = 0) -> AnyLedger:
+        async def open_one(*args: int, late: Late = "wait", turn: int = 0, warmup: int = 0) -> AnyLedger:
             if request.param == "local":
-                return await stack.enter_async_context(LocalLedger(*args, late=late, turn=turn))
+                return await stack.enter_async_context(LocalLedger(*args, late=late, turn=turn, warmup=warmup))
             store: dist.Store = dist.HashStore()
             if request.param == "tcp store":
                 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            return await stack.enter_async_context(StoreLedger.over(store, *args, late=late, turn=turn))
+            return await stack.enter_async_context(StoreLedger.over(store, *args, late=late, turn=turn, warmup=warmup))
 
         yield open_one
 
@@ -137,6 +137,59 @@ async def test_max_staleness_zero_admits_only_after_the_publish(make: Make) -> N
     assert scope.cancelled_caught
     await ledger.release(0)
     assert (await fresh(ledger, 1)).deadline == 1
+
+
+async def refused(ledger: Ledger, group_id: int) -> bool:
+    """Nobody gives this group a slot now."""
+    with anyio.move_on_after(0.05) as scope:
+        await ledger.admit(group_id)
+    return scope.cancelled_caught
+
+
+async def test_the_warm_up_gives_out_the_slots_of_one_step(make: Make) -> None:
+    """Two steps of warm-up with max_staleness 2: 2 slots, then 2 again after the release, then all 6."""
+    ledger = await make(2, 2, warmup=2)
+    for turn in range(2):
+        tickets = [await fresh(ledger, 10 * turn + i) for i in range(2)]
+        assert await refused(ledger, 99)
+        for ticket in tickets:
+            assert (await ledger.claim([ticket]))[0] is GRANTED
+        await ledger.commit()
+        assert await refused(ledger, 99)  # the engines do not have the new weights yet
+        await ledger.release(turn)
+        conserved(ledger)
+    for i in range(6):
+        await fresh(ledger, 50 + i)
+    assert await refused(ledger, 99)
+
+
+async def test_in_the_warm_up_a_slot_that_comes_back_is_given_out_again(make: Make) -> None:
+    ledger = await make(1, 3, warmup=5)
+    for i in range(3):
+        ticket = await fresh(ledger, i)
+        assert await refused(ledger, 99)
+        await ledger.end(ticket, "dropped", "no signal")
+    await fresh(ledger, 9)
+
+
+async def test_after_a_resume_behind_the_warm_up_there_is_none(make: Make) -> None:
+    ledger = await make(1, 1, turn=4, warmup=4)
+    await fresh(ledger, 0)
+    await fresh(ledger, 1)
+
+
+async def test_a_release_covers_the_steps_before_it(make: Make) -> None:
+    """Engines that take weights every third step: slots and ages of three steps come back together."""
+    ledger = await make(1, 2)
+    for turn in range(3):
+        ticket = await fresh(ledger, turn)
+        assert (ticket.admitted, ticket.deadline) == (0, 2)
+        await ledger.claim([ticket])
+        await ledger.commit()
+    assert await refused(ledger, 9) and ledger.statistics().held == 3
+    await ledger.release(2)
+    assert ledger.statistics().held == 0 and ledger.statistics().trained == 3
+    assert (await fresh(ledger, 9)).admitted == 3
 
 
 async def test_a_slot_comes_back_at_once_from_a_drop_or_failure(make: Make) -> None:
