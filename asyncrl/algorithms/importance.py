@@ -81,8 +81,8 @@ def importance_weights(inputs: LossInputs, n: Numbers) -> tuple[Tensor, Metrics]
         ratio, normaliser = sums(d_S).exp(), Normaliser.SEQUENCES
     bound = bounded(ratio, mode.action, n.importance_floor, n.importance_cap)
     # A fully masked sequence has ratio 1 (the sum over no token) and no weight to report: its microbatch may be skipped.
-    real = slice(None) if mode.level == "token" else inputs.length_B > 0
-    metrics = importance_metrics(ratio[real], bound[real], normaliser)
+    real = torch.ones_like(d_S) if mode.level == "token" else (inputs.length_B > 0).to(d_S.dtype)
+    metrics = importance_metrics(ratio * real, bound * real, normaliser)
     weight_S = bound if mode.level == "token" else inputs.spread(bound)
     if mode.raw_token_weights:
         weight_S = torch.where(weight_S == 0, 0.0, d_S.exp())

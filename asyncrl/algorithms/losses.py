@@ -177,9 +177,9 @@ def corrected(
     """The terms that every loss may have, in the order of the module docstring: `(l_S, metrics)`."""
     loss_S, metrics = surrogate.loss_S, dict(surrogate.metrics)
     if (n.positive_scale, n.negative_scale) != (1.0, 1.0):
-        advantage_S = inputs.advantage_S
-        positive_S = torch.where(advantage_S > 0, n.positive_scale, 1.0)
-        loss_S = loss_S * torch.where(advantage_S < 0, n.negative_scale, positive_S)
+        good_S, bad_S = inputs.advantage_S > 0, inputs.advantage_S < 0
+        scale_S = torch.ones_like(loss_S).masked_fill(good_S, n.positive_scale).masked_fill(bad_S, n.negative_scale)
+        loss_S = loss_S * scale_S
     if n.off_policy_mask_threshold is not None:
         keep_S, found = off_policy_keep(inputs, n.off_policy_mask_threshold)
         metrics.update(found)

@@ -116,7 +116,7 @@ def _clip_metrics(inputs: LossInputs, ratio_S: Tensor, n: Numbers, by_sequence: 
 
 def _shares(low: Tensor, high: Tensor, normaliser: Normaliser = Normaliser.TOKENS) -> Metrics:
     """Clipped below (A < 0) and above (A > 0), where the gradient is 0 (cispo: where the weight is bounded)."""
-    below, above = low.double().sum(), high.double().sum()
+    below, above = low.sum(), high.sum()
     return {
         "clip_ratio/low_mean": MetricSum(below, normaliser),
         "clip_ratio/high_mean": MetricSum(above, normaliser),

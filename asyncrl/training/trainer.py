@@ -12,8 +12,8 @@ call changes nothing. The commit point is the return of `optimizer.step`: the wo
 same closure, so a failure after it (in the reduction of metrics) leaves a step that is *committed*: the weights are the new
 version's, and only abort is left.
 
-Order of finish: (1) one float64 all-reduce of [sequences, tokens, loss]; (2) the denominator N; (3) gradients x 1/N; (4) one
-reduction of gradients over ranks; (5) device synchronize; (6) clip, on what is rescaled; (7) optimizer step; (8) version;
+Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) gradients x 1/N;
+(4) one reduction of gradients over ranks; (5) device synchronize; (6) clip, on what is rescaled; (7) optimizer step; (8) version;
 (9) the learning rate of this step is noted; (10) schedule; (11) metrics; (12) closed.
 
 Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.

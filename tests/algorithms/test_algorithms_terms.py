@@ -43,11 +43,11 @@ def test_scales_multiply_the_policy_loss_by_its_sign_and_leave_the_kl(name: str)
         "bad": batch.advantage_B.clamp(max=0),
         "none": 0 * batch.advantage_B,
     }.items():
-        scales = {"positive_scale": 2.0, "negative_scale": 0.25} if key == "both" else {}
+        scales = {"positive_scale": 1.7, "negative_scale": 0.3} if key == "both" else {}
         loss = build_loss(name, **numbers, **scales)
         grads[key] = value_and_grad(batch.with_advantages(advantage_B), loss, ROWS)[1]
     kl_BT = grads["none"]
-    expected = 2.0 * (grads["good"] - kl_BT) + 0.25 * (grads["bad"] - kl_BT) + kl_BT
+    expected = 1.7 * (grads["good"] - kl_BT) + 0.3 * (grads["bad"] - kl_BT) + kl_BT
     torch.testing.assert_close(grads["both"], expected, rtol=1e-12, atol=1e-14)
 
 
