@@ -163,3 +163,52 @@ def test_soft_overlong_equals_trl(trl: Any, longest: int, cache: int) -> None:
     expected = trl.soft_overlong(longest, cache)(completion_ids=[[1] * n for n in lengths])
     assert [soft_overlong(n, longest, cache) for n in lengths] == expected
     assert min(expected) == -1.0 and max(expected) == 0.0
+
+
+async def test_grpo_async_equals_trls_rollout_worker(trl: Any) -> None:
+    """`trl.experimental.async_grpo` sums without weights, and takes the population std: driven by its own method."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker", exc_type=ImportError)
+    ones = dict.fromkeys(NAMES, 1.0)
+    row = SimpleNamespace(input_ids=[1], completion_mask=[1], old_log_probs=[0.0])
+    for seed in range(5):
+        rewards_BF = random_rewards(seed, 6)
+        found = []
+        for start in range(0, len(rewards_BF), GROUP):
+            rows = rewards_BF[start : start + GROUP].tolist()
+
+            def function(index: int, rows: list[list[float]] = rows) -> Any:
+                async def reward(**kwargs: Any) -> list[float | None]:
+                    return [None if r[index] != r[index] else r[index] for r in rows]
+
+                return reward
+
+            group = SimpleNamespace(
+                completions=["c"] * GROUP,
+                prompts=["p"] * GROUP,
+                completions_ids=[[1]] * GROUP,
+                completions_sequences=[[row]] * GROUP,
+                reward_kwargs={},
+                env_rewards=[None] * GROUP,
+                rollout_rewards=[None] * GROUP,
+                tool_call_counts=[0] * GROUP,
+                tool_failure_counts=[0] * GROUP,
+                model_version=0,
+                group_id=0,
+            )
+            stub = SimpleNamespace(
+                reward_funcs=[function(index) for index in range(len(NAMES))],
+                reward_func_names=list(NAMES),
+                _env_reward_types=[],
+                _provides_rollout_reward=False,
+            )
+            found += [sample.advantage for sample in await module._AsyncRolloutLoop._score_group(stub, group)]
+        expected_B = torch.tensor(found, dtype=torch.float64)
+        # 1e-7: TRL divides the rounding error of a mean of equal rewards by 1e-8, where ours are exactly 0
+        torch.testing.assert_close(ours(rewards_BF, "grpo_async", ones), expected_B, rtol=1e-9, atol=1e-7)
+        differing = expected_B.abs() > 1e-6
+        torch.testing.assert_close(
+            ours(rewards_BF, "grpo_async", ones)[differing], expected_B[differing], rtol=1e-9, atol=0
+        )
+        assert differing.sum() > GROUP
