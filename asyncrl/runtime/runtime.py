@@ -320,10 +320,11 @@ class Runtime:
                 self._check_books()
 
     def _check_books(self) -> None:
-        """Invariant 2: every admitted group ended exactly once."""
-        books = self._rooms.ledger.statistics()
-        if books.live or books.claimed or books.held or books.admitted != books.trained + books.dropped + books.failed:
-            raise LedgerError(f"the books do not add up at the end of the run: {books}")
+        """Invariant 2: every admitted group ended exactly once, and took its rows with it."""
+        books, store = self._rooms.ledger.statistics(), self._rooms.store.statistics()
+        ended = books.trained + books.dropped + books.failed
+        if books.live or books.claimed or books.held or books.admitted != ended or store.rows or store.bytes:
+            raise LedgerError(f"the books do not add up at the end of the run: {books}, rows of groups: {store}")
 
     # -- embedding -------------------------------------------------------------------------------------------------
 
