@@ -107,7 +107,7 @@ class AsyncClient(_Numbering):
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """As `Client.push`; a cancelled push pushed nothing, unless the owner was closing meanwhile."""
+        """As `Client.push`; a cancelled push pushed nothing, unless the owner went away meanwhile."""
         await self._producer.put(
             self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout
         )

@@ -66,6 +66,8 @@ class Producer:
         while True:
             need = core.advance(plan, ownerless=ownerless)
             if need is Need.NOTHING:
+                if core.unannounced:
+                    _announce(core, deadline)
                 return
             left = deadline - time.monotonic()
             if left <= 0:
@@ -124,7 +126,7 @@ class AsyncProducer:
         return cls(core)
 
     async def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
-        """Returns when the record is accepted; a cancelled put did not put, unless the owner was closing meanwhile."""
+        """Returns when the record is accepted; a cancelled put did not put, unless the owner went away meanwhile."""
         deadline = time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
@@ -141,6 +143,8 @@ class AsyncProducer:
         while True:
             need = core.advance(plan, ownerless=ownerless)
             if need is Need.NOTHING:
+                if core.unannounced:
+                    await _in_thread(lambda: _announce(core, deadline))
                 return
             left = deadline - time.monotonic()
             if left <= 0:
@@ -197,6 +201,16 @@ def _attach_once(core: Core, deadline: float) -> Attachment | None:
         return core.attach(deadline)
     except FileNotFoundError:
         return None
+
+
+def _announce(core: Core, deadline: float) -> None:
+    """After a put that no owner heard of: look for one again, because one may have come, and looked, in between.
+
+    An owner listens before it looks at the rings. So if nobody listens even now, the look is still to come and will find
+    the record; and if somebody does, attaching makes it look. The record is accepted either way.
+    """
+    with contextlib.suppress(RingDetached):
+        _attach_once(core, deadline)
 
 
 def _wait_readable(fds: list[int], timeout: float) -> None:

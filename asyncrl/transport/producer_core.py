@@ -48,6 +48,7 @@ class Core:
         self.name = name
         self.identity = secrets.token_bytes(16)
         self.closed = False
+        self.unannounced = False  # a record was accepted that perhaps no owner knows of
         self.puts = self.bytes = self.waits = self.attachments = 0
         self._segment: Segment | None = None
         self._writer: RingWriter | None = None
@@ -81,6 +82,7 @@ class Core:
             self._drop_unless_current(segment)
             return None
         self._attachment = found
+        self.unannounced = False  # whoever lets us in looks at the ring
         self._checksum = found.checksum
         self.attachments += 1
         self._poll = select.poll()
@@ -88,14 +90,13 @@ class Core:
         if segment is not self._segment or found.fresh or self._writer is None:
             self._forget_ring()
             self._segment = segment
+            segment.populate(found.offset, found.size)
             self._writer = RingWriter(RingMemory(segment.buffer[found.offset : found.offset + found.size]))
         return found
 
     def advance(self, plan: Plan, *, ownerless: bool) -> Need:
         """One try to put. `ownerless`: nobody listens now, so put into the ring as it lies there, if it may be kept."""
         self.check()
-        if self._attachment is not None and self._poll.poll(0):  # the owner speaks only by going away
-            self._forget_attachment()
         writer, segment = self._writer, self._segment
         if writer is None or segment is None or segment.sealed:
             return Need.OWNER
@@ -104,8 +105,11 @@ class Core:
         if not writer.try_put(plan, checksum=self._checksum):
             return Need.SPACE if self._attachment is not None else Need.OWNER
         fault("producer.notify")
+        self.unannounced = True
         if self._attachment is not None:
             os.eventfd_write(self._attachment.data, 1)
+            # Looked at after the record was there: an owner that lived until now was told, or the next one will look.
+            self.unannounced = self._owner_left()
         if segment.sealed:  # the owner may have looked before the record was there: put it again, elsewhere
             return Need.OWNER
         self.puts += 1
@@ -119,7 +123,7 @@ class Core:
 
     def drain(self) -> None:
         """Before looking for room again: what is signalled from here on is news."""
-        if self._attachment is not None:
+        if self._attachment is not None and not self._owner_left():
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._attachment.space)
 
@@ -157,6 +161,13 @@ class Core:
             self._writer = None
         self._forget_attachment()
         self._forget_ring()
+
+    def _owner_left(self) -> bool:
+        """The owner speaks only by going away."""
+        if self._attachment is None or not self._poll.poll(0):
+            return False
+        self._forget_attachment()
+        return True
 
     def _forget_attachment(self) -> None:
         if self._attachment is not None:

@@ -45,6 +45,7 @@ BOARD_WORDS = 8  # words for everybody to read, see `Segment.board`
 _STATIC = struct.Struct("<QIIQQQQ16sQ")  # magic, version, header bytes, total, blocks, table, data, run, created ns
 _CRC_AT = 96
 _OWNER_AT, _BOARD_AT = 128, 192
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
 
 _open_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
@@ -173,6 +174,12 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
+
+    def populate(self, offset: int, size: int) -> None:
+        """Map these bytes' pages now: the first touch of each would cost a page fault, in the middle of a put."""
+        start = offset & -4096
+        with contextlib.suppress(OSError, ValueError):  # older kernels do not know it
+            self.map.madvise(_POPULATE_WRITE, start, min(offset + size, self.geometry.total) - start)
 
     # -- what it says
 

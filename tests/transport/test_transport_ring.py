@@ -19,6 +19,7 @@ from transport_helpers import both_loops, child, finish, line, names, say
 from transport_records import planned, whole
 
 from asyncrl.errors import ArenaOwned, LifecycleError, RecordTooLarge, RingDetached, RingFull
+from asyncrl.transport import producer as producer_module
 from asyncrl.transport import rendezvous
 from asyncrl.transport.producer import AsyncProducer, Producer
 from asyncrl.transport.record_ring import Delivery, RecordRing
@@ -350,6 +351,91 @@ async def test_a_stopped_producer_keeps_its_ring_also_across_owners(name: str) -
         finish(process)
 
 
+OWNER = """
+import asyncio, json, sys
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+
+async def own():
+    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16, checksum=True)):
+        print("open", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(own())
+"""
+
+
+async def _after_a_killed_owner(name: str) -> AsyncProducer:
+    process = child(OWNER, name)
+    await asyncio.to_thread(line, process)
+    producer = await AsyncProducer.attach(name)
+    await producer.put(planned(0))
+    process.kill()
+    finish(process)
+    return producer
+
+
+@both_loops
+async def test_records_are_accepted_while_nobody_owns_the_ring(name: str) -> None:
+    producer = await _after_a_killed_owner(name)
+    for group in range(1, 8):
+        await producer.put(planned(group))
+    assert not producer.statistics().attached
+    with pytest.raises(RingFull, match=r"8 of 8 records.*owner: gone"):
+        await producer.put(planned(8), timeout=0.1)
+    async with RecordRing(name, SMALL) as ring:
+        for group in range(8):
+            delivery = await ring.get()
+            assert delivery.record.group == group and whole(delivery.record)
+            delivery.release()
+        await producer.put(planned(8))
+        (await ring.get()).release()
+        await producer.close()
+
+
+@both_loops
+async def test_the_next_owner_hears_of_a_put_that_took_the_last_one_for_alive(name: str) -> None:
+    producer = await _after_a_killed_owner(name)
+    async with RecordRing(name, SMALL) as ring:
+        (await ring.get()).release()
+        await producer.put(planned(1))
+        with anyio.fail_after(10):
+            delivery = await ring.get()
+        assert delivery.record.group == 1
+        delivery.release()
+        await producer.close()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_record(
+    name: str, synchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = producer_module._attach_once, []
+
+    def late(core: Any, deadline: float) -> Any:
+        calls.append(core)
+        return None if len(calls) == 1 else real(core, deadline)  # the first look came just too early
+
+    async def main() -> None:
+        producer = await _after_a_killed_owner(name)
+        await producer.put(planned(9))  # it hears that the owner is gone
+        async with RecordRing(name, SMALL) as ring:
+            for _ in range(2):
+                (await ring.get()).release()
+            monkeypatch.setattr(producer_module, "_attach_once", late)
+            if synchronous:
+                await asyncio.to_thread(Producer(producer._core).put, planned(1))
+            else:
+                await producer.put(planned(1))
+            with anyio.fail_after(10):
+                delivery = await ring.get()
+            assert delivery.record.group == 1 and len(calls) == 2
+            delivery.release()
+            await producer.close()
+
+    asyncio.run(main())
+
+
 IDLE = """
 import asyncio, sys, threading, uvloop
 from transport_records import planned
@@ -398,24 +484,29 @@ def switches(pid: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_an_idle_consumer_and_a_blocked_producer_do_not_wake_for_5_seconds(name: str, loop: str) -> None:
-    consumer = child(IDLE, name, loop)
-    assert line(consumer) == "ready"
-    producer = child(IDLE, name, "produce")
-    assert line(producer) == "full" and line(consumer) == "idle"
-    settled = threading.Event()
-    for pid in (consumer.pid, producer.pid):  # until both are asleep
+def test_idle_consumers_and_blocked_producers_do_not_wake_for_5_seconds(name: str) -> None:
+    """One pair with asyncio, one with uvloop, side by side."""
+    pairs = []
+    for loop in ("asyncio", "uvloop"):
+        consumer = child(IDLE, f"{name}-{loop}", loop)
+        assert line(consumer) == "ready"
+        producer = child(IDLE, f"{name}-{loop}", "produce")
+        assert line(producer) == "full" and line(consumer) == "idle"
+        pairs.append((consumer, producer))
+    pids = [process.pid for pair in pairs for process in pair]
+    quiet = threading.Event()
+    for pid in pids:  # until all are asleep
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-            settled.wait(0.01)
-    settled.wait(0.5)
-    before = switches(consumer.pid), switches(producer.pid)
-    settled.wait(5)
-    assert (switches(consumer.pid), switches(producer.pid)) == before
-    producer.kill()
-    finish(producer)
-    say(consumer)
-    assert finish(consumer) == 0
+            quiet.wait(0.01)
+    quiet.wait(0.5)
+    before = [switches(pid) for pid in pids]
+    quiet.wait(5)
+    assert [switches(pid) for pid in pids] == before
+    for consumer, producer in pairs:
+        producer.kill()
+        finish(producer)
+        say(consumer)
+        assert finish(consumer) == 0
 
 
 @both_loops
