@@ -56,9 +56,7 @@ class Jagged:
         """Copies. Errors: DataError unless rows agree in dtype and in every dimension but the first."""
         if not rows:
             return cls(np.zeros(0, np.float32), np.zeros(1, np.int64))
-        if len({(row.dtype, row.shape[1:]) for row in rows}) > 1 or rows[0].ndim < 1:
-            found = sorted({f"{row.dtype}{list(row.shape)}" for row in rows})
-            raise DataError(f"jagged column: rows differ in more than their length: {found[:4]}")
+        check_rows_agree(rows)
         return cls(np.concatenate(rows), np.cumsum([0, *(row.shape[0] for row in rows)], dtype=np.int64))
 
     @property
@@ -88,6 +86,14 @@ class Jagged:
         if self.values.shape[0]:
             padded[np.arange(columns) < lengths[:, None]] = self.values
         return padded
+
+
+def check_rows_agree(rows: Sequence[npt.NDArray[Any]]) -> None:
+    """Errors: DataError unless the rows differ in nothing but their length."""
+    dtype, inner = rows[0].dtype, rows[0].shape[1:]
+    if rows[0].ndim < 1 or any(row.dtype != dtype or row.shape[1:] != inner for row in rows):
+        found = sorted({f"{row.dtype}{list(row.shape)}" for row in rows})
+        raise DataError(f"jagged column: rows differ in more than their length: {found[:4]}")
 
 
 Column: TypeAlias = npt.NDArray[Any] | Jagged

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from asyncrl.errors import DataError
 
 from .batch_meta import BatchMeta, Scalar, Tags
-from .columns import Column, Form, Jagged, join, keep, nbytes, split, trim
+from .columns import Column, Form, Jagged, check_rows_agree, join, keep, nbytes, split, trim
 
 
 class StoreFull(DataError):
@@ -163,7 +163,7 @@ class Partition:
         if before is not None and rows and before != (form, dtype):
             raise DataError(f"{where} is {form} of {dtype}; before it was {before[0]} of {before[1]}")
         if form is Form.JAGGED and rows:
-            Jagged.from_rows([row[:0] for row in rows])  # the rows agree in dtype and inner shape, or this says how not
+            check_rows_agree(rows)
         kept = (form, dtype) if before is None or rows else before
         return kept, [keep(form, row) for row in rows]
 

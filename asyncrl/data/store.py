@@ -242,9 +242,10 @@ class Store:
             part = self._partition(meta.partition)
             found: list[dict[str, Any]] = [{} for _ in meta.ids]
             for name in _selected(meta, fields):
-                for row, value in zip(found, part.values(meta.ids, name), strict=True):
-                    row[name] = clone(value) if part.is_object(name) else value
-                    probe.bytes += nbytes(value)
+                values = part.values(meta.ids, name)
+                probe.bytes += sum(map(nbytes, values))
+                for row, value in zip(found, map(clone, values) if part.is_object(name) else values, strict=True):
+                    row[name] = value
             probe.rows = len(meta)
             return found
 
