@@ -10,7 +10,7 @@ import math
 import resource
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
@@ -27,9 +27,7 @@ from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory
 from .offload import offload
-
-if TYPE_CHECKING:
-    from asyncrl.models.policy import PolicyModel
+from .rates import Rates
 
 _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")  # 0 where none was
 
@@ -39,16 +37,16 @@ class Journal:
     or renders files goes to threads."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, flops: float | None
+        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, rates: Rates | None
     ) -> None:
         """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader).
 
-        `flops`: the peak rate of this rank's devices in FLOP/s for `perf/mfu`; None leaves that metric out.
+        `rates`: of this rank's device, for `perf/limit_share` and `perf/mfu`; None leaves them out.
         """
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        self._flops = flops
+        self._rates = rates
         self._budget = RunBudget()
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         self.history: list[tuple[int, dict[str, float]]] = []
@@ -96,8 +94,8 @@ class Journal:
             **extra,
         }
         flops = metrics.pop("perf/needed_flop", math.nan)
-        if self._flops and metrics.get("time/step"):
-            metrics["perf/mfu"] = flops / metrics["time/step"] / self._flops
+        if self._rates is not None and metrics.get("time/step"):
+            metrics.update(self._rates.metrics(flops, metrics["time/step"]))
         metrics["perf/peak_memory_gib"] = peak_memory_gib()
         self._pending[report.version] = (report, metrics)
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)
@@ -155,18 +153,6 @@ class Journal:
     def idle(self) -> dict[str, float]:
         """Shares of the whole run so far: `busy/*`, `idle/*`."""
         return self._budget.metrics()
-
-
-def needed_flop(report: StepReport, policy: PolicyModel | None) -> float:
-    """FLOP that a step needed: every prompt once per group in prefill and training, every sampled token once in each.
-
-    Matrix products alone, 2 per parameter forward and 4 backward; NaN for a dry run.
-    """
-    if policy is None:
-        return math.nan
-    prompts = sum(group.prompt.ids.size for group in report.groups)
-    sampled = sum(int(t.mask.sum()) for group in report.groups for t in group.trajectories)
-    return 2.0 * policy.matmul_parameters * (1 + 3) * (prompts + sampled)
 
 
 def peak_memory_gib() -> float:

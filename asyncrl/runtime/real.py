@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -24,21 +23,8 @@ from asyncrl.weights.shared import SharedWeights
 
 from .memory import check_memory
 from .offload import offload
+from .rates import Rates, measure_rates
 from .rooms import Parts
-
-
-def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Rate of a 1024^3 GEMM in the matmul dtype, FLOP/s: the yardstick of `perf/mfu`. Takes some 50 ms on two cores."""
-    size = 1024 if device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(6):
-        started = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
 
 
 async def open_real(
@@ -57,7 +43,7 @@ async def open_real(
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await stack.enter_async_context(ThreadLane(name, recorder, on_start))
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
-        policy, tokenizer, core, flops = await lane.run(lambda: _load(config, world, device), name="start/load")
+        policy, tokenizer, core, rates = await lane.run(lambda: _load(config, world, device), name="start/load")
     trainer = LaneTrainer(core, lane, recorder)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
@@ -72,10 +58,10 @@ async def open_real(
     )
     await stack.enter_async_context(engine)
     sinks = (SharedWeights(policy, engine, lane),)
-    return Parts(engine, trainer, sinks, (lane,), tokenizer, policy, core, flops)
+    return Parts(engine, trainer, sinks, (lane,), tokenizer, policy, core, rates)
 
 
-def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, float]:
+def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates]:
     policy, tokenizer = load_policy(config.model, device, config.seed)
     core = TorchTrainer(
         policy,
@@ -86,4 +72,4 @@ def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyMod
         updates_per_batch=config.algorithm.updates_per_batch,
         second_buffer=needs_second_buffer(config.algorithm),
     )
-    return policy, tokenizer, core, measure_flops(device, policy.dtype)
+    return policy, tokenizer, core, measure_rates(device, policy.dtype)

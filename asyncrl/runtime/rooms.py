@@ -36,6 +36,7 @@ from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
 from .offload import offload
+from .rates import Rates
 
 if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
@@ -57,7 +58,7 @@ class Built:
     tokenizer: Any
     policy: PolicyModel | None
     core: TorchTrainer | None
-    peak_flops: float | None
+    rates: Rates | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Parts:
     tokenizer: Any
     policy: PolicyModel | None = None
     core: TorchTrainer | None = None
-    peak_flops: float | None = None
+    rates: Rates | None = None
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -147,7 +148,7 @@ class Builder:
             weights=self._weights(reward),
             replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,
         )
-        return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.peak_flops)
+        return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates)
 
     def _scores_groups(self, environment: Environment) -> bool:
         batch = self.config.reward.batch

@@ -38,9 +38,10 @@ from asyncrl.types import LedgerStatistics, SamplingParams, Trajectory
 
 from .directory import RunDirectory
 from .embedding import as_group, as_prompt
-from .journal import Journal, needed_flop
+from .journal import Journal
 from .offload import offload
 from .prompts import load_prompts
+from .rates import needed_flop
 from .rooms import Builder, Built, Overrides, choose_device
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
 from .steps import StepStream
@@ -177,7 +178,7 @@ class Runtime:
             await self._checkpointer.restore(saved, self._prompts)
             self._next_group = saved.next_group(world.rank)
         self._journal = stack.enter_context(
-            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.peak_flops)
+            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.rates)
         )
         await self._journal.open()
         for line in self.resume_changes:
@@ -256,7 +257,7 @@ class Runtime:
         )
 
     def _on_step(self, report: StepReport) -> None:
-        extra = {"perf/needed_flop": needed_flop(report, self.built.policy)}
+        extra = {"perf/needed_flop": needed_flop(report, self.built.policy, self.config)}
         if self._prompts is not None:
             counts = self._prompts.statistics()
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}

@@ -35,6 +35,7 @@ NAMES = [
     "staleness/dropped",
     "perf/tokens_per_s",
     "perf/mfu",
+    "perf/limit_share",
     "perf/peak_memory_gib",
     "time/step",
     "time/wait_for_group",
@@ -118,7 +119,8 @@ def test_the_wall_time_is_explained(finished: tuple[Path, RunSummary]) -> None:
     for line in metrics_of(run)[1:]:
         shares = [value for name, value in line.items() if name.startswith(("busy/", "idle/"))]
         assert sum(shares) == pytest.approx(1)
-        assert 0 < line["perf/mfu"] < 1
+        assert 0 < line["perf/limit_share"] < 1
+        assert line["perf/mfu"] == line["perf/limit_share"], "a CPU has no stated peak but what it reached"
         assert line["perf/peak_memory_gib"] > 0.05
 
 
