@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,17 +121,17 @@ async def own(name: str, directory: Path) -> None:
     path = directory / "trained"
     rows = read_log(path, TAIL)
     trained = [(int(e), int(g), int(m)) for e, g, m in (row.split() for row in rows if row and row[0] != "#")]
-    log, stop = Log(path), asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    log, stop = Log(path), directory / "stop"  # a file: a signal could come before its handler
     source, held = random.Random(), list[Delivery]()
     async with RecordRing(name, SETTINGS, trained=trained) as ring:
-        while not (stop.is_set() and not ring.statistics().rings and not held):
-            batch = await _some(ring, stop)
+        while not (stop.exists() and not ring.statistics().rings and not held):
+            batch = await _some(ring)
             log.write([row for delivery in batch for row in _rows(delivery)])
             log.sync()  # trained: only now may it leave the ring
             held += batch
             source.shuffle(held)
-            keep = 0 if stop.is_set() else min(24, len(held))
+            # Late groups are late, but not for ever: held back without end they would fill a ring for good.
+            keep = min(24, len(held)) if batch and not stop.exists() else 0
             for delivery in held[keep:]:
                 delivery.release()
             del held[keep:]
@@ -139,7 +140,7 @@ async def own(name: str, directory: Path) -> None:
         log.write(["# end " + json.dumps({k: getattr(ring.statistics(), k) for k in ("torn", "deaths", "reclaimed")})])
 
 
-async def _some(ring: RecordRing, stop: asyncio.Event) -> list[Delivery]:
+async def _some(ring: RecordRing) -> list[Delivery]:
     """What is there, at most 64; waits a little for the first one."""
     batch: list[Delivery] = []
     try:
@@ -170,6 +171,7 @@ class Stress:
         self.source = random.Random(0)
         self.owner = self._spawn("own")
         self.producers = [self._producer(armed=False) for _ in range(producers)]
+        self.epochs = list(range(1, producers + 1))
 
     def _spawn(self, *arguments: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -191,22 +193,26 @@ class Stress:
         return self._spawn("produce", "--epoch", str(self.epoch), "--crash-at", str(crash_at))
 
     def run(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        stopped: tuple[float, subprocess.Popen[bytes]] | None = None
-        tick = 0
-        while time.monotonic() < end:
+        """Kill for `seconds`, counted from the first trained record; on a busy machine longer, until enough was killed.
+
+        Only who has got to work is killed: else a slow machine would see nothing but start-ups.
+        """
+        self._wait(lambda: self._trained_bytes() > 0)
+        begin, stopped, tick, seen = time.monotonic(), None, 0, 0
+        while (passed := time.monotonic() - begin) < seconds or (passed < 4 * seconds and not self._enough()):
             time.sleep(1)
             tick += 1
             self._respawn(armed=tick % 2 == 0)
             if tick % 2 and (victim := self._victim(stopped)) is not None:
                 victim.kill()
                 self.kills["producer"] += 1
-            if tick % 5 == 0:
+            if tick % 5 == 0 and self._trained_bytes() > seen:
                 self.owner.kill()
                 self.owner.wait()
+                seen = self._trained_bytes()
                 self.owner = self._spawn("own")
                 self.kills["owner"] += 1
-            if stopped is None and tick % 12 == 3:
+            if stopped is None and tick % 12 == 3 and self._works(0):
                 stopped = (time.monotonic() + 3 * DEADLINE, self.producers[0])
                 self.producers[0].send_signal(signal.SIGSTOP)
                 self.kills["stopped"] += 1
@@ -216,9 +222,28 @@ class Stress:
         if stopped is not None:
             stopped[1].send_signal(signal.SIGCONT)
 
+    def _enough(self) -> bool:
+        return self.kills["died"] >= 5 and self.kills["owner"] >= 2 and self.kills["stopped"] >= 1
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not condition():
+            if time.monotonic() > end:
+                raise SystemExit("nothing was trained within 120 s")
+            time.sleep(0.1)
+
+    def _trained_bytes(self) -> int:
+        path = self.directory / "trained"
+        return path.stat().st_size if path.exists() else 0
+
+    def _works(self, index: int) -> bool:
+        """This producer lives and has put something."""
+        path = self.directory / f"accepted-{self.epochs[index]}"
+        return self.producers[index].poll() is None and path.exists() and path.stat().st_size > 0
+
     def _victim(self, stopped: tuple[float, subprocess.Popen[bytes]] | None) -> subprocess.Popen[bytes] | None:
-        alive = [p for p in self.producers if p.poll() is None and (stopped is None or p is not stopped[1])]
-        return self.source.choice(alive) if alive else None
+        able = [i for i, p in enumerate(self.producers) if self._works(i) and (stopped is None or p is not stopped[1])]
+        return self.producers[self.source.choice(able)] if able else None
 
     def _respawn(self, *, armed: bool) -> None:
         for index, process in enumerate(self.producers):
@@ -227,6 +252,7 @@ class Stress:
                     raise SystemExit(f"a producer ended by itself with code {process.returncode}")
                 self.kills["died"] += 1
                 self.producers[index] = self._producer(armed=armed)
+                self.epochs[index] = self.epoch
 
     def finish(self) -> None:
         for process in self.producers:
@@ -234,7 +260,7 @@ class Stress:
         for process in self.producers:
             if process.wait(60) not in (0, -signal.SIGKILL, -signal.SIGTERM):
                 raise SystemExit(f"a producer ended with code {process.returncode}")
-        self.owner.send_signal(signal.SIGTERM)
+        (self.directory / "stop").touch()
         if self.owner.wait(60):
             raise SystemExit(f"the owner ended with code {self.owner.returncode}")
 

@@ -337,6 +337,8 @@ class RecordRing:
                 ) from None
             self._links[producer] = link
             self._watch(link)
+            if link.dead:
+                raise TransportError("the producer died at the door")
         offset, size = link.block.offset, link.block.size
         answer = {"offset": offset, "size": size, "checksum": self.settings.checksum, "fresh": fresh}
         rendezvous.send(connection, answer, [self._data, link.open_space()])
