@@ -64,7 +64,7 @@ def over_ranks(tmp_path: Path, shares: str, names: str) -> list[list[dict]]:
     ]
     try:
         for process in ranks:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, output
     finally:
         for process in ranks:
