@@ -102,7 +102,7 @@ async def test_a_producer_killed_at_every_store_of_a_put(name: str) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(consume)
             await asyncio.to_thread(listen)
-            with anyio.fail_after(20):
+            with anyio.fail_after(120):
                 while ring.statistics().rings:
                     await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
@@ -185,10 +185,10 @@ def test_an_owner_killed_at_every_store_of_its_life(name: str, tmp_path: Path) -
     def produce() -> None:
         try:
             for k in range(len(PLACES) + 1):
-                rounds.acquire(timeout=60)
-                with Producer.attach(name) as producer:
+                rounds.acquire(timeout=120)
+                with Producer.attach(name, timeout=120) as producer:
                     for group in (2 * k, 2 * k + 1):
-                        producer.put(planned(group), timeout=30)
+                        producer.put(planned(group), timeout=120)
         except BaseException as error:
             failed.append(error)
 
