@@ -42,7 +42,7 @@ def contract(test: Callable[[Open, str], Coroutine[Any, Any, None]]) -> Callable
     @pytest.mark.parametrize("queue", [in_process, through_shared_memory], ids=["in process", "shared memory"])
     def under(name: str, queue: Open, run: Callable[..., Any]) -> None:
         async def bounded() -> None:
-            with anyio.fail_after(30):
+            with anyio.fail_after(300):
                 await test(queue, name)
 
         run(bounded())

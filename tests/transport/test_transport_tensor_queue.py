@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl.transport.tensor_queue import attach_queue, share_queue
 
 async def receive():
-    async with await attach_queue(sys.argv[1]) as receiver:
+    async with await attach_queue(sys.argv[1], timeout_s=300) as receiver:
         print("attached", flush=True)
         async for item in receiver:
             with item:
@@ -80,13 +80,13 @@ async def test_an_item_is_released_when_the_last_of_its_arrays_is_collected(name
         assert scope.cancelled_caught and part.tolist() == [1, 2]
         del part
         gc.collect()
-        with anyio.fail_after(10):
+        with anyio.fail_after(120):
             await sender.put({})
         empty = await receiver.get()
         assert dict(empty) == {}
         del empty
         gc.collect()
-        with anyio.fail_after(10):
+        with anyio.fail_after(120):
             await sender.put({"x": np.zeros(4)})
 
 
@@ -132,12 +132,12 @@ async def test_items_wait_for_a_receiver_and_a_second_one_is_refused(name: str) 
     async with anyio.create_task_group() as tasks:
 
         async def later() -> None:
-            async with await attach_queue(name) as receiver:
+            async with await attach_queue(name, timeout_s=300) as receiver:
                 with pytest.raises(RingDetached, match="another receiver has it"):
                     await attach_queue(name, timeout_s=0)
                 assert [int(item["x"][0]) async for item in receiver] == [0, 1]
 
-        async with share_queue(name, 2, 1 << 16) as sender:
+        async with share_queue(name, 2, 1 << 16, linger_s=300) as sender:
             for i in range(2):
                 await sender.put({"x": np.array([i])})
             sender.close()
@@ -156,7 +156,7 @@ async def test_items_wait_for_a_receiver_and_a_second_one_is_refused(name: str) 
 @both_loops
 async def test_a_sender_that_leaves_by_an_error_breaks_the_queue(name: str) -> None:
     with pytest.raises(ZeroDivisionError):
-        async with share_queue(name, 2, 1 << 16) as sender:
+        async with share_queue(name, 2, 1 << 16, linger_s=300) as sender:
             receiver = await attach_queue(name)
             await sender.put({"x": np.arange(3)})
             raise ZeroDivisionError
@@ -183,7 +183,7 @@ async def test_a_release_that_the_sender_never_read_hides_nothing(name: str) -> 
 @both_loops
 async def test_another_process_receives(name: str) -> None:
     process = child(HELD, name, "receive")
-    async with share_queue(name, 2, 1 << 16) as sender:
+    async with share_queue(name, 2, 1 << 16, linger_s=300) as sender:
         for i in range(6):
             await sender.put({"x": np.full(100, i)})
     said = [await anyio.to_thread.run_sync(line, process) for _ in range(8)]
@@ -193,7 +193,7 @@ async def test_another_process_receives(name: str) -> None:
 @both_loops
 async def test_another_process_sends_and_is_killed(name: str) -> None:
     process = child(HELD, name, "send", "hang")
-    async with await attach_queue(name) as receiver:
+    async with await attach_queue(name, timeout_s=300) as receiver:
         assert await anyio.to_thread.run_sync(line, process) == "put"
         os.kill(process.pid, signal.SIGKILL)
         got = [await receiver.get() for _ in range(3)]
@@ -209,7 +209,7 @@ async def test_another_process_sends_and_is_killed(name: str) -> None:
 @both_loops
 async def test_a_receiver_that_is_killed_breaks_the_put_that_waits(name: str) -> None:
     process = child(HELD, name, "receive", "hang")
-    async with share_queue(name, 1, 1 << 16) as sender:
+    async with share_queue(name, 1, 1 << 16, linger_s=300) as sender:
         assert await anyio.to_thread.run_sync(line, process) == "attached"
         await sender.put({"x": np.zeros(1)})
         await sender.put({"x": np.zeros(1)})
