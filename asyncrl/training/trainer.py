@@ -144,7 +144,9 @@ class TorchTrainer:
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
         age_S = self.version - torch.from_numpy(batch.versions).to(inputs.logp_S.device, torch.int64)
-        step.metrics.add_mismatch(inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences)
+        step.metrics.add_mismatch(
+            inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
+        )
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums]:
         logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad)
