@@ -11,7 +11,7 @@ Parameters lie in registration order, so q/k/v and gate/up are adjacent and can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +89,17 @@ class FlatParameters:
             self.working.copy_(self.master)
         self._generation += 1
 
-    def stamp(self) -> tuple[int, int, int]:
-        """Changes with everything that changes the weights which the modules read: copies of them compare it.
+    def stamp(self, places: Iterable[int]) -> tuple[int, int, int]:
+        """Changes with everything that changes the parameters at `places` as the modules read them: copies compare it.
 
         `refresh` and `bind` count; the rest are torch's own counters of writes, so that a hand that writes into a
-        parameter is noticed too (a write through `.data` is not).
+        parameter is noticed too (a write through `.data` is not). Every product of a decode step asks: were all
+        parameters looked at, a step would cost the square of the number of layers.
         """
-        return self._generation, self.bound._version, sum(parameter._version for parameter in self.parameters)
+        writes = 0
+        for place in places:
+            writes += self.parameters[place]._version
+        return self._generation, self.bound._version, writes
 
     def bind(self, buffer: Tensor) -> None:
         """Let the modules read their weights from `buffer`, laid out and typed like the working copy."""

@@ -60,6 +60,7 @@ class JoinedLinear:
         self.flat = flat
         self.weights = [index[id(member.weight)] for member in members]
         self.biases = [index[id(member.bias)] for member in members if member.bias is not None]
+        self._copied = (*self.weights, *self.biases)
         self.sizes = [member.out_features for member in members]
         self.inputs = members[0].in_features
         self._pack = pack
@@ -86,7 +87,7 @@ class JoinedLinear:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [N, O], a fresh tensor."""
-        stamp = self.flat.stamp()
+        stamp = self.flat.stamp(self._copied)
         if stamp != self._stamp:
             self._packed = None
             self._bias = self._join(self.flat.bound, self.biases) if self.biases else None
