@@ -95,7 +95,7 @@ def test_the_peer_reads_only_keys_that_a_job_has() -> None:
 
 
 def test_nothing_beside_the_peers_shadows_a_package() -> None:
-    assert {path.stem for path in PEERS.glob("*.py")} == {"trl_step", "letter_reward"}
+    assert {path.stem for path in PEERS.glob("*.py")} == {"trl_step", "vllm_generate", "letter_reward"}
     assert not re.search(r"^\s*(import|from) asyncrl", (PEERS / "trl_step.py").read_text(), re.MULTILINE)
 
 

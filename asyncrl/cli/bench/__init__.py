@@ -1,9 +1,11 @@
-"""`asyncrl bench step`: measurements against other systems on this machine; `tools/bench_step.py` is the same door.
+"""`asyncrl bench`: measurements against other systems and the limits of this machine.
 
-    step.py       options, the alternating runs, what is kept of each
+    step.py       whole RL steps: options, the alternating runs, what is kept of each (`tools/bench_step.py` is the same door)
+    train.py      training alone; generate.py: generation alone; sweep.py: decode steps by sequences and context
+    shares.py     what these three share: options, medians, shares of the limit, the document
     job.py        one side's task as data; prompts and models, made once and cached
     processes.py  one child process per run; the peers' own virtual environments
-    child.py      what runs in asyncrl's own child processes (the only file here that imports torch)
+    child.py      what runs in asyncrl's own child processes (with child_train, child_generate and models: all that imports torch)
     peers/        scripts that run inside a peer's environment and must not import asyncrl; the reward both sides use
     transport.py  `asyncrl bench transport`, which needs none of the others but `processes`
     report.py     FLOP limit, medians, table, JSON, plot
@@ -17,12 +19,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 USAGE = """\
-usage: asyncrl bench [step | transport] [options]
+usage: asyncrl bench [step | generate | train | transport] [options]
 
   step        whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
+  generate    generation alone, against vLLM on the CPU (--peer vllm); --sweep: decode steps by sequences and context
+  train       training alone: share of the GEMM rate, and where the time of a step goes
   transport   handing a group of trajectories to another process: the record ring, multiprocessing.Queue, memcpy
 
-`asyncrl bench step --help` lists the options; `asyncrl bench step --quick` is a smoke test of some seconds.
+`asyncrl bench step --help` lists the options; `--quick` is a smoke test of some seconds, of each of them.
 """
 
 
@@ -32,13 +36,30 @@ def _step(arguments: Sequence[str]) -> int:
     return step(arguments)
 
 
+def _generate(arguments: Sequence[str]) -> int:
+    from .generate import main as generate
+
+    return generate(arguments)
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from .train import main as train
+
+    return train(arguments)
+
+
 def _transport(arguments: Sequence[str]) -> int:
     from .transport import main as transport
 
     return transport(arguments)
 
 
-BENCHES: dict[str, Callable[[Sequence[str]], int]] = {"step": _step, "transport": _transport}
+BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "step": _step,
+    "generate": _generate,
+    "train": _train,
+    "transport": _transport,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

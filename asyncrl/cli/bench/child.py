@@ -3,6 +3,10 @@
 model NAME DIRECTORY   make the model directory, if it is not there
 machine JOB.json       rate of the GEMM in the job's dtype, size of the model, tokens of its prompts
 step JOB.json          whole RL steps of the real `Runtime`, in the steady state of preset `async`
+train JOB.json         optimizer steps of the real trainer over packed groups (child_train.py)
+rates JOB.json         rates of the GEMM and of reading memory, size of the model (child_generate.py)
+generate JOB.json      generation by the real embedded engine (child_generate.py)
+sweep JOB.json         decode steps at chosen numbers of sequences and contexts (child_generate.py)
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .job import REWARD, REWARD_FUNCTION, StepJob
+from .job import REWARD, REWARD_FUNCTION, GenerateJob, StepJob, SweepJob, TrainJob
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -35,19 +39,20 @@ def machine(job: StepJob) -> dict[str, Any]:
     return {"gemm_flops": gemm_rate(job.dtype, job.threads), **model_size(job.model), **prompt_tokens(job)}
 
 
-def gemm_rate(dtype: str, threads: int) -> float:
-    """FLOP/s of the product of two 2048 x 2048 matrices, the best of about two seconds of them."""
+def gemm_rate(dtype: str, threads: int, seconds: float = _GEMM_SECONDS) -> float:
+    """FLOP/s of the product of two 2048 x 2048 matrices, the best of about two seconds of them, and of two at least."""
     import torch
 
     torch.set_num_threads(threads)
     a = torch.randn(_GEMM, _GEMM).to(getattr(torch, dtype))
     b = torch.randn(_GEMM, _GEMM).to(getattr(torch, dtype))
     out = torch.empty_like(a)
-    best, end = float("inf"), time.perf_counter() + _GEMM_SECONDS
-    while time.perf_counter() < end:
+    best, end, done = float("inf"), time.perf_counter() + seconds, 0
+    while done < 2 or time.perf_counter() < end:
         started = time.perf_counter()
         torch.mm(a, b, out=out)
         best = min(best, time.perf_counter() - started)
+        done += 1
     return float(2 * _GEMM**3 / best)
 
 
@@ -195,33 +200,53 @@ def peak_bytes() -> int:
     return total
 
 
-def run_steps(job: StepJob) -> dict[str, Any]:
-    """On uvloop where it is installed, as `asyncrl run`."""
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's where it is installed, as `asyncrl run`."""
     try:
         import uvloop
-
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     except ImportError:
-        factory = asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def run_steps(job: StepJob) -> dict[str, Any]:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(measure_steps(job))
 
 
-def main(arguments: Sequence[str]) -> int:
-    command, *rest = arguments
-    job = StepJob.read(Path(rest[0]))
-    if command == "machine":
-        if rest[1:]:
-            from .models import make_model
+def answer(command: str, file: Path, made: str | None) -> dict[str, Any] | None:
+    """What a command says; None for an unknown one. `made`: the model of the job has this name and may have to be made."""
+    kinds: dict[str, Any] = {"train": TrainJob, "rates": GenerateJob, "generate": GenerateJob, "sweep": SweepJob}
+    job: Any = kinds.get(command, StepJob).read(file)
+    if made is not None:
+        from .models import make_model
 
-            make_model(rest[1], Path(job.model))
-        answer = machine(job)
-    elif command == "step":
-        answer = run_steps(job)
-    else:
+        make_model(made, Path(job.model))
+    if command == "machine":
+        return machine(job)
+    if command == "step":
+        return run_steps(job)
+    if command == "train":
+        from .child_train import run_training
+
+        return run_training(job)
+    if command in ("rates", "generate", "sweep"):
+        from . import child_generate
+
+        if command == "rates":
+            return child_generate.rates(job)
+        return child_generate.run_generation(job) if command == "generate" else child_generate.run_sweep(job)
+    return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    command, file, *made = arguments
+    found = answer(command, Path(file), made[0] if made else None)
+    if found is None:
         print(f"unknown command {command!r}", file=sys.stderr)
         return 2
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(found), flush=True)
     return 0
 
 

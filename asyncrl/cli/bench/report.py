@@ -191,14 +191,29 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_plot(path: Path, entries: Sequence[dict[str, Any]]) -> bool:
-    """Bars of sampled tokens per second per case and side, with the arithmetic limit. False without matplotlib."""
+def matplotlib_found() -> bool:
     try:
         import matplotlib
     except ImportError:
         print("no plot: matplotlib is not installed", file=sys.stderr)
         return False
     matplotlib.use("Agg")
+    return True
+
+
+def save_plot(figure: Any, axes: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def write_plot(path: Path, entries: Sequence[dict[str, Any]], unit: str = "sampled tokens/s, whole RL steps") -> bool:
+    """Bars of tokens per second per case and side, with the arithmetic limit. False without matplotlib."""
+    if not matplotlib_found():
+        return False
     from matplotlib import pyplot
 
     sides = list(dict.fromkeys(side for entry in entries for side in entry["sides"]))
@@ -214,12 +229,13 @@ def write_plot(path: Path, entries: Sequence[dict[str, Any]]) -> bool:
             limit = ours["tokens_per_s"] / ours["limit_share"]
             axes.hlines(limit, i - 0.42, i + 0.42, colors="black", linestyles="dashed", linewidth=1)
             axes.annotate(f"limit {limit:.0f}", (i, limit), (0, 2), textcoords="offset points", ha="center", fontsize=8)
-    axes.set_xticks(range(len(entries)), [f"{entry['dtype']}\n{entry['lengths']} lengths" for entry in entries])
-    axes.set_ylabel("sampled tokens/s, whole RL steps")
+    axes.set_xticks(range(len(entries)), [_label(entry) for entry in entries])
+    axes.set_ylabel(unit)
     axes.margins(y=0.12)
     axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_plot(figure, axes, path)
     return True
+
+
+def _label(entry: dict[str, Any]) -> str:
+    return f"{entry['dtype']}\n" + (entry["case"] if "case" in entry else f"{entry['lengths']} lengths")

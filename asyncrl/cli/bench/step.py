@@ -9,7 +9,6 @@ JSON is written after every run: what was measured is kept if a later run fails 
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 import sys
 import tempfile
@@ -18,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import report
+from . import report, shares
 from .job import MODELS, PEERS, BenchError, StepJob, cache_directory, write_prompts
 from .processes import environment, run_child, run_json, trl_python
 from .report import Machine, Run
+from .shares import positive
 
 _PLACES = ("--trl-python", "--cache", "--out")
 _QUICK: dict[str, Any] = {
@@ -41,22 +41,22 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="smoke test: tiny random model, 2 prompts x 2 x 8 tokens, asyncrl alone")
     add("--model", help="smollm2 (default), tiny, or a model directory")
-    add("--prompts", type=_positive, help="prompts per step (8)")
-    add("--group-size", type=_positive, help="completions per prompt (8)")
-    add("--max-tokens", type=_positive, help="longest completion (128)")
+    add("--prompts", type=positive, help="prompts per step (8)")
+    add("--group-size", type=positive, help="completions per prompt (8)")
+    add("--max-tokens", type=positive, help="longest completion (128)")
     add("--dtypes", help="float32,bfloat16: which of them. bfloat16 of asyncrl keeps float32 masters; TRL's does not")
     add("--lengths", help="natural,fixed: until the end-of-sequence token, or always --max-tokens")
-    add("--threads", type=_positive, help="torch threads of each side (2)")
-    add("--repetitions", type=_positive, help="alternating runs of each side; medians are shown (3)")
+    add("--threads", type=positive, help="torch threads of each side (2)")
+    add("--repetitions", type=positive, help="alternating runs of each side; medians are shown (3)")
     add(
         "--steps",
-        type=_positive,
+        type=positive,
         help="measured steps of a run of asyncrl; take a multiple of 3, the slots turn over then (6)",
     )
-    add("--warmup-steps", type=_positive, help="steps before them, until the pipeline is in its steady state (3)")
-    add("--trl-steps", type=_positive, default=1, help="measured steps of a run of TRL (1; minutes each)")
+    add("--warmup-steps", type=positive, help="steps before them, until the pipeline is in its steady state (3)")
+    add("--trl-steps", type=positive, default=1, help="measured steps of a run of TRL (1; minutes each)")
     add("--trl-warmup-steps", type=int, default=1, help="steps before them (1)")
-    add("--trl-microbatch", type=_positive, default=16, help="TRL's per_device_train_batch_size (16)")
+    add("--trl-microbatch", type=positive, default=16, help="TRL's per_device_train_batch_size (16)")
     add("--trl-gradient-checkpointing", action="store_true", help="TRL's own default; slower, less memory. Off here")
     add("--peer", choices=("trl", "none"), help="trl (default), or asyncrl alone")
     add("--trl-python", help="interpreter or folder of an existing environment with TRL; else one is made in the cache")
@@ -70,23 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 def public_command(arguments: Sequence[str]) -> str:
     """What is written beside the figures: without the options that only name places on this machine."""
-    kept: list[str] = []
-    skip = False
-    for word in arguments:
-        if skip or word.startswith(tuple(f"{option}=" for option in _PLACES)):
-            skip = False
-        elif word in _PLACES:
-            skip = True
-        else:
-            kept.append(word)
-    return shlex.join(["asyncrl", "bench", "step", *kept])
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    return shares.public_command("step", arguments, _PLACES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
