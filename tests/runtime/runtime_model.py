@@ -57,7 +57,7 @@ def build_wedged(seed: int) -> tuple[Any, Any]:
         if next(calls) >= 8:
             time.sleep(3600)
 
-    model.model.layers[0].register_forward_pre_hook(hook)
+    model.model.rotary_emb.register_forward_pre_hook(hook)  # called once a forward, by every path through the decoder
     return model, tokenizer
 
 

@@ -110,10 +110,16 @@ def test_a_looker_neither_owns_nor_removes(name: str) -> None:
 def test_a_forked_child_holds_no_lock(name: str) -> None:
     arena = Arena.create(name, 4096)
     context = multiprocessing.get_context("fork")
-    go = context.Event()
-    process = context.Process(target=go.wait)
+    up, go = context.Event(), context.Event()
+
+    def child() -> None:
+        up.set()
+        go.wait()
+
+    process = context.Process(target=child)
     process.start()
     arena.close(keep=True)
+    assert up.wait(60)  # what runs at a fork has run in the child
     try:
         Arena.adopt(name).close()  # would be refused if the child still held the description
     finally:
