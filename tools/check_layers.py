@@ -24,7 +24,7 @@ FLOORS: dict[str, int] = {
     "data": 4, "algorithms": 4, "models": 4, "client": 4,
     "generation": 5, "environments": 5, "rewards": 5, "training": 5, "weights": 5, "checkpoint": 5,
     "pumps": 6, "runtime": 6,
-    "main": 7, "cli": 7,
+    "main": 7, "cli": 7, "http": 7,
 }  # fmt: skip
 
 # importer -> rooms it may import beside what its floor allows

@@ -82,7 +82,14 @@ def equal_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
 class Process:
     """A program of ours in a process of its own, its output in a file so that no pipe fills up."""
 
-    def __init__(self, folder: Path, *arguments: str, program: Sequence[str] = ("-m", "asyncrl.main"), **environ: str):
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        program: Sequence[str] = ("-m", "asyncrl.main"),
+        python: str = sys.executable,
+        **environ: str,
+    ):
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -93,7 +100,7 @@ class Process:
         self.log = folder / "output.txt"
         with self.log.open("wb") as log:
             self._popen = subprocess.Popen(
-                [sys.executable, *program, *arguments],
+                [python, *program, *arguments],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

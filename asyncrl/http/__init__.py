@@ -1,0 +1,1 @@
+"""HTTP doors into a run, for programs that speak another project's protocol. Needs the extra `[http]`."""

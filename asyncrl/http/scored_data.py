@@ -1,0 +1,244 @@
+"""Atropos' `ScoredData` to the records of a run: one function, no network.
+
+    tokens              [n][L]  ids
+    masks               [n][L]  -100: not trained; else the token's id again
+    scores              [n]     rewards
+    inference_logprobs  [n][L]  nats, of the sampler; 1.0 where not trained. Left out: NaN in the record, that is ratio 1
+    ref_logprobs        [n][L]  carried in the record
+    messages            [n]     the conversation, carried
+    overrides           [n]     temperature, policy_version, set_advantage_to_zero
+    group_overrides, generation_params    temperature; policy_version
+
+Temperature: overrides before generation_params before group_overrides before 1. The policy version of the tokens:
+overrides before group_overrides before the version at arrival (Atropos' protocol has none). A member with
+`set_advantage_to_zero` is masked: its score counts in the group's baseline, its tokens train nothing and do not count in N.
+A trained first token is masked: nothing predicts it. What a run would have to ignore is refused instead: `advantages`
+(it computes its own from the scores), `images`, `distill_*`.
+
+Shape legend: n members of the group, L tokens of a member.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.client.scored import Scored
+from asyncrl.errors import DataError
+
+NOT_TRAINED = -100
+SLACK = 1e-4  # nats above 0 that a sampler's rounding may leave
+UNUSABLE = {
+    "advantages": "this run computes advantages from the scores",
+    "images": "this run trains text",
+    "distill_token_ids": "this run does not distil",
+    "distill_logprobs": "this run does not distil",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What fits into the run."""
+
+    longest: int  # tokens of one trajectory
+    vocabulary: int  # token ids are below it
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGroup:
+    scored: list[Scored]
+    with_logprobs: bool
+
+
+def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
+    """One `ScoredData` object as the members of one group. `version`: the policy version now.
+
+    Errors: DataError that names the member and says what is wrong with it; a group is taken as a whole or not at all.
+    """
+    if not isinstance(item, Mapping):
+        raise DataError(f"a group is an object with tokens, masks and scores; found {_kind(item)}")
+    for name, reason in UNUSABLE.items():
+        if item.get(name) is not None:
+            raise DataError(f"{name} cannot be used: {reason}; leave it out")
+    tokens = _rows(item, "tokens", None)
+    n = len(tokens)
+    masks = _rows(item, "masks", n)
+    scores = [_number(score, f"scores[{i}]") for i, score in enumerate(_rows(item, "scores", n))]
+    logprobs = _optional(item, "inference_logprobs", n)
+    reference = _optional(item, "ref_logprobs", n)
+    messages = _optional(item, "messages", n)
+    overrides = _optional(item, "overrides", n) or [None] * n
+    settings = [_settings(item, one, i, version) for i, one in enumerate(overrides)]
+    members = [_member(tokens[i], masks[i], settings[i].silent, i, limits) for i in range(n)]
+    prompts = _prompt_lengths(members)
+    scored = []
+    for i, (ids, mask) in enumerate(members):
+        column = (
+            np.where(mask, np.float32(math.nan), np.float32(0))
+            if logprobs is None
+            else _logprobs(logprobs[i], mask, f"inference_logprobs[{i}]")
+        )
+        scored.append(
+            Scored(
+                tokens=ids,
+                reward=scores[i],
+                mask=mask,
+                logprobs=column,
+                versions=np.where(mask, settings[i].version, -1).astype(np.int32),
+                reference_logprobs=None if reference is None else _floats(reference[i], ids.size, f"ref_logprobs[{i}]"),
+                prompt_length=prompts[i],
+                temperature=settings[i].temperature,
+                messages="" if messages is None else _conversation(messages[i], i),
+                metadata={} if item.get("env_id") is None else {"env_id": item["env_id"]},
+            )
+        )
+    return ReadGroup(scored, logprobs is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    temperature: float
+    version: int
+    silent: bool
+
+
+def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _Settings:
+    own = _object(override, f"overrides[{i}]")
+    group = _object(item.get("group_overrides"), "group_overrides")
+    generation = _object(item.get("generation_params"), "generation_params")
+    temperature = _number(_first("temperature", own, generation, group, default=1.0), f"temperature of member {i}")
+    if temperature <= 0:
+        raise DataError(
+            f"temperature of member {i} is {temperature:g}; log-probs are compared at the sampling temperature, which must be "
+            "above 0"
+        )
+    sampled = _first("policy_version", own, group, default=version)
+    if type(sampled) is not int or not 0 <= sampled <= version:
+        raise DataError(
+            f"policy_version of member {i} is {sampled!r}; expected a version from 0 to {version}, the newest"
+        )
+    return _Settings(temperature, sampled, bool(own.get("set_advantage_to_zero")))
+
+
+def _member(
+    tokens: Any, mask: Any, silent: bool, i: int, limits: Limits
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """(ids [L], loss mask [L])."""
+    ids = _integers(tokens, f"tokens[{i}]")
+    labels = _integers(mask, f"masks[{i}]")
+    if not 0 < ids.size <= limits.longest:
+        raise DataError(f"tokens[{i}] has {ids.size} tokens; this run takes 1 to {limits.longest}")
+    if labels.size != ids.size:
+        raise DataError(f"masks[{i}] has {labels.size} entries for {ids.size} tokens; one each")
+    if ids.min() < 0 or ids.max() >= limits.vocabulary:
+        wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise DataError(
+            f"tokens[{i}] holds {wrong}; the model's ids are 0 to {limits.vocabulary - 1}: other tokenizer?"
+        )
+    trained = labels != NOT_TRAINED
+    differs = np.flatnonzero(trained & (labels != ids))
+    if differs.size:
+        at = int(differs[0])
+        raise DataError(
+            f"masks[{i}][{at}] is {int(labels[at])}, the token is {int(ids[at])}; a mask is {NOT_TRAINED} where not trained, "
+            "else the token's id"
+        )
+    trained[0] = False  # nothing predicts it
+    return ids.astype(np.int32), trained & (not silent)
+
+
+def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]) -> list[int]:
+    """Tokens before the first trained one: the fewest of any member where these are the same for all (run once per group),
+    else each member's own (pieces of several prompts)."""
+    own = [int(mask.argmax()) if mask.any() else int(mask.size) for _, mask in members]
+    fewest = min(own)
+    head = members[0][0][:fewest]
+    if all(np.array_equal(ids[:fewest], head) for ids, _ in members):
+        return [fewest] * len(own)
+    return own
+
+
+def _logprobs(values: Any, mask: npt.NDArray[np.bool_], where: str) -> npt.NDArray[np.float32]:
+    column = _floats(values, mask.size, where)
+    bad = np.flatnonzero(mask & ~((column <= SLACK) & np.isfinite(column)))
+    if bad.size:
+        at = int(bad[0])
+        raise DataError(f"{where}[{at}] is {column[at]:g} at a trained token; expected a log-probability, at most 0")
+    return np.where(mask, column, np.float32(0))
+
+
+def _floats(values: Any, size: int, where: str) -> npt.NDArray[np.float32]:
+    array = _array(values, where)
+    if array.size != size or array.dtype.kind not in "iuf":
+        raise DataError(f"{where} has {array.size} entries of {array.dtype} for {size} tokens; one number each")
+    with np.errstate(over="ignore"):  # becomes infinite, which is looked at where it matters
+        return array.astype(np.float32)
+
+
+def _integers(values: Any, where: str) -> npt.NDArray[np.int64]:
+    array = _array(values, where)
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"{where} holds {array.dtype}; expected integers")
+    if array.size and array.max() > np.iinfo(np.int32).max:
+        raise DataError(f"{where} holds {array.max()}; ids are 32-bit integers")
+    return array.astype(np.int64)
+
+
+def _array(values: Any, where: str) -> npt.NDArray[Any]:
+    if not isinstance(values, list):
+        raise DataError(f"{where} is {_kind(values)}; expected a list of numbers")
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{where} is no list of numbers: {error}") from error
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        raise DataError(f"{where} is no list of numbers: shape {array.shape}, {array.dtype}")
+    return array
+
+
+def _rows(item: Mapping[str, Any], name: str, n: int | None) -> list[Any]:
+    rows = item.get(name)
+    if not isinstance(rows, list) or not rows:
+        raise DataError(f"{name} is {_kind(rows)}; expected a list with one entry for every member")
+    if n is not None and len(rows) != n:
+        raise DataError(f"{name} has {len(rows)} entries for {n} members; one each")
+    return rows
+
+
+def _optional(item: Mapping[str, Any], name: str, n: int) -> list[Any] | None:
+    return None if item.get(name) is None else _rows(item, name, n)
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{where} is {value!r}; expected a finite number")
+    return float(value)
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is {_kind(value)}; expected an object")
+    return value
+
+
+def _conversation(messages: Any, i: int) -> Any:
+    if not isinstance(messages, list) or any(
+        not isinstance(m, Mapping) or not {"role", "content"} <= set(m) for m in messages
+    ):
+        raise DataError(f"messages[{i}] is no list of objects with role and content")
+    return messages
+
+
+def _first(name: str, *places: Mapping[str, Any], default: Any) -> Any:
+    return next((place[name] for place in places if place.get(name) is not None), default)
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else "empty" if value == [] else f"a {type(value).__name__}"

@@ -1,0 +1,46 @@
+"""A run that Atropos environments feed over HTTP, and any process through shared memory: the quickstart's model.
+
+pip install 'asyncrl[http]'
+python examples/atropos_run.py        # then, in another terminal, what examples/atropos_env.py says
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import anyio
+
+from asyncrl import Runtime, load_config
+from asyncrl.http.atropos import serve
+from asyncrl.transport.record_ring import RecordRing
+
+CONFIG = Path(__file__).with_name("agent_loop.yaml")
+
+
+async def main(steps: int = 20, *, port: int = 8000, tokenizer: str = "runs/atropos_tokenizer") -> list[float]:
+    """Train `steps` steps on what comes. Returns the mean reward of every step."""
+    rewards: list[float] = []
+    config = load_config([CONFIG], ["rollout.groups_per_step=4", "run.name=atropos"])
+    async with Runtime(config, write=False) as runtime, RecordRing("atropos") as ring:
+        runtime.tokenizer.save_pretrained(tokenizer)  # the environment reads it from there
+        reports = runtime.steps()
+        async with anyio.create_task_group() as tasks:
+
+            async def run_door(*, task_status: anyio.abc.TaskStatus[object]) -> None:
+                await serve(runtime, ring, port=port, task_status=task_status)
+
+            door = await tasks.start(run_door)
+            print(f"waiting for environments at {door.url}; tokenizer in {tokenizer}", flush=True)
+            async for step in reports:
+                rewards.append(step.metrics["reward/mean"])
+                print(f"version {step.version}: reward {rewards[-1]:.3f}", flush=True)
+                if len(rewards) == steps:
+                    break
+            tasks.cancel_scope.cancel()
+    return rewards
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*map(int, sys.argv[1:])))

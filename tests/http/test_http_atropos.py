@@ -1,0 +1,288 @@
+"""The HTTP door over real sockets into a real record ring: replies, backpressure, resends, and what lands in the ring."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.client import AsyncClient
+from asyncrl.errors import ConfigError, LifecycleError
+from asyncrl.records.trajectories import trajectories_of
+from asyncrl.transport.record_ring import Delivery, RecordRing
+from asyncrl.transport.ring_types import RingSettings
+
+aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
+
+from asyncrl.http.atropos import AtroposDoor, Terms  # noqa: E402
+from asyncrl.http.scored_data import Limits  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+M = -100
+TERMS = Terms("one", batch_size=8, limits=Limits(longest=600, vocabulary=1000), steps=None, checkpoint_dir="/c")
+TWO_GROUPS = RingSettings(size=1 << 20, slots=2, ring_bytes=1 << 16)
+
+
+def group(*first: int, **changes: Any) -> dict[str, Any]:
+    n = len(first)
+    return {
+        "tokens": [[5, token, 9] for token in first],
+        "masks": [[M, token, 9] for token in first],
+        "scores": [float(token) for token in first],
+        "inference_logprobs": [[1.0, -0.1 * token, -0.25] for token in first],
+        "advantages": None, "ref_logprobs": None, "messages": None, "generation_params": None, "overrides": None,
+        "group_overrides": None, "images": None, "env_id": 0, "distill_token_ids": None, "distill_logprobs": None,
+        **changes,
+    } | ({} if n else {"tokens": []})  # fmt: skip
+
+
+@dataclass
+class Set:
+    ring: RecordRing
+    client: AsyncClient
+    door: AtroposDoor
+    http: Any
+
+    async def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """As Atropos' `_post_json_with_compression` does."""
+        raw = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if len(raw) >= 1024:
+            raw, headers["Content-Encoding"] = gzip.compress(raw), "gzip"
+        async with self.http.post(self.door.url + path, data=raw, headers=headers) as reply:
+            return reply.status, await reply.json()
+
+    async def get(self, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
+        async with self.http.get(self.door.url + path, json=body) as reply:
+            return reply.status, await reply.json()
+
+    async def next(self) -> tuple[Delivery, list[Any]]:
+        with anyio.fail_after(10):
+            delivery = await self.ring.get()
+        return delivery, trajectories_of(delivery.record)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    chosen = f"http-{os.getpid()}"
+    yield chosen
+    assert not [path for path in os.listdir("/dev/shm") if chosen in path]
+
+
+@contextlib.asynccontextmanager
+async def opened(name: str, settings: RingSettings = TWO_GROUPS, wait_s: float = 30.0) -> AsyncIterator[Set]:
+    async with (
+        RecordRing(name, settings) as ring,
+        await AsyncClient.attach(name) as client,
+        aiohttp.ClientSession() as http,
+    ):
+        ring.publish_version(3)
+        async with AtroposDoor(client, TERMS, port=0, wait_s=wait_s) as door:
+            yield Set(ring, client, door, http)
+        ring.close(discard=True)
+
+
+async def test_a_group_posted_as_atropos_posts_it_lies_in_the_ring(name: str) -> None:
+    async with opened(name) as s:
+        assert await s.post("/scored_data", group(7, 8)) == (200, {"status": "received", "groups_processed": 1})
+        delivery, (first, second) = await s.next()
+        assert first.tokens.tolist() == [5, 7, 9] and first.mask.tolist() == [False, True, True]
+        assert second.logprobs.tolist() == pytest.approx([0, -0.8, -0.25]) and second.versions.tolist() == [-1, 3, 3]
+        assert (first.reward, second.reward, first.prompt_length, first.group_size) == (7.0, 8.0, 1, 2)
+        delivery.release()
+        long = group(7)
+        long |= {"tokens": [[5] + [7] * 500], "masks": [[M] + [7] * 500], "inference_logprobs": [[1.0] + [-0.5] * 500]}
+        assert (await s.post("/scored_data", long))[0] == 200  # compressed
+        delivery, (only,) = await s.next()
+        assert only.tokens.size == 501 and set(only.logprobs[1:].tolist()) == {-0.5}
+        delivery.release()
+
+
+async def test_a_list_is_taken_group_by_group_and_the_bad_ones_are_named(name: str) -> None:
+    async with opened(name) as s:
+        code, reply = await s.post("/scored_data_list", [group(7, 8), group(7, advantages=[[1, 1, 1]]), group(9)])
+        assert (code, reply["groups_processed"]) == (422, 2)
+        assert [one["index"] for one in reply["refused"]] == [1] and "advantages" in reply["message"]
+        found = []
+        for _ in range(2):
+            delivery, members = await s.next()
+            found.append([m.reward for m in members])
+            delivery.release()
+        assert found == [[7.0, 8.0], [9.0]]
+        assert (s.door.statistics.groups, s.door.statistics.refused) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        (b'{"tokens": [[1', {}, 400),
+        (b'{"scores": [NaN]}', {}, 400),
+        (b"", {}, 400),
+        (b"\x1f\x8bnonsense", {"Content-Encoding": "gzip"}, 400),
+        (gzip.compress(b'{"tokens": [[1, 2]]}')[:-9], {"Content-Encoding": "gzip"}, 400),
+        (b"{}", {"Content-Encoding": "br"}, 400),
+        (b"3", {}, 422),
+    ],
+)
+async def test_nonsense_is_answered_and_the_door_stays_open(
+    name: str, body: bytes, headers: dict[str, str], code: int
+) -> None:
+    async with opened(name) as s:
+        async with s.http.post(f"{s.door.url}/scored_data", data=body, headers=headers) as reply:
+            assert reply.status == code
+        assert (await s.post("/scored_data", group(7)))[0] == 200
+
+
+async def test_a_full_ring_holds_the_reply_back_until_something_was_trained(name: str) -> None:
+    async with opened(name) as s:
+        for _ in range(2):
+            assert (await s.post("/scored_data", group(7)))[0] == 200
+        replies: list[int] = []
+
+        async def third() -> None:
+            replies.append((await s.post("/scored_data", group(9)))[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(third)
+            while not s.client.statistics().waits:
+                await anyio.lowlevel.checkpoint()
+            assert not replies
+            (await s.next())[0].release()
+        assert replies == [200]
+
+
+async def test_what_finds_no_room_in_time_is_answered_503_and_gone_on_with(name: str) -> None:
+    async with opened(name, wait_s=0.05) as s:
+        three = [group(7), group(8), group(9)]
+        code, reply = await s.post("/scored_data_list", three)
+        assert code == 503 and "no room" in reply["message"]
+        found = []
+        for _ in range(2):
+            delivery, (member,) = await s.next()
+            found.append(member.reward)
+            delivery.release()
+        assert (await s.post("/scored_data_list", three))[0] == 200  # Atropos sends the same body again
+        delivery, (member,) = await s.next()
+        assert [*found, member.reward] == [7.0, 8.0, 9.0]
+        delivery.release()
+        assert s.client.statistics().puts == 3  # none twice
+        assert (await s.post("/scored_data_list", three[:1]))[0] == 200
+        assert (await s.post("/scored_data_list", three[:1]))[0] == 200  # a whole request sent twice is two groups
+        assert s.client.statistics().puts == 5
+
+
+async def test_a_sender_that_leaves_while_it_waits_has_pushed_nothing(name: str) -> None:
+    async with opened(name) as s:
+        for _ in range(2):
+            await s.post("/scored_data", group(7))
+        with anyio.move_on_after(30) as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(s.post, "/scored_data", group(9))
+                while not s.client.statistics().waits:
+                    await anyio.lowlevel.checkpoint()
+                tasks.cancel_scope.cancel()
+        assert not scope.cancelled_caught
+        while s.door._pushing:  # the door hears of it through the closed connection
+            await anyio.lowlevel.checkpoint()
+        for _ in range(2):
+            (await s.next())[0].release()
+        assert (await s.post("/scored_data", group(9)))[0] == 200
+        assert s.client.statistics().puts == 3
+
+
+async def test_closing_answers_those_who_wait_and_leaves_no_task_and_no_thread(name: str) -> None:
+    tasks_before, threads_before = asyncio.all_tasks(), threading.active_count()
+    async with opened(name) as s:
+        for _ in range(2):
+            await s.post("/scored_data", group(7))
+        threads_attached = threading.active_count()
+        replies: list[tuple[int, Any]] = []
+
+        async def third() -> None:
+            replies.append(await s.post("/scored_data", group(9)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(third)
+            while not s.client.statistics().waits:
+                await anyio.lowlevel.checkpoint()
+            await s.door.__aexit__(None, None, None)
+        assert replies[0][0] == 503 and "ends" in replies[0][1]["message"]
+        assert s.client.statistics().puts == 2
+        assert threading.active_count() == threads_attached
+        with pytest.raises(LifecycleError):
+            await s.door.__aenter__()
+    assert asyncio.all_tasks() == tasks_before
+    assert threading.active_count() <= threads_before + 1  # asyncio's own, in which the client attached
+
+
+async def test_environments_register_and_hear_how_full_the_run_is(name: str) -> None:
+    async with opened(name) as s:
+        asked = {
+            "max_token_length": 64, "desired_name": "maths", "weight": 1.0, "group_size": 2, "min_batch_allocation": None,
+        }  # fmt: skip
+        _, first = await s.post("/register-env", asked)
+        _, second = await s.post("/register-env", {**asked, "weight": 3.0})
+        assert (first["status"], first["env_id"], first["wandb_name"], first["starting_step"]) == (
+            "success",
+            0,
+            "maths_0",
+            3,
+        )
+        assert (second["env_id"], second["wandb_name"], first["num_steps"] > 10**6) == (1, "maths_1", True)
+        assert await s.get("/info") == (200, {"batch_size": 8, "max_token_len": 601})
+        assert (await s.get("/wandb_info"))[1]["group"] == "one"
+        _, status = await s.get("/status-env", {"env_id": 0})
+        assert status == {
+            "current_step": 3, "queue_size": 0, "unallocated_fraction": 1.0, "self_queue_size": 0, "max_group_size": 1,
+            "env_weight": 0.25,
+        }  # fmt: skip
+        await s.post("/scored_data", group(7, 8))
+        await s.post("/scored_data", group(7, 8, env_id=1))
+        _, status = await s.get("/status-env", {"env_id": 0})
+        assert (status["queue_size"], status["self_queue_size"], status["max_group_size"]) == (2, 1, 2)
+        for _ in range(2):
+            (await s.next())[0].release()
+        s.ring.publish_version(4)
+        _, status = await s.get("/status-env", {"env_id": 0})
+        assert (status["current_step"], status["queue_size"]) == (4, 0)
+        assert (await s.post("/disconnect-env", {"env_id": 0}))[1]["status"] == "success"
+        assert (await s.get("/status-env", {"env_id": 1}))[1]["env_weight"] == 1.0
+        assert (await s.get("/status-env", {"env_id": 77}))[1]["env_weight"] == 1.0  # of an earlier run
+        assert (await s.post("/disconnect-env", {"env_id": 77}))[1]["status"] == "failure"
+        assert (await s.post("/register-env", {"weight": "much"}))[0] == 422
+        assert (await s.get("/status"))[1]["accepted"] == 2
+        assert (await s.get("/latest_example"))[1]["env_id"] == 1
+        assert (await s.get("/"))[0] == 200
+
+
+@pytest.mark.parametrize(("method", "path"), [("get", "/batch"), ("post", "/register"), ("get", "/reset_data")])
+async def test_a_second_trainer_is_sent_away(name: str, method: str, path: str) -> None:
+    async with opened(name) as s, s.http.request(method, s.door.url + path) as reply:
+        assert reply.status == 409 and "itself" in (await reply.json())["message"]
+
+
+async def test_a_taken_port_is_a_clear_error(name: str) -> None:
+    async with opened(name) as s:
+        port = int(s.door.url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match="choose another port"):
+            async with AtroposDoor(s.client, TERMS, port=port):
+                pass
+
+
+def test_without_aiohttp_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['aiohttp'] = None\nimport asyncrl.http.scored_data\nimport asyncrl.http.atropos"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1 and "pip install 'asyncrl[http]'" in done.stderr

@@ -1,0 +1,158 @@
+"""Atropos' `ScoredData` as the records of a run: what is taken over, what is refused, and why."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.client.scored import group_draft
+from asyncrl.errors import DataError
+from asyncrl.http.scored_data import Limits, read_group
+from asyncrl.records.read import read
+from asyncrl.records.trajectories import trajectories_of
+from asyncrl.records.write import plan
+from asyncrl.types import Trajectory
+
+LIMITS = Limits(longest=8, vocabulary=100)
+M = -100
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[7, 8, 9, 10], [7, 8, 11]],
+        "masks": [[M, M, 9, 10], [M, M, 11]],
+        "scores": [1, -0.5],
+        "inference_logprobs": [[1.0, 1.0, -0.125, -2.7182817], [1.0, 1.0, -0.3]],
+        **changes,
+    }
+
+
+def trajectories(item: dict[str, Any], version: int = 3) -> list[Trajectory]:
+    """By the very way that a group goes: client's record, bytes, the door's trajectories."""
+    scored = read_group(item, LIMITS, version).scored
+    draft = group_draft(
+        5, scored, members=None, group_size=None, epoch=1, policy_version=version, producer=bytes(16), metadata=None
+    )
+    return trajectories_of(read(plan(draft).to_bytes()))
+
+
+def test_a_group_arrives_with_its_tokens_masks_scores_and_logprobs() -> None:
+    first, second = trajectories(group())
+    assert first.tokens.tolist() == [7, 8, 9, 10]
+    assert first.mask.tolist() == [False, False, True, True]
+    assert first.logprobs.tolist() == [0.0, 0.0, -0.125, float(np.float32(-2.7182817))]  # 1.0 where masked means none
+    assert first.versions.tolist() == [-1, -1, 3, 3]
+    assert (first.reward, second.reward) == (1.0, -0.5)
+    assert (first.prompt_length, second.prompt_length) == (2, 2)
+    assert (first.group_size, second.member, first.temperature) == (2, 1, 1.0)
+
+
+def test_several_turns_keep_their_masked_middle() -> None:
+    item = group(masks=[[M, 8, M, 10], [M, M, 11]], inference_logprobs=[[1, -1, 1, -2], [1, 1, -3]])
+    first, second = trajectories(item)
+    assert first.mask.tolist() == [False, True, False, True]
+    assert first.logprobs.tolist() == [0, -1, 0, -2]
+    assert (first.prompt_length, second.prompt_length) == (1, 1)  # the same for all: what is masked in every member
+
+
+def test_pieces_of_several_prompts_have_their_own_lengths() -> None:
+    first, second = trajectories(group(tokens=[[7, 8, 9, 10], [1, 2, 11]]))
+    assert (first.prompt_length, second.prompt_length) == (2, 2)
+    item = group(tokens=[[7, 8, 9, 10], [1, 2, 11]], masks=[[M, M, M, 10], [M, M, 11]])
+    assert [t.prompt_length for t in trajectories(item)] == [3, 2]
+
+
+def test_without_logprobs_the_ratio_is_one() -> None:
+    found = read_group(group(inference_logprobs=None), LIMITS, 0)
+    assert not found.with_logprobs
+    first = trajectories(group(inference_logprobs=None))[0]
+    assert first.logprobs[:2].tolist() == [0, 0] and np.isnan(first.logprobs[2:]).all()
+
+
+def test_a_trained_first_token_is_masked_because_nothing_predicts_it() -> None:
+    first = trajectories(group(masks=[[7, 8, 9, 10], [M, M, 11]], inference_logprobs=[[-1] * 4, [1, 1, -1]]))[0]
+    assert first.mask.tolist() == [False, True, True, True]
+    assert first.versions.tolist() == [-1, 3, 3, 3] and first.logprobs[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [1.0, 1.0]),
+        ({"group_overrides": {"temperature": 0.5}}, [0.5, 0.5]),
+        ({"group_overrides": {"temperature": 0.5}, "generation_params": {"temperature": 0.625}}, [0.625, 0.625]),
+        ({"generation_params": {"temperature": 0.75}, "overrides": [{"temperature": 2}, {}]}, [2.0, 0.75]),
+        ({"generation_params": {"temperature": None}, "overrides": [None, None]}, [1.0, 1.0]),
+    ],
+)
+def test_the_nearest_temperature_counts(changes: dict[str, Any], expected: list[float]) -> None:
+    assert [t.temperature for t in trajectories(group(**changes))] == expected
+
+
+def test_versions_may_be_given() -> None:
+    item = group(group_overrides={"policy_version": 1}, overrides=[{"policy_version": 2}, {}])
+    assert [t.oldest_version for t in trajectories(item)] == [2, 1]
+
+
+def test_a_silenced_member_keeps_its_score_and_trains_nothing() -> None:
+    first, second = trajectories(group(overrides=[{"set_advantage_to_zero": True}, {}]))
+    assert not first.mask.any() and first.reward == 1.0 and first.oldest_version == -1
+    assert second.mask.any()
+
+
+def test_messages_and_references_travel() -> None:
+    talk = [[{"role": "user", "content": "a", "reward": None}], [{"role": "user", "content": "b"}]]
+    found = read_group(group(messages=talk, ref_logprobs=[[0, 0, -1, -2], [0, 0, -3]], env_id=4), LIMITS, 0).scored
+    assert trajectories(group(messages=talk))[1].completion == talk[1]
+    assert found[0].reference_logprobs.tolist() == [0, 0, -1, -2]
+    assert trajectories(group(env_id=4))[0].metadata == {"env_id": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": None}, "tokens is missing"),
+        ({"tokens": []}, "tokens is empty"),
+        ({"tokens": [[], [7, 8, 11]], "masks": [[], [M, M, 11]]}, "tokens\\[0\\] has 0 tokens; this run takes 1 to 8"),
+        ({"tokens": [[7] * 9, [7, 8, 11]]}, "tokens\\[0\\] has 9 tokens; this run takes 1 to 8"),
+        ({"tokens": [[7, 8, 9.5, 10], [7, 8, 11]]}, "tokens\\[0\\] holds float64; expected integers"),
+        ({"tokens": [[7, 8, 9, 2**40], [7, 8, 11]]}, "32-bit"),
+        ({"tokens": [[7, 8, 9, 2**70], [7, 8, 11]]}, "no list of numbers"),
+        ({"tokens": [[7, [8], 9, 10], [7, 8, 11]]}, "no list of numbers"),
+        ({"tokens": ["7890", [7, 8, 11]]}, "tokens\\[0\\] is a str"),
+        ({"tokens": [[7, 8, 9, 100], [7, 8, 11]]}, "holds 100; the model's ids are 0 to 99"),
+        ({"tokens": [[-1, 8, 9, 10], [7, 8, 11]]}, "holds -1"),
+        ({"masks": [[M, M, 9], [M, M, 11]]}, "masks\\[0\\] has 3 entries for 4 tokens"),
+        ({"masks": [[M, M, 9, 10]]}, "masks has 1 entries for 2 members"),
+        ({"masks": [[0, 0, 1, 1], [M, M, 11]]}, "masks\\[0\\]\\[0\\] is 0, the token is 7"),
+        ({"scores": [1.0]}, "scores has 1 entries for 2 members"),
+        ({"scores": [1.0, None]}, "scores\\[1\\] is None"),
+        ({"scores": [1.0, math.inf]}, "scores\\[1\\] is inf"),
+        ({"scores": [1.0, True]}, "scores\\[1\\] is True"),
+        ({"inference_logprobs": [[1, 1, -1], [1, 1, -1]]}, "inference_logprobs\\[0\\] has 3 entries"),
+        ({"inference_logprobs": [[1, 1, 1.0, -1], [1, 1, -1]]}, "\\[0\\]\\[2\\] is 1 at a trained token"),
+        ({"inference_logprobs": [[1, 1, -1, -1e300], [1, 1, -1]]}, "\\[0\\]\\[3\\] is -inf at a trained token"),
+        ({"inference_logprobs": [[1, 1, None, -1], [1, 1, -1]]}, "no list of numbers"),
+        ({"ref_logprobs": [[0], [0, 0, 0]]}, "ref_logprobs\\[0\\] has 1 entries"),
+        ({"advantages": [[1] * 4, [1] * 3]}, "advantages cannot be used"),
+        ({"images": ["x", "y"]}, "images cannot be used"),
+        ({"distill_token_ids": [[[1]]]}, "does not distil"),
+        ({"overrides": [{}]}, "overrides has 1 entries for 2 members"),
+        ({"overrides": [3, {}]}, "overrides\\[0\\] is a int"),
+        ({"generation_params": {"temperature": 0}}, "temperature of member 0 is 0"),
+        ({"generation_params": {"temperature": "hot"}}, "temperature of member 0 is 'hot'"),
+        ({"group_overrides": {"policy_version": 4}}, "policy_version of member 0 is 4"),
+        ({"messages": [[{"role": "user"}], []]}, "messages\\[0\\] is no list"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_its_place(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        read_group(group(**changes), LIMITS, 3)
+
+
+def test_no_object() -> None:
+    with pytest.raises(DataError, match="found a list"):
+        read_group([1], LIMITS, 0)
