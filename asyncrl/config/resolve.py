@@ -253,6 +253,22 @@ def _check_step_advantages(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _check_lora(config: Config) -> Iterator[str]:
+    lora = config.model.lora
+    if lora.rank and lora.dropout:
+        yield (
+            f"model.lora.dropout is {lora.dropout}; expected 0: dropout in an RL policy is refused, the sampler's log-probs "
+            "would be those of another model"
+        )
+    if lora.rank and (
+        not lora.target_modules or ("all-linear" in lora.target_modules and len(lora.target_modules) > 1)
+    ):
+        yield (
+            f"model.lora.target_modules is {list(lora.target_modules)}; expected all-linear alone, or names of layers, like "
+            "[q_proj, v_proj]"
+        )
+
+
 def _check_parts(config: Config) -> Iterator[str]:
     needs_model = [
         name for name, kind in (("engine", config.engine.kind), ("train", config.train.kind)) if kind != "dry_run"
@@ -340,6 +356,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_skip,
     _check_lengths,
     _check_algorithm,
+    _check_lora,
     _check_parts,
     _check_deadlines,
 )

@@ -31,6 +31,22 @@ STEP_ADVANTAGES = ("grpo_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline"
 LONELY_ADVANTAGES = ("grpo_verl", "grpo_atropos", "none", "reinforce_pp", "zero")  # may be used with a group of one
 
 
+class LoraConfig(Section):
+    """Low-rank adapters in peft's form; their files lie in `adapter/` of a checkpoint, beside the merged model."""
+
+    rank: int = field(0, "Rank of the adapters; 0 trains all weights.", ge=0)
+    alpha: float = field(32.0, "The adapters' product is scaled by alpha / rank.", gt=0)
+    target_modules: tuple[str, ...] = field(
+        ("all-linear",), "Layers with adapters, by the end of their name as in peft; all-linear is all but the head."
+    )
+    dropout: float = field(0.0, "Must be 0: sampler and trainer have to compute the same.", ge=0)
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_word(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
 class ModelConfig(Section):
     path: str | None = field(
         None,
@@ -48,6 +64,7 @@ class ModelConfig(Section):
     random_init: bool = field(
         False, "Build the model from its config.json with random weights (seeded) instead of loading."
     )
+    lora: LoraConfig = LoraConfig()
 
 
 class DataConfig(Section):

@@ -11,7 +11,7 @@ Parameters lie in registration order, so q/k/v and gate/up are adjacent and can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,59 +35,37 @@ def add_wider_(target: Tensor, source: Tensor) -> None:
         into[start : start + _BLOCK].add_(scratch[: block.numel()].copy_(block))
 
 
-class FlatParameters:
-    """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
+class FlatWeights:
+    """One buffer, in one dtype, that a module reads its weights from. Without gradients: what a LoRA run freezes."""
 
-    def __init__(self, module: nn.Module, matmul_dtype: torch.dtype) -> None:
-        named = list(module.named_parameters())  # tied parameters appear once
-        self.names = [name for name, _ in named]
-        self.shapes = [tuple(p.shape) for _, p in named]
-        device = named[0][1].device
-        self.master_dtype = torch.float64 if matmul_dtype == torch.float64 else torch.float32
-        self.offsets: list[int] = []
-        size = 0
-        for _, parameter in named:
-            self.offsets.append(size)
-            size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        self.numel = sum(p.numel() for _, p in named)
-        self.master = torch.zeros(size, dtype=self.master_dtype, device=device)
-        self.grad = torch.zeros(size, dtype=self.master_dtype, device=device)
-        self.has_working_copy = matmul_dtype != self.master_dtype
-        self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
-        self.bound = self.working  # the buffer that the modules read now
-        self._generation = 0
-        self.parameters = [p for _, p in named]
+    grad: Tensor | None = None
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._lay_out(list(module.named_parameters()))
+        self.working = torch.zeros(self.size, dtype=dtype, device=self.parameters[0].device)
+        self.bound = self.working
         for index, parameter in enumerate(self.parameters):
-            self.view(self.master, index).copy_(parameter.data)
-        self.refresh()
-        for index, parameter in enumerate(self.parameters):
+            self.view(self.working, index).copy_(parameter.data)
             parameter.grad = None
             parameter.data = self.view(self.working, index)
-            if self.has_working_copy:
-                parameter.register_post_accumulate_grad_hook(self._accumulator(index))
-            else:
-                parameter.grad = self.view(self.grad, index)
+            parameter.requires_grad_(False)
+
+    def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Tied parameters appear once in `named`."""
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        self.shapes = [tuple(p.shape) for p in self.parameters]
+        self.numel = sum(p.numel() for p in self.parameters)
+        self.offsets: list[int] = []
+        self.size = 0  # elements of the buffer, padding included
+        for parameter in self.parameters:
+            self.offsets.append(self.size)
+            self.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        self._generation = 0
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
         start, shape = self.offsets[index], self.shapes[index]
         return buffer[start : start + torch.Size(shape).numel()].view(shape)
-
-    def _accumulator(self, index: int):  # type: ignore[no-untyped-def]
-        target = self.view(self.grad, index)
-
-        def accumulate(parameter: Tensor) -> None:
-            if parameter.grad is None:  # its user has added to the buffer itself and reports nothing (head, embedding)
-                return
-            add_wider_(target, parameter.grad)
-            parameter.grad = None
-
-        return accumulate
-
-    def refresh(self) -> None:
-        """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
-        if self.has_working_copy:
-            self.working.copy_(self.master)
-        self._generation += 1
 
     def stamp(self, places: Iterable[int]) -> tuple[int, int, int]:
         """Changes with everything that changes the parameters at `places` as the modules read them: copies compare it.
@@ -106,6 +84,50 @@ class FlatParameters:
         for index, parameter in enumerate(self.parameters):
             parameter.data = self.view(buffer, index)
         self.bound = buffer
+        self._generation += 1
+
+
+class FlatParameters(FlatWeights):
+    """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
+
+    grad: Tensor
+
+    def __init__(self, module: nn.Module | Sequence[tuple[str, nn.Parameter]], matmul_dtype: torch.dtype) -> None:
+        """`module`, or its parameters by name."""
+        self._lay_out(list(module.named_parameters() if isinstance(module, nn.Module) else module))
+        size, device = self.size, self.parameters[0].device
+        self.master_dtype = torch.float64 if matmul_dtype == torch.float64 else torch.float32
+        self.master = torch.zeros(size, dtype=self.master_dtype, device=device)
+        self.grad = torch.zeros(size, dtype=self.master_dtype, device=device)
+        self.has_working_copy = matmul_dtype != self.master_dtype
+        self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
+        self.bound = self.working  # the buffer that the modules read now
+        for index, parameter in enumerate(self.parameters):
+            self.view(self.master, index).copy_(parameter.data)
+        self.refresh()
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = None
+            parameter.data = self.view(self.working, index)
+            if self.has_working_copy:
+                parameter.register_post_accumulate_grad_hook(self._accumulator(index))
+            else:
+                parameter.grad = self.view(self.grad, index)
+
+    def _accumulator(self, index: int):  # type: ignore[no-untyped-def]
+        target = self.view(self.grad, index)
+
+        def accumulate(parameter: Tensor) -> None:
+            if parameter.grad is None:  # its user has added to the buffer itself and reports nothing (head, embedding)
+                return
+            add_wider_(target, parameter.grad)
+            parameter.grad = None
+
+        return accumulate
+
+    def refresh(self) -> None:
+        """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
+        if self.has_working_copy:
+            self.working.copy_(self.master)
         self._generation += 1
 
     def zero_grad(self) -> None:

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from . import kernels
 from .attention import AttentionPlan
-from .flat import FlatParameters
+from .flat import FlatWeights
 from .kernels import Scratch
+from .lora import AdaptedLinear
 from .norms import FusedRMSNorm
 from .packed import JoinedLinear, packing_works
 from .tree_attention import TreePlan
@@ -35,7 +36,7 @@ from .tree_attention import TreePlan
 class _Norm:
     weight: nn.Parameter
     eps: float
-    gradient: Tensor  # [E], a view of the flat gradient
+    gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class FusedDecoder:
         self.checkpointing = False
 
     @classmethod
-    def of(cls, module: nn.Module, flat: FlatParameters) -> FusedDecoder | None:
+    def of(cls, module: nn.Module, flat: FlatWeights) -> FusedDecoder | None:
         """None where the architecture is another, by its parts; whether the numbers agree is `agrees`."""
         decoder: Any = module.get_decoder()  # type: ignore[operator]
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
@@ -212,9 +213,7 @@ def _split(layer: _Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return heads[:, : layer.heads], heads[:, layer.heads : end], heads[:, end:]
 
 
-def _read_layer(
-    number: int, block: nn.Module, flat: FlatParameters, index: dict[int, int], pack: bool
-) -> _Layer | None:
+def _read_layer(number: int, block: nn.Module, flat: FlatWeights, index: dict[int, int], pack: bool) -> _Layer | None:
     """The parts of a decoder layer by the names that this family of models uses; None where anything is missing or over."""
     attention: Any = getattr(block, "self_attn", None)
     mlp: Any = getattr(block, "mlp", None)
@@ -224,7 +223,9 @@ def _read_layer(
     ]
     norms: list[Any] = [getattr(block, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
     head_norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if not all(type(part) is nn.Linear for part in linears) or not all(isinstance(n, FusedRMSNorm) for n in norms):
+    if not all(type(part) in (nn.Linear, AdaptedLinear) for part in linears) or not all(
+        isinstance(n, FusedRMSNorm) for n in norms
+    ):
         return None
     biased = {part.bias is not None for part in linears[:3]}, {part.bias is not None for part in linears[4:6]}
     present = [norm for norm in head_norms if norm is not None]
@@ -244,7 +245,8 @@ def _read_layer(
         return None
 
     def norm(part: Any) -> _Norm:
-        return _Norm(part.weight, part.eps, flat.view(flat.grad, index[id(part.weight)]))
+        gradient = None if flat.grad is None else flat.view(flat.grad, index[id(part.weight)])
+        return _Norm(part.weight, part.eps, gradient)
 
     def joined(*members: Any) -> JoinedLinear:
         return JoinedLinear(flat, list(members), index, pack)

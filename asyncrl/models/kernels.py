@@ -60,21 +60,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     return out
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor, out: Tensor) -> None:
-    """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight."""
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor
+) -> None:
+    """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight, if trained."""
     dtype = wide(x.dtype)
-    total = torch.zeros_like(grad_weight, dtype=dtype)
+    total = torch.zeros_like(weight, dtype=dtype)
     wide_weight = weight.to(dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
         scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         normed = values * scale
         inner = grad[rows].to(dtype, copy=True)
-        total.add_((inner * normed).sum(0))
+        if grad_weight is not None:
+            total.add_((inner * normed).sum(0))
         inner.mul_(wide_weight)
         mean = torch.linalg.vecdot(inner, normed).div_(x.shape[-1]).unsqueeze(-1)
         out[rows].add_(inner.sub_(normed.mul_(mean)).mul_(scale))
-    grad_weight.add_(total)
+    if grad_weight is not None:
+        grad_weight.add_(total)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: bool = False) -> None:

@@ -17,6 +17,7 @@ from asyncrl.config.imports import load_object
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 
+from .lora import find_targets, require_peft
 from .policy import PolicyModel
 from .tree_attention import TreePlan
 
@@ -28,13 +29,15 @@ def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: i
 
     `model.path` may also be `file.py:function` or `module:function`: it is called with the seed and returns both.
     """
+    if config.lora.rank:
+        require_peft()
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
     else:
         module, tokenizer = _build_module(config, seed), None
     _check_tied(module)
     nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype)
+    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed)
     _probe(policy)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
 
@@ -70,14 +73,28 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of trainable parameters, tied ones once, from the configuration alone: nothing is allocated."""
+    """Number of the model's parameters, tied ones once, from the configuration alone: nothing is allocated."""
+    return sum(parameter.numel() for parameter in _describe(config).parameters())
+
+
+def adapter_sizes(config: ModelConfig) -> tuple[int, int]:
+    """(parameters of the adapters, weights that they are merged into), from the configuration alone; zeros without any."""
+    if not config.lora.rank:
+        return 0, 0
+    layers = [layer for _, layer in find_targets(_describe(config), config.lora)]
+    adapters = sum(config.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+    return adapters, sum(layer.weight.numel() for layer in layers)
+
+
+def _describe(config: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device."""
     with torch.device("meta"):
         if is_builder(config):
             module, _ = _call_builder(config, 0)
         else:
             module = AutoModelForCausalLM.from_config(load_model_config(config))
     module.tie_weights()
-    return sum(parameter.numel() for parameter in module.parameters())
+    return module
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:

@@ -106,7 +106,9 @@ class _TokenLogprobs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         rows, vocabulary = hidden.shape[0], weight.shape[0]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        buffer = options.grad_buffer if options.grad_buffer is not None else torch.zeros_like(weight, dtype=lse.dtype)
+        buffer = options.grad_buffer
+        if need_weight and buffer is None:
+            buffer = torch.zeros_like(weight, dtype=lse.dtype)
         slope = grad_logp * inverse
         bend = grad_entropy * inverse if options.entropy_grad else None
         kept, ctx.kept = ctx.kept, None
@@ -128,10 +130,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 )  # fmt: skip
             if grad_hidden is not None:
                 torch.mm(chunk, weight, out=grad_hidden[first:last])
-            if need_weight:
+            if need_weight and buffer is not None:
                 _accumulate(buffer, chunk, hidden[first:last])
-        report_weight = need_weight and options.grad_buffer is None
-        return grad_hidden, buffer.to(weight.dtype) if report_weight else None, None, None, None
+        report = buffer if need_weight and options.grad_buffer is None else None
+        return grad_hidden, None if report is None else report.to(weight.dtype), None, None, None
 
 
 def _statistics(

@@ -5,7 +5,7 @@ call. oneDNN can do that once (`mkldnn._reorder_linear_weight`, what torch's own
 version of the weights, at their first use; it costs as much as reading them twice. Backward products read the plain weights:
 their layout suits the GEMM as it is.
 
-The copy must never outlive the weights. `FlatParameters.stamp()` changes with everything that changes them; each product
+The copy must never outlive the weights. `FlatWeights.stamp()` changes with everything that changes them; each product
 compares. Where oneDNN is not there, or the dtype is not its own, or a swapped buffer is bound, the plain product runs.
 
 Shape legend: N rows, I input features, O output features of all members together.
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .flat import FlatParameters, add_wider_
+from .flat import FlatWeights, add_wider_
 
 _ROWS_HINT = 64  # measured: the layout does not depend on it between 16 and 1,024 rows
 
@@ -55,7 +55,7 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 class JoinedLinear:
     """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Lives on the lane."""
 
-    def __init__(self, flat: FlatParameters, members: list[nn.Linear], index: dict[int, int], pack: bool) -> None:
+    def __init__(self, flat: FlatWeights, members: list[nn.Linear], index: dict[int, int], pack: bool) -> None:
         """`index`: id of a parameter -> its place in `flat`."""
         self.flat = flat
         self.weights = [index[id(member.weight)] for member in members]
@@ -63,6 +63,7 @@ class JoinedLinear:
         self._copied = (*self.weights, *self.biases)
         self.sizes = [member.out_features for member in members]
         self.inputs = members[0].in_features
+        self.adapters = [getattr(member, "adapter", None) for member in members]  # lora.Adapter
         self._pack = pack
         self._adjacent = all(
             flat.offsets[a] + flat.shapes[a][0] * flat.shapes[a][1] == flat.offsets[b]
@@ -111,15 +112,20 @@ class JoinedLinear:
         self.add_gradient(grad_NO, x_NI)
 
     def add_gradient(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Those of weights and biases alone."""
+        """Those of weights and biases alone; of frozen ones, those of their adapters."""
         flat = self.flat
+        if flat.grad is None:
+            for adapter, part in zip(self.adapters, grad_NO.split(self.sizes, 1), strict=True):
+                if adapter is not None:
+                    adapter.add_gradient(part, x_NI)
+            return
         if self._adjacent:
             accumulate(self._join(flat.grad, self.weights), grad_NO, x_NI)
         else:
             for place, part in zip(self.weights, grad_NO.split(self.sizes, 1), strict=True):
                 accumulate(flat.view(flat.grad, place), part, x_NI)
         if self.biases:
-            total = grad_NO.sum(0, dtype=flat.master_dtype)
+            total = grad_NO.sum(0, dtype=flat.grad.dtype)
             for place, part in zip(self.biases, total.split(self.sizes), strict=True):
                 flat.view(flat.grad, place).add_(part)
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 
 from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .embedding import embed, is_plain
-from .flat import FlatParameters
+from .flat import FlatParameters, FlatWeights
 from .fused import FusedDecoder
+from .lora import LoraParameters
 from .norms import replace_norms
 from .packed import JoinedLinear, packing_works
 from .tree_attention import TreePlan
@@ -30,11 +32,21 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 class PolicyModel:
     """Weights, their version, and the two calls that everything is made of: `hidden` and `logits`.
 
+    `flat` is what is trained, `weights` what the modules read: one object, except with adapters.
+
     `version` names the weights in the modules at every moment: the optimizer step, the refresh of the working copy and the
     new number are one closure on the lane (invariant 5b), which is `advance()` at its end.
     """
 
-    def __init__(self, module: PreTrainedModel, dtype: str = "float32", version: int = 0) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        dtype: str = "float32",
+        version: int = 0,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`lora` with a rank freezes the weights and trains adapters, whose start is keyed by `seed` (lora.py)."""
         register()
         refuse_unsupported(module)
         module.set_attn_implementation(IMPLEMENTATION)
@@ -45,23 +57,30 @@ class PolicyModel:
             assert not buffer.requires_grad
         module.requires_grad_(True)
         replace_norms(module)
-        self.flat = FlatParameters(module, self.dtype)
+        self.lora: LoraParameters | None = None
+        if lora is not None and lora.rank:
+            self.weights = FlatWeights(module, self.dtype)
+            self.flat: FlatParameters = LoraParameters(module, self.weights, lora, seed)
+            self.lora = self.flat
+        else:
+            self.flat = FlatParameters(module, self.dtype)
+            self.weights = self.flat
         self.decoder: nn.Module = module.get_decoder()
         self.head: nn.Linear = module.get_output_embeddings()
         embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]
         self._embedding = embedding
-        index = {id(parameter): i for i, parameter in enumerate(self.flat.parameters)}
+        index = {id(parameter): i for i, parameter in enumerate(self.weights.parameters)}
         self._head_index = index[id(self.head.weight)]
         self._embedding_index = index[id(embedding.weight)] if is_plain(embedding) else None
-        pack = packing_works(self.dtype, self.flat.working.device)
-        self._head_product = JoinedLinear(self.flat, [self.head], index, pack)
+        pack = packing_works(self.dtype, self.weights.working.device)
+        self._head_product = JoinedLinear(self.weights, [self.head], index, pack)
         self._checkpointing = False
-        self.fused = FusedDecoder.of(module, self.flat)
+        self.fused = FusedDecoder.of(module, self.weights)
         if self.fused is not None and not self._fused_agrees():
             self.fused = None
         # Multiply-adds of one token's forward, attention's own left out: an embedding that is only looked up has none.
         looked_up = None if embedding.weight is self.head.weight else embedding.weight
-        self.matmul_parameters = sum(p.numel() for p in self.flat.parameters if p.ndim >= 2 and p is not looked_up)
+        self.matmul_parameters = sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not looked_up)
 
     @property
     def config(self):  # type: ignore[no-untyped-def]
@@ -72,17 +91,21 @@ class PolicyModel:
         return self.flat.master.device
 
     @property
-    def head_gradient(self) -> Tensor:
-        """The head's part of the flat gradient: [V, E], float32 or wider (also the embedding's where they are tied)."""
-        return self.flat.view(self.flat.grad, self._head_index)
+    def head_gradient(self) -> Tensor | None:
+        """The head's part of the flat gradient: [V, E], float32 or wider (also the embedding's where they are tied).
+        None where it is frozen."""
+        return None if self.weights.grad is None else self.weights.view(self.weights.grad, self._head_index)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
-        if torch.is_grad_enabled() and self._embedding_index is not None:
-            buffer_VE = self.flat.view(self.flat.grad, self._embedding_index)
+        gradient = self.weights.grad
+        if torch.is_grad_enabled() and self._embedding_index is not None and gradient is not None:
+            buffer_VE = self.weights.view(gradient, self._embedding_index)
             rows_TE: Tensor | None = embed(self._embedding, tokens_T, buffer_VE)
         else:
             rows_TE = self._embedding(tokens_T) if self.fused is not None else None
+            if rows_TE is not None and gradient is None and torch.is_grad_enabled():
+                rows_TE.requires_grad_()  # a layer's gradients are its own business: without this none would be asked for
         if self.fused is not None and rows_TE is not None:
             return self.fused.hidden(rows_TE, positions_T, plan)
         return self._transformers_hidden(tokens_T, rows_TE, positions_T, plan)

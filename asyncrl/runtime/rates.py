@@ -72,7 +72,7 @@ def needed_flop(report: StepReport, policy: PolicyModel | None, config: Config) 
     """FLOP that the groups of a step needed; NaN for a dry run.
 
     2 per parameter of a matrix product and token forward, 4 backward. Tokens of completions are sampled once (2) and
-    trained once per update (6); a prompt is prefilled and trained once per group, and needs no head; a reference model
+    trained once per update (6; 4 with adapters, whose own few are left out); a prompt is prefilled and trained once per group, and needs no head; a reference model
     costs one forward more (2). Attention over the context, norms, softmax and the optimizer are left out, so the shares
     that stand on this number are a little too low.
     """
@@ -83,5 +83,6 @@ def needed_flop(report: StepReport, policy: PolicyModel | None, config: Config) 
     prompts = sum(group.prompt.ids.size for group in report.groups)
     completions = sum(trajectory.tokens.size - trajectory.prompt_length for trajectory in trajectories)
     scored = sum(int(trajectory.mask.sum()) for trajectory in trajectories)
-    passes = 2.0 + 6.0 * config.algorithm.updates_per_batch + (2.0 if config.algorithm.kl_coef > 0 else 0.0)
+    trained = 4.0 if config.model.lora.rank else 6.0
+    passes = 2.0 + trained * config.algorithm.updates_per_batch + (2.0 if config.algorithm.kl_coef > 0 else 0.0)
     return passes * ((policy.matmul_parameters - head) * (prompts + completions) + head * scored)

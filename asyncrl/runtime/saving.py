@@ -142,7 +142,7 @@ class Checkpointer:
                     raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
                 saved = await self._store.save_in_thread(
                     version,
-                    lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer),
+                    lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer, self._config.model.path),
                     state_writer(trainer=snapshot.state, run=run),
                 )
                 path = saved.path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config.schema import ModelConfig, TrainConfig
-from asyncrl.models.loading import load_model_config, parameter_count
+from asyncrl.models.loading import adapter_sizes, load_model_config, parameter_count
 from asyncrl.models.logprobs import CHUNK_ROWS, KEEP_BYTES
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -20,13 +20,16 @@ def predict_memory(
 ) -> dict[str, int]:
     """Bytes by what they are for. `max_context`: tokens of the longest prompt with its completion.
 
-    masters, gradients, optimizer: flat, in float32 or wider. working_copy and reference: in the matmul dtype. activations:
-    of one microbatch of `train.tokens_per_microbatch` packed tokens, what the layers keep for backward. logits: those that
-    wait for it, or the chunk that is alive. embedding_gradient: the one temporary of an embedding's size. kv_cache: all
+    masters, gradients, optimizer: flat, in float32 or wider, of what is trained. working_copy and reference: in the matmul
+    dtype. frozen: with adapters, the merged weights, and the layers' own below them. activations: of one microbatch of
+    `train.tokens_per_microbatch` packed tokens, what the layers keep for backward. logits: those that wait for it, or the
+    chunk that is alive. embedding_gradient: the one temporary of an embedding's size. kv_cache: all
     sequences at full length. Errors: ConfigError where the model has no configuration.
     """
     config = load_model_config(model)
     parameters = parameter_count(model)
+    adapters, merged = adapter_sizes(model)
+    trained = adapters or parameters
     narrow = _BYTES[model.dtype]
     wide = max(narrow, 4)
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
@@ -46,14 +49,15 @@ def predict_memory(
     kept = layers * narrow * hidden + per_layer if train.gradient_checkpointing else layers * per_layer
     logits = tokens * vocabulary * narrow
     return {
-        "masters": parameters * wide,
-        "gradients": parameters * wide,
-        "second_gradients": parameters * wide if second_buffer else 0,
-        "optimizer": 2 * parameters * wide,
-        "working_copy": parameters * narrow if narrow < wide else 0,
+        "masters": trained * wide,
+        "gradients": trained * wide,
+        "second_gradients": trained * wide if second_buffer else 0,
+        "optimizer": 2 * trained * wide,
+        "working_copy": trained * narrow if narrow < wide else 0,
+        "frozen": (parameters + merged) * narrow if adapters else 0,
         "reference": parameters * narrow if needs_reference else 0,
         "activations": tokens * kept,
         "logits": logits if logits <= KEEP_BYTES else min(CHUNK_ROWS, tokens) * vocabulary * narrow,
-        "embedding_gradient": vocabulary * hidden * narrow,
+        "embedding_gradient": 0 if adapters else vocabulary * hidden * narrow,
         "kv_cache": max_sequences * max_context * layers * 2 * kv_heads * head_size * narrow,
     }

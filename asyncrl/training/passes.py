@@ -70,7 +70,7 @@ def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> 
 @contextmanager
 def swapped(policy: PolicyModel, weights: Tensor) -> Iterator[None]:
     """The modules compute with another flat buffer inside the block. Values move nowhere: the views are bound anew."""
-    flat = policy.flat
+    flat = policy.weights
     try:
         flat.bind(weights)
         yield

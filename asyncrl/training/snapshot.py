@@ -26,10 +26,17 @@ class Snapshot:
     model: dict[str, torch.Tensor]
     state: dict[str, Any]
     policy: PolicyModel
+    adapter: dict[str, torch.Tensor] | None = None  # by the names of peft's files
 
-    def write_pretrained(self, directory: Path, tokenizer: Any) -> None:
-        """Model and tokenizer in Hugging Face format; loads with `from_pretrained` and with vLLM as it is. Any thread."""
+    def write_pretrained(self, directory: Path, tokenizer: Any, base: str | None = None) -> None:
+        """Model and tokenizer in Hugging Face format; loads with `from_pretrained` and with vLLM as it is. Any thread.
+
+        With adapters that is the merged model; `adapter/` holds them in peft's format, on the model named `base`.
+        """
         self.policy.write_pretrained(directory, self.model)
+        if self.adapter is not None:
+            assert self.policy.lora is not None
+            self.policy.lora.write_adapter(directory / "adapter", self.adapter, base)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(directory)
 
@@ -41,6 +48,7 @@ def take(core: TorchTrainer) -> Snapshot:
         model=core.policy.host_state(),
         state=_host(core.state_dict()),
         policy=core.policy,
+        adapter=None if core.policy.lora is None else core.policy.lora.host_state(),
     )
 
 

@@ -92,7 +92,7 @@ class TorchTrainer:
         self.steps_done = 0
         self.optimizer.set_lr(self.schedule.lr(0))
         self.forward = Forward(policy, checkpointing=config.gradient_checkpointing)
-        self.reference: Tensor | None = policy.flat.working.detach().clone() if needs_reference else None
+        self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
         self.second = SecondBuffer(policy.flat) if second_buffer else None
         self._step: TrainStep | None = None
         self._empty: tuple[Loss, dict[str, Normaliser]] | None = None
@@ -259,7 +259,7 @@ class TorchTrainer:
             "optimizer": self.optimizer.state_dict(),
         }
         if self.reference is not None:
-            flat = self.policy.flat
+            flat = self.policy.weights
             state["reference"] = {name: flat.view(self.reference, i) for i, name in enumerate(flat.names)}
         return state
 
@@ -267,14 +267,14 @@ class TorchTrainer:
         """The inverse; everything is copied. Errors: TrainStepError while a step is open, KeyError for what is missing."""
         if self._step is not None:
             raise TrainStepError("load_state_dict: a train step is open; finish or abort it first")
-        flat = self.policy.flat
+        flat = self.policy.weights
         if self.reference is not None:
             if "reference" not in state:
                 raise KeyError("the state holds no reference model, but this trainer needs one (kl_coef > 0)")
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        flat.load_masters(state["masters"])
+        self.policy.flat.load_masters(state["masters"])
         self.policy.version = int(state["version"])
         self.steps_done = int(state["steps_done"])
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))

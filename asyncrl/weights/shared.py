@@ -1,7 +1,8 @@
 """Weights that sampler and trainer share on one device: nothing moves, but the claim "the engine has version v" is proved.
 
 The proof: a fixed sample of positions of the buffer that the engine's modules read must equal the trainer's masters, cast
-to the matmul dtype. A stale working copy (the silent mismatch that other systems meet) is a `DivergenceError`.
+to the matmul dtype; with adapters, merging them again must give what the modules read. A stale working copy (the silent
+mismatch that other systems meet) is a `DivergenceError`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,15 @@ class SharedWeights:
             raise DivergenceError(
                 f"publish of version {version}: {wrong} of {len(sent)} sampled weights of the engine differ from the trainer's"
             )
-        first = self._policy.flat.parameters[0]
-        start = flat.working.untyped_storage().data_ptr()
-        if first.untyped_storage().data_ptr() != start:
+        weights = self._policy.weights
+        start = weights.working.untyped_storage().data_ptr()
+        if weights.parameters[0].untyped_storage().data_ptr() != start:
             raise DivergenceError(
                 "publish: the modules no longer read the flat buffer; somebody replaced their parameters"
+            )
+        if self._policy.lora is not None and not self._policy.lora.merged_agrees(version):
+            raise DivergenceError(
+                f"publish of version {version}: merged weights of the engine are not the base with the trainer's adapters"
             )
         if not self._policy.packed_agrees():
             raise DivergenceError(

@@ -222,4 +222,4 @@ def oracle_gradient(
         value = value + sums.extra / kept
     module.zero_grad()
     value.backward()
-    return float(value.detach()), {name: p.grad.clone() for name, p in module.named_parameters()}
+    return float(value.detach()), {n: p.grad.clone() for n, p in module.named_parameters() if p.requires_grad}

@@ -1,0 +1,202 @@
+"""Low-rank adapters: `W = W0 + (alpha / rank) B A` with W0 frozen; A and B are all that is trained.
+
+Hu et al., "LoRA" (arXiv:2106.09685), section 4.1, in peft's form: A [r, I] is random at the start and B [O, r] is zero, so
+that a run begins at the base model exactly. No dropout: sampler and trainer must compute the same.
+
+The modules hold the merged W, so that sampling, log-probs and checkpoints know nothing of adapters and cost what a plain
+model costs. W is computed anew from W0 once per version, never updated in place: nothing drifts. Backward gives A and B
+their gradients from a layer's input x and the gradient g of its output; the gradient of W itself, [O, I], is never made:
+
+    dB = s g' (x A')        dA = s (g B)' x        dx = g W
+
+The buffers of `LoraParameters` hold A and B alone: optimizer, clip, reduction and saved state are those of a plain run.
+
+Shape legend: N rows, I input features, O output features, r rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.config.schema import LoraConfig
+from asyncrl.errors import ConfigError
+
+from .flat import FlatParameters, FlatWeights
+from .packed import accumulate
+
+ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
+_PREFIX = "base_model.model."  # of parameter names in peft's files
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """Of one linear layer. `a` and `b` are what products read; gradients add up in views of the flat buffer."""
+
+    a: nn.Parameter  # [r, I]
+    b: nn.Parameter  # [O, r]
+    grad_a: Tensor
+    grad_b: Tensor
+    scale: float
+
+    def add_gradient(self, grad_NO: Tensor, x_NI: Tensor) -> None:
+        """The gradients of `a` and `b`, without a graph."""
+        accumulate(self.grad_a, (grad_NO @ self.b.detach()).mul_(self.scale), x_NI)
+        accumulate(self.grad_b, grad_NO, (x_NI @ self.a.detach().t()).mul_(self.scale))
+
+
+class AdaptedLinear(nn.Linear):
+    """Takes the place of a module's class, not of the module: the weight is the merged one, under its old name."""
+
+    adapter: Adapter
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.linear(input, self.weight, self.bias)
+        adapter = self.adapter
+        result: Tensor = _Adapted.apply(input, self.weight, self.bias, adapter.a, adapter.b, adapter.scale)
+        return result
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, a, b = ctx.saved_tensors
+        rows_NO, x_NI = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_a = (rows_NO @ b).mul_(ctx.scale).t() @ x_NI
+        grad_b = rows_NO.t() @ (x_NI @ a.t()).mul_(ctx.scale)
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, grad_a, grad_b, None
+
+
+class LoraParameters(FlatParameters):
+    """The adapters of a module as flat parameters, by the names of peft's files; `refresh` merges them."""
+
+    def __init__(self, module: PreTrainedModel, weights: FlatWeights, config: LoraConfig, seed: int) -> None:
+        """`weights`: the module's own, frozen. `seed` keys A. Errors: ConfigError, where no layer or a wrong one is named."""
+        targets = find_targets(module, config)
+        self.config = config
+        self.scale = config.alpha / config.rank
+        self.weights = weights
+        place = {id(parameter): i for i, parameter in enumerate(weights.parameters)}
+        self._places = [place[id(layer.weight)] for _, layer in targets]
+        self._base = [weights.view(weights.working, i).clone() for i in self._places]
+        super().__init__(list(_initial(targets, config.rank, seed)), weights.working.dtype)
+        for number, (_, layer) in enumerate(targets):
+            a, b = 2 * number, 2 * number + 1
+            layer.__class__ = AdaptedLinear
+            layer.adapter = Adapter(  # type: ignore[assignment]
+                self.parameters[a], self.parameters[b], self.view(self.grad, a), self.view(self.grad, b), self.scale
+            )
+
+    def refresh(self) -> None:
+        super().refresh()
+        with torch.no_grad():
+            for number, place in enumerate(self._places):
+                self.weights.view(self.weights.working, place).copy_(self._merged(number))
+
+    def _merged(self, number: int) -> Tensor:
+        """W0 + s B A of a layer in the matmul dtype, from the masters: [O, I]."""
+        base = self._base[number]
+        a, b = (self.view(self.master, 2 * number + i) for i in (0, 1))
+        return torch.addmm(base.to(self.master_dtype), b, a, alpha=self.scale).to(base.dtype)
+
+    @torch.no_grad()
+    def merged_agrees(self, turn: int) -> bool:
+        """Whether the modules read what the masters say: the same products again, of the first layer and of one more, which
+        `turn` (the version) chooses."""
+        numbers = {0, turn % len(self._places)}
+        read = self.weights.view
+        return all(torch.equal(self._merged(n), read(self.weights.bound, self._places[n])) for n in numbers)
+
+    def load_masters(self, state: dict[str, Tensor]) -> None:
+        for name, master in self.named_masters():
+            if name in state and state[name].shape != master.shape:
+                raise ConfigError(
+                    f"model.lora: the saved adapter {name} has shape {tuple(state[name].shape)}, this run's has "
+                    f"{tuple(master.shape)}; go on with the rank of the saved run"
+                )
+        super().load_masters(state)
+
+    def host_state(self) -> dict[str, Tensor]:
+        """The adapters as peft's file holds them, in the masters' dtype. On the lane."""
+        return {name: master.detach().to("cpu", copy=True) for name, master in self.named_masters()}
+
+    def write_adapter(self, directory: str | Path, state: dict[str, Tensor], base: str | None) -> None:
+        """Write `host_state()` for `peft.PeftModel.from_pretrained(base model, directory)`. Any thread."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        _peft_config(self.config, base).save_pretrained(str(directory))
+        save_file(state, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[tuple[str, nn.Linear]]:
+    """The layers that `config.target_modules` names, as peft matches names. Errors: ConfigError."""
+    head = module.get_output_embeddings()
+    linear = {name: part for name, part in module.named_modules() if type(part) is nn.Linear and part is not head}
+    if config.target_modules == (ALL_LINEAR,):
+        return list(linear.items())
+    found: list[tuple[str, nn.Linear]] = []
+    for wanted in config.target_modules:
+        named = {n: p for n, p in module.named_modules() if n == wanted or n.endswith(f".{wanted}")}
+        wrong = sorted(named.keys() - linear.keys())
+        if not named or wrong:
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            what = f"{wrong[0]}, which is no plain linear layer of the decoder" if wrong else "no module"
+            raise ConfigError(
+                f"model.lora.target_modules: {wanted!r} names {what}; use {ALL_LINEAR}, or some of: {kinds}"
+            )
+        found += [(name, linear[name]) for name in named]
+    chosen = dict(found)  # two words may name one layer
+    return [(name, part) for name, part in linear.items() if name in chosen]
+
+
+def require_peft() -> None:
+    """Errors: ConfigError where peft, whose files the adapters are written in, is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "model.lora.rank is set, but peft is not installed; run `pip install 'asyncrl[lora]'`, or leave model.lora out"
+        )
+
+
+def _initial(targets: Sequence[tuple[str, nn.Linear]], rank: int, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
+    """A uniform within 1 / sqrt(I), which is peft's `kaiming_uniform_(a=sqrt(5))`; B zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, layer in targets:
+        bound = 1 / math.sqrt(layer.in_features)
+        a = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        b = torch.zeros(layer.out_features, rank)
+        for letter, values in (("A", a), ("B", b)):
+            wide = torch.float64 if layer.weight.dtype == torch.float64 else torch.float32
+            values = values.to(layer.weight.device, wide)
+            yield f"{_PREFIX}{name}.lora_{letter}.weight", nn.Parameter(values)
+
+
+def _peft_config(config: LoraConfig, base: str | None) -> Any:
+    from peft import LoraConfig as PeftConfig  # an extra: seconds to import, and only checkpoints need it
+
+    every = config.target_modules == (ALL_LINEAR,)
+    return PeftConfig(
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=ALL_LINEAR if every else list(config.target_modules),
+        inference_mode=True,
+    )

@@ -1,0 +1,110 @@
+"""The split step with adapters: peft's gradient under any loss, a frozen base, state that comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_helpers import MAX_LENGTH, STREAMED, make_group, microbatches, oracle_gradient, tiny_module, train_step
+
+from asyncrl.algorithms.registry import build_loss
+from asyncrl.config.schema import LoraConfig, ModelConfig, TrainConfig
+from asyncrl.data.packing import pack_groups
+from asyncrl.errors import ConfigError
+from asyncrl.models.policy import PolicyModel
+from asyncrl.training.memory import predict_memory
+from asyncrl.training.snapshot import take
+from asyncrl.training.trainer import TorchTrainer
+
+LORA = LoraConfig(rank=3, alpha=5)
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def trainer_of(dtype: str = "float64", rank: int = 3, reference: bool = False, kind: str = "llama") -> TorchTrainer:
+    """With adapters that are not zero."""
+    settings = LORA.model_copy(update={"rank": rank})
+    policy = PolicyModel(tiny_module(kind), dtype, lora=settings, seed=2)
+    generator = torch.Generator().manual_seed(7)
+    for _, master in policy.flat.named_masters():
+        master.add_(torch.randn(master.shape, generator=generator, dtype=torch.float64).to(master), alpha=0.2)
+    policy.flat.refresh()
+    config = TrainConfig(lr=0.05, grad_clip=None)
+    return TorchTrainer(policy, config, max_completion_length=MAX_LENGTH, needs_reference=reference, second_buffer=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", STREAMED)
+def test_split_step_gives_the_adapters_the_gradient_of_pefts_own_forward(
+    name: str, kind: str, exact_norms: None
+) -> None:
+    peft = pytest.importorskip("peft")
+    rng = np.random.default_rng(4)
+    groups = [make_group(rng, i, masked=(1,) if i == 2 else (), holes=i == 1) for i in range(4)]
+    loss = build_loss(name, entropy_coef=0.05)
+    core = trainer_of(kind=kind)
+    module = tiny_module(kind).double().requires_grad_(False)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", task_type="CAUSAL_LM")
+    oracle = peft.get_peft_model(module, config)
+    masters = dict(core.policy.flat.named_masters())
+    for own, parameter in oracle.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = masters[own.replace(".default.", ".")].clone()
+    expected, gradients = oracle_gradient(oracle, groups, loss)
+    pieces = [m for i in (2, 0, 3, 1) for m in pack_groups([groups[i]], 25)]
+    assert len(pieces) > 4
+    core.begin_train_step(loss)
+    for piece in pieces:
+        core.train_microbatch(piece)
+    result = core.finish_train_step()
+    assert result.loss == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    found = dict(core.policy.flat.named_grads())
+    compared = {own.replace(".default.", "."): g for own, g in gradients.items() if "lora_" in own}
+    assert compared.keys() == found.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, compared[key], rtol=1e-9, atol=1e-10, msg=key)
+    assert max(float(gradient.abs().max()) for gradient in found.values()) > 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_moves_the_adapters_and_the_merged_layers_and_nothing_else(dtype: str) -> None:
+    core = trainer_of(dtype, reference=True)
+    policy = core.policy
+    before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
+    start = core.compute_logprobs(microbatches()[0])
+    assert train_step(core).version == 1
+    moved = {name for name, p in policy.module.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "_proj" in name}
+    assert {p.dtype for p in policy.module.parameters()} == {policy.dtype}
+    assert policy.lora is not None and policy.lora.merged_agrees(1) and policy.packed_agrees()
+    # the reference is the model as it was at the start, adapters included
+    assert not np.array_equal(core.compute_logprobs(microbatches()[0]), start)
+    assert np.array_equal(core.compute_logprobs(microbatches()[0], "reference"), start)
+
+
+def test_state_comes_back_and_another_rank_is_refused(tmp_path: Path) -> None:
+    first, second, other = trainer_of("float32"), trainer_of("float32"), trainer_of("float32", rank=1)
+    second.policy.flat.master.zero_()
+    second.policy.flat.refresh()
+    train_step(first)
+    snapshot = take(first)
+    assert snapshot.adapter is not None and snapshot.adapter.keys() == snapshot.state["masters"].keys()
+    second.load_state_dict(snapshot.state)
+    assert second.version == 1 and torch.equal(second.policy.weights.working, first.policy.weights.working)
+    batch = microbatches()[1]
+    assert np.array_equal(second.compute_logprobs(batch), first.compute_logprobs(batch))
+    with pytest.raises(ConfigError, match="go on with the rank of the saved run"):
+        other.policy.flat.load_masters(snapshot.state["masters"])
+
+
+def test_predicted_memory_is_that_of_the_adapters(tmp_path: Path) -> None:
+    tiny_module().save_pretrained(tmp_path)
+    train = TrainConfig(tokens_per_microbatch=64)
+    core = trainer_of("bfloat16")
+    model = ModelConfig(path=str(tmp_path), dtype="bfloat16", lora=LORA)
+    sizes = predict_memory(model, train, max_sequences=2, max_context=8)
+    adapters = core.policy.flat.numel
+    assert sizes["masters"] == sizes["gradients"] == sizes["optimizer"] / 2 == adapters * 4
+    merged = sum(p.numel() for name, p in core.policy.module.named_parameters() if "_proj" in name)
+    assert sizes["working_copy"] == adapters * 2 and sizes["frozen"] == (core.policy.weights.numel + merged) * 2
