@@ -72,9 +72,9 @@ def needed_flop(report: StepReport, policy: PolicyModel | None, config: Config) 
     """FLOP that the groups of a step needed; NaN for a dry run.
 
     2 per parameter of a matrix product and token forward, 4 backward. Tokens of completions are sampled once (2) and
-    trained once per update (6; 4 with adapters, whose own few are left out); a prompt is prefilled and trained once per group, and needs no head; a reference model
-    costs one forward more (2). Attention over the context, norms, softmax and the optimizer are left out, so the shares
-    that stand on this number are a little too low.
+    trained once per update (6; 4 with adapters, whose own few products are left out); a prompt is prefilled and trained
+    once per group, and needs no head; a reference model costs one forward more (2). Attention over the context, norms,
+    softmax and the optimizer are left out, so the shares that stand on this number are a little too low.
     """
     if policy is None:
         return math.nan

@@ -45,8 +45,8 @@ async def test_run_checkpoint_and_resume(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole/runs/run", tmp_path / "parts/runs/run"
     assert equal_weights(weights_of(whole, 6), weights_of(parts, 6))
     assert [line["reward/mean"] for line in metrics_of(whole)] == [line["reward/mean"] for line in metrics_of(parts)]
-    # the sampler's log-probs, of merged weights, are the trainer's: every ratio is 1
-    assert all(abs(line["mismatch/current_max"] - 1) < 1e-4 for line in metrics_of(whole))
+    # the sampler's log-probs, of merged weights, are the trainer's (largest difference, in nats)
+    assert all(line["mismatch/current_max"] < 1e-4 for line in metrics_of(whole))
 
     step = whole / "checkpoints/step_6"
     base = build(0)[0]
