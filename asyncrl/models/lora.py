@@ -191,11 +191,12 @@ def _peft_config(config: LoraConfig, base: str | None) -> Any:
     from peft import LoraConfig as PeftConfig  # an extra: seconds to import, and only checkpoints need it
 
     every = config.target_modules == (ALL_LINEAR,)
+    alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha  # peft computes with either
     return PeftConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=alpha,
         lora_dropout=0.0,
         target_modules=ALL_LINEAR if every else list(config.target_modules),
         inference_mode=True,
