@@ -15,10 +15,14 @@ DIGITS = "123456789"
 SPECIAL = ["<pad>", "<eos>"]
 VOCABULARY = [*SPECIAL, *LETTERS, *DIGITS, "="]
 WARM_UP_BATCHES = 20
+MOST = 9
 
 
-def build(seed: int) -> tuple[Any, Any]:
-    """(model, tokenizer): a Qwen3-shaped causal language model with random weights and a character-level tokenizer."""
+def build(seed: int, most: int = MOST, **shape: int) -> tuple[Any, Any]:
+    """(model, tokenizer): a Qwen3-shaped causal language model after its warm-up, and a character-level tokenizer.
+
+    `most`: the largest number of times that is asked for. `shape`: other values of the `Qwen3Config`.
+    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -28,34 +32,31 @@ def build(seed: int) -> tuple[Any, Any]:
     characters.decoder = decoders.Fuse()  # characters join without spaces
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(seed)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
+        **(sizes | heads | shape),
     )
     model = Qwen3ForCausalLM(config)
     if model.device.type != "meta":  # a dry run only counts parameters
-        warm_up(model, tokenizer, seed)
+        warm_up(model, tokenizer, seed, most)
     return model, tokenizer
 
 
-def warm_up(model: Any, tokenizer: Any, seed: int, batches: int = WARM_UP_BATCHES, size: int = 64) -> None:
+def warm_up(model: Any, tokenizer: Any, seed: int, most: int, batches: int = WARM_UP_BATCHES, size: int = 64) -> None:
     """A few supervised batches: enough to write letters and stop somewhere near, far from solving the task."""
     import torch
 
     draw = random.Random(seed + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(batches):
-        texts = [f"{row['prompt']}{row['answer']}" for row in rows(size, seed=draw.randrange(1 << 30))]
+        texts = [f"{row['prompt']}{row['answer']}" for row in rows(size, draw.randrange(1 << 30), most)]
         ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
         width = max(map(len, ids))
         batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
@@ -65,10 +66,10 @@ def warm_up(model: Any, tokenizer: Any, seed: int, batches: int = WARM_UP_BATCHE
         optimizer.zero_grad()
 
 
-def rows(count: int = 512, seed: int = 0) -> list[dict[str, str]]:
+def rows(count: int = 512, seed: int = 0, most: int = MOST) -> list[dict[str, str]]:
     """Prompts with their answers."""
     draw = random.Random(seed)
-    picked = [(draw.choice(LETTERS), draw.randint(1, 9)) for _ in range(count)]
+    picked = [(draw.choice(LETTERS), draw.randint(1, most)) for _ in range(count)]
     return [{"prompt": f"{letter}{times}=", "answer": letter * times} for letter, times in picked]
 
 
