@@ -125,9 +125,13 @@ class PolicyModel:
 
     @torch.no_grad()
     def _fused_agrees(self) -> bool:
-        """Whether the fused decoder computes what the model's own forward does: a scaled embedding or residual shows."""
+        """Whether the fused decoder computes what the model's own forward does: a scaled embedding or residual shows.
+
+        It shows at every token, so the median over tokens is asked: in bfloat16 a single token may sit where rounding tips
+        one of the huge activations that these models have.
+        """
         assert self.fused is not None
-        count = 8
+        count = 32
         tokens_T = torch.linspace(1, self._embedding.num_embeddings - 1, count, device=self.device).long()
         positions_T = torch.arange(count, device=self.device)
         training = self.module.training
@@ -136,7 +140,8 @@ class PolicyModel:
         fused = self.fused.hidden(self._embedding(tokens_T), positions_T, TreePlan([0], [count])).double()
         self.module.train(training)
         tolerance = 0.05 if self.dtype == torch.bfloat16 else 1e-4
-        return bool((own - fused).norm() <= tolerance * own.norm())
+        errors = (own - fused).norm(dim=1) / own.norm(dim=1)
+        return bool(errors.median() <= tolerance)
 
     def enable_checkpointing(self) -> None:
         """Keep a layer's input alone and compute the rest again in backward."""

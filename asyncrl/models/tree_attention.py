@@ -7,8 +7,8 @@ merged by their log-sum-exp, and backward hands the *merged* output and log-sum-
 block's gradient exact (the identity behind ring attention: Liu et al., arXiv:2310.01889).
 
 On a CPU this runs torch's flash kernel on views of the packed tensors. It has no fast bfloat16 backward (a fifth of its
-float32 rate), so bfloat16 is computed in float32 here. Elsewhere, `attend` falls back to one masked
-`scaled_dot_product_attention` over padded rows.
+float32 rate), so bfloat16 goes through `row_attention`, or through float32 where rows are too long for it. Elsewhere,
+`attend` falls back to one masked `scaled_dot_product_attention` over padded rows.
 
 All index work is done once per microbatch, in the constructor or at the first layer.
 
@@ -29,9 +29,12 @@ from torch import Tensor
 
 from asyncrl.types import Microbatch
 
+from .row_attention import RowAttention, fits
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+_BY_PRODUCTS = {torch.bfloat16}  # measured on two cores: half the kernel's time there; in float32 no faster than it
 _SMALL_SEGMENT_FLOP = 1.5e6  # below this a kernel call costs more than the arithmetic: segments are padded together
 _PADDING = 1.25  # most padded tokens per real token in such a bin
 
@@ -80,6 +83,7 @@ class TreePlan:
         self.segments = [span for span in (*self._prefixes, *self._suffixes) if span.length]
         self.tokens = sum(span.length for span in self.segments)
         self.cross = self._cross_blocks()  # (suffix tokens of a tree, its prefix)
+        self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
         self._bins: dict[torch.device, list[_Bin]] = {}
         self._rows: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
@@ -115,10 +119,13 @@ class TreePlan:
             raise ValueError(f"the plan describes {self.tokens} tokens, the model handed over {query.shape[0]}")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """What `attend` gives, and the log-sum-exp that `backward` asks for ([T, H]; empty on other devices)."""
+        """What `attend` gives, and the log-sum-exp that `backward` asks for ([T, H]; empty where it does not)."""
         self._check(query)
         if query.device.type != "cpu":
             return self.attend_masked(query, key, value, scaling), query.new_empty(0)
+        short = self._by_products(query)
+        if short is not None:
+            return short.forward(query, key, value, scaling), query.new_empty(0)
         dtype = query.dtype
         query, key, value = _wider(query), _wider(key), _wider(value)
         out = torch.empty(query.shape, dtype=query.dtype)
@@ -151,6 +158,10 @@ class TreePlan:
             for target, part in zip(gradients, torch.autograd.grad(again, leaves, grad), strict=True):
                 target.copy_(part)
             return
+        short = self._by_products(query)
+        if short is not None:
+            short.backward(grad, query, key, value, scaling, gradients)
+            return
         query, key, value, out, grad = (_wider(tensor) for tensor in (query, key, value, out, grad))
         lse3 = lse.unsqueeze(-1)
         narrow = gradients[0].dtype != query.dtype
@@ -172,6 +183,20 @@ class TreePlan:
         if narrow:
             for target, part in zip(gradients, sums, strict=True):
                 target.copy_(part)
+
+    def _by_products(self, query: Tensor) -> RowAttention | None:
+        """The plan by products where it is the faster one: in bfloat16, where every row is short."""
+        if query.dtype not in _BY_PRODUCTS:
+            return None
+        heads = query.shape[1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        if (heads, dtype) not in self._short:
+            empty = _Span(0, 0)
+            spans = [(empty, span) for span in self._prefixes if span.length]
+            spans += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
+            rows = [(before.start, before.length, span.start, span.length) for before, span in spans]
+            self._short[heads, dtype] = RowAttention(rows, heads, dtype) if fits(rows, heads) else None
+        return self._short[heads, dtype]
 
     def self_blocks(self, query: Tensor) -> list[_Span] | list[_Bin]:
         """The causal blocks: single segments as views where they are large, padded bins where they are small."""
@@ -225,7 +250,7 @@ class TreePlan:
 
 
 class _TreeAttention(torch.autograd.Function):
-    """CPU flash calls per block, merged by log-sum-exp, as one node. float32 and float64; bfloat16 in float32."""
+    """Forward and backward of a plan on a CPU, as one node."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scaling: float) -> Tensor:

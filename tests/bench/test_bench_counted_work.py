@@ -16,7 +16,8 @@ from asyncrl.models.logprobs import token_logprobs
 
 DTYPES = ("float32", "bfloat16")
 MORE = 1.02  # products beyond the needed ones: a matrix has to be a little padded at most
-TRAIN_ALLOCATIONS, TRAIN_ALLOCATED, TRAIN_COPIED = 750, 14_500_000, 9_000_000
+# (allocations, bytes allocated, bytes copied); in bfloat16 attention gathers its rows, which is faster for short ones
+TRAIN = {"float32": (750, 14_500_000, 9_000_000), "bfloat16": (1_000, 21_500_000, 11_700_000)}
 DECODE_ALLOCATIONS = 95  # of a step with two layers
 CALLS, CALLS_PER_LAYER = 100, 48
 
@@ -39,8 +40,9 @@ def test_a_train_step_computes_what_is_needed(dtype: str) -> None:
 def test_a_train_step_copies_and_allocates_no_more_than_it_did(dtype: str) -> None:
     training = Training.of(dtype)
     work = train_work(training)
-    assert work.copied_bytes <= TRAIN_COPIED
-    assert work.allocations <= TRAIN_ALLOCATIONS and work.allocated_bytes <= TRAIN_ALLOCATED
+    allocations, allocated, copied = TRAIN[dtype]
+    assert work.copied_bytes <= copied
+    assert work.allocations <= allocations and work.allocated_bytes <= allocated
     assert count(training.step) == work, "every step does the same: nothing grows"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncrl.models.row_attention import _share_out
 from asyncrl.models.tree_attention import TreePlan
 
 TREES = {
@@ -57,12 +58,18 @@ def dense(
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 8), (9, 3, 64), (2, 2, 16)], ids=str)
-@pytest.mark.parametrize("path", ["attend", "attend_masked"])
+@pytest.mark.parametrize("path", ["attend", "products", "products in many bins", "attend_masked"])
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
-def test_equals_dense_masked_attention(trees: list, path: str, heads: tuple[int, int, int]) -> None:
+def test_equals_dense_masked_attention(
+    trees: list, path: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path.startswith("products"):
+        monkeypatch.setattr("asyncrl.models.tree_attention._BY_PRODUCTS", {torch.float64})
+    if path.endswith("bins"):
+        monkeypatch.setattr("asyncrl.models.row_attention._BIN_BYTES", 1)
     plan, mask = build(trees)
     qkv = inputs(mask.shape[0], heads, torch.float64)
-    out = plan.attend(0, *qkv, 0.3) if path == "attend" else plan.attend_masked(*qkv, 0.3)
+    out = plan.attend(0, *qkv, 0.3) if path != "attend_masked" else plan.attend_masked(*qkv, 0.3)
     expected = dense(*qkv, mask, 0.3)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -94,13 +101,44 @@ def test_views_and_bins_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
+@pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
+def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: list) -> None:
+    """Root mean square error against float64 of the same inputs, beside that of torch's masked attention in bfloat16."""
+    plan, mask = build(trees)
+    qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
+    truth = dense(*(x.double() for x in qkv), mask, 0.25)
+    weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def errors(out: torch.Tensor) -> list[float]:
+        assert out.dtype == torch.bfloat16
+        found = [out, *torch.autograd.grad(out, qkv, weights.bfloat16())]
+        right = [truth, *torch.autograd.grad(truth, qkv, weights, retain_graph=True)]
+        return [
+            float((a.detach().double() - b.detach()).square().mean().sqrt()) for a, b in zip(found, right, strict=True)
+        ]
+
+    for ours, theirs in zip(errors(plan.attend(0, *qkv, 0.25)), errors(plan.attend_masked(*qkv, 0.25)), strict=True):
+        assert ours <= 1.5 * theirs + 1e-4
+
+
+def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.models.row_attention._ROW_BYTES", 1)
     plan, mask = build(TREES["one long tree"])
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
     out = plan.attend(0, *qkv, 0.25)
     expected = plan.attend(0, *(x.float() for x in qkv), 0.25).to(torch.bfloat16)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
     assert all(g.dtype == torch.bfloat16 for g in torch.autograd.grad(out.sum(), qkv))
+
+
+def test_padding_of_rows_is_bounded() -> None:
+    rows = [(0, 6, 6 + 40 * i, 1 + (7 * i) % 40) for i in range(40)]
+    bins = _share_out(rows, heads=4)
+    assert sorted(row for members in bins for row in members) == rows
+    assert len(bins) < 16
+    for members in bins:
+        area = max(r[3] for r in members) * (max(r[3] for r in members) + max(r[1] for r in members))
+        assert len(members) * area <= 1.25 * sum(r[3] * (r[1] + r[3]) for r in members)
 
 
 def test_suffixes_of_a_tree_must_be_adjacent() -> None:
