@@ -7,7 +7,8 @@
     processes.py  one child process per run; the peers' own virtual environments
     child.py      what runs in asyncrl's own child processes (with child_train, child_generate and models: all that imports torch)
     peers/        scripts that run inside a peer's environment and must not import asyncrl; the reward both sides use
-    transport.py  `asyncrl bench transport`, which needs none of the others but `processes`
+    transport.py  handing groups over: options, the alternating runs; transport_report.py: medians, goals, table, plot
+    handover.py   what runs in asyncrl's own processes of it; handover_costs.py: writing and reading by themselves
     report.py     FLOP limit, medians, table, JSON, plot
 
 The parent process imports no torch: it would only take memory and threads from the sides that are measured.
@@ -24,7 +25,8 @@ usage: asyncrl bench [step | generate | train | transport] [options]
   step        whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
   generate    generation alone, against vLLM on the CPU (--peer vllm); --sweep: decode steps by sequences and context
   train       training alone: share of the GEMM rate, and where the time of a step goes
-  transport   handing a group of trajectories to another process: the record ring, multiprocessing.Queue, memcpy
+  transport   handing a group of trajectories to another process: the record ring, the tensor queue,
+              multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
 
 `asyncrl bench step --help` lists the options; `--quick` is a smoke test of some seconds, of each of them.
 """

@@ -113,6 +113,18 @@ class SweepJob(_Job):
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HandoverJob(_Job):
+    """Groups of 16 trajectories handed from one process to another, by one side."""
+
+    side: str
+    loop: str  # asyncio or uvloop; "" where the side has no choice
+    tokens: int  # of each trajectory
+    groups: int  # hand-overs at most
+    pace_s: float  # at least this long between two; 0: full speed
+    seconds: float  # no new hand-over after that
+
+
 def write_token_prompts(path: Path, job: GenerateJob, vocabulary: int) -> Path:
     """Random prompts, one per group, and again as many for the warm-up: nothing of theirs is found in a cache."""
     draw = random.Random(job.seed)

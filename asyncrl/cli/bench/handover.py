@@ -1,0 +1,199 @@
+"""asyncrl's own sides of `asyncrl bench transport`, and the two without any peer: `python -m asyncrl.cli.bench.handover JOB.json`.
+
+    ring        a leased record in the event loop, asyncio or uvloop
+    stash       the same, as 16 trajectories (views) in the stash, whole
+    tensor      the tensor queue: an item of four arrays, in the event loop
+    queue       multiprocessing.Queue, pickled arrays; a blocking get, which is its fastest form
+    memcpy      the same bytes copied into a warm buffer in one process: the limit
+
+Each runs in a fresh process with one spawned producer. The stamp travels with the group; a stamp of 0 is the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.data.stash import Stash, Status
+from asyncrl.records.layout import USER_SECTIONS, Section
+from asyncrl.records.trajectories import trajectories_of
+from asyncrl.records.write import Draft, Plan, plan
+from asyncrl.transport.producer import Producer
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.tensor_queue import attach_queue, share_queue
+
+from .job import HandoverJob
+from .peers.handover_group import COLUMNS, MEMBERS, answer, arrays, footprint, turns
+
+STAMP = USER_SECTIONS.start
+LOOPS = ("asyncio", "uvloop")
+RECORDS = 8  # groups that the ring, and each queue, holds
+Times = list[tuple[int, int]]
+
+
+def sections(tokens: int) -> dict[int, list[Any]]:
+    return {Section[name.upper()]: column for name, column in arrays(tokens).items()}
+
+
+def record(group: int, data: dict[int, list[Any]], stamp: int) -> Plan:
+    """One group as it is put; the members of `data` are as many as it has."""
+    return plan(Draft(group, range(MEMBERS), MEMBERS, {**data, STAMP: stamp.to_bytes(8, "little")}))
+
+
+def end_record(group: int) -> Plan:
+    return record(group, {Section.TOKENS: [np.empty(0, np.int32)] * MEMBERS}, 0)
+
+
+def ring_settings(tokens: int, records: int = RECORDS) -> RingSettings:
+    ring = records * (footprint(tokens) + (1 << 13))
+    return RingSettings(size=ring + (1 << 22), slots=64, ring_bytes=ring)
+
+
+# -- producers, each in a process of its own --------------------------------------------------------------------------
+
+
+def produce_ring(name: str, job: HandoverJob, credit: Any) -> None:
+    data = sections(job.tokens)
+    with Producer.attach(name) as producer:
+        for group in turns(vars_of(job), credit):
+            producer.put(record(group, data, time.monotonic_ns()))
+        producer.put(end_record(job.groups))
+
+
+def produce_tensors(name: str, job: HandoverJob, credit: Any) -> None:
+    async def produce() -> None:
+        data = arrays(job.tokens)
+        async with share_queue(name, RECORDS, (RECORDS + 1) * (footprint(job.tokens) + (1 << 12))) as sender:
+            for _ in turns(vars_of(job)):
+                if credit is not None:
+                    await asyncio.to_thread(credit.acquire)  # the loop has the receiver to let in
+                stamp = np.array([time.monotonic_ns()])
+                await sender.put({"stamp": stamp, **{name: np.stack(column) for name, column in data.items()}})
+
+    asyncio.run(produce())
+
+
+def produce_queue(queue: Any, job: HandoverJob, credit: Any) -> None:
+    data = arrays(job.tokens)
+    for _ in turns(vars_of(job), credit):
+        queue.put((time.monotonic_ns(), data))
+    queue.put((0, {}))
+
+
+def vars_of(job: HandoverJob) -> dict[str, Any]:
+    return {"groups": job.groups, "pace_s": job.pace_s, "seconds": job.seconds}
+
+
+# -- consumers --------------------------------------------------------------------------------------------------------
+
+
+def spawn(target: Callable[..., None], *arguments: Any) -> Any:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def new_credit(job: HandoverJob) -> Any:
+    """One group on the way where the pace is given; at full speed the side's own backpressure is what bounds it."""
+    return multiprocessing.get_context("spawn").Semaphore(1) if job.pace_s else None
+
+
+async def consume_ring(job: HandoverJob, *, stash: bool) -> Times:
+    """(put, usable) in monotonic ns of every group."""
+    name, credit, times = f"bench-{os.getpid()}", new_credit(job), []
+    async with RecordRing(name, ring_settings(job.tokens)) as ring:
+        process = spawn(produce_ring, name, job, credit)
+        waiting: Stash[int] = Stash(1024)
+        async for delivery in ring:
+            found = delivery.record
+            stamp = int.from_bytes(found.strings[STAMP], "little")
+            if not stamp:
+                delivery.release()
+                break
+            if stash:
+                for trajectory in trajectories_of(found, copy=False):
+                    arrival = waiting.add(trajectory, found.group, lease=delivery, epoch=found.epoch)
+                if arrival.status is not Status.WHOLE:
+                    raise AssertionError(f"the group is {arrival.status}")
+            times.append((stamp, time.monotonic_ns()))
+            delivery.release()
+            if credit is not None:
+                credit.release()
+        await asyncio.to_thread(process.join)
+    return times
+
+
+async def consume_tensors(job: HandoverJob) -> Times:
+    name, credit, times = f"bench-{os.getpid()}", new_credit(job), []
+    process = spawn(produce_tensors, name, job, credit)
+    async with await attach_queue(name) as receiver:
+        async for item in receiver:
+            with item:
+                held = [item[column] for column in COLUMNS]
+                times.append((int(item["stamp"][0]), time.monotonic_ns()))
+                if held[0].shape != (MEMBERS, job.tokens):
+                    raise AssertionError(f"the tokens are {held[0].shape}")
+                del held
+            if credit is not None:
+                credit.release()
+    await asyncio.to_thread(process.join)
+    return times
+
+
+def consume_queue(job: HandoverJob) -> Times:
+    queue, credit, times = multiprocessing.get_context("spawn").Queue(RECORDS), new_credit(job), []
+    process = spawn(produce_queue, queue, job, credit)
+    while True:
+        put, _held = queue.get()
+        if not put:
+            break
+        times.append((put, time.monotonic_ns()))
+        if credit is not None:
+            credit.release()
+    process.join()
+    return times
+
+
+def copy_only(job: HandoverJob) -> Times:
+    data = arrays(job.tokens)
+    targets: dict[str, Any] = {name: np.empty(MEMBERS * job.tokens, kind) for name, kind in COLUMNS.items()}
+    times = []
+    for _group in turns(vars_of(job)):
+        begin = time.monotonic_ns()
+        for name, column in data.items():
+            np.concatenate(column, out=targets[name])
+        times.append((begin, time.monotonic_ns()))
+    return times
+
+
+def new_loop(loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
+    if loop == "uvloop":
+        import uvloop
+
+        return uvloop.new_event_loop
+    return asyncio.new_event_loop
+
+
+def measure(job: HandoverJob) -> Times:
+    """One run, in this process (it is a fresh one)."""
+    if job.side == "queue":
+        return consume_queue(job)
+    if job.side == "memcpy":
+        return copy_only(job)
+    with asyncio.Runner(loop_factory=new_loop(job.loop)) as runner:
+        if job.side == "tensor":
+            return runner.run(consume_tensors(job))
+        return runner.run(consume_ring(job, stash=job.side == "stash"))
+
+
+if __name__ == "__main__":
+    answer(measure(HandoverJob.read(Path(sys.argv[1]))), {"numpy": np.__version__})
