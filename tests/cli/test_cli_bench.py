@@ -95,8 +95,10 @@ def test_the_peer_reads_only_keys_that_a_job_has() -> None:
 
 
 def test_nothing_beside_the_peers_shadows_a_package() -> None:
-    assert {path.stem for path in PEERS.glob("*.py")} == {"trl_step", "vllm_generate", "letter_reward"}
-    assert not re.search(r"^\s*(import|from) asyncrl", (PEERS / "trl_step.py").read_text(), re.MULTILINE)
+    handover = {f"handover_{side}" for side in ("group", "ray", "transferqueue", "atropos")}
+    assert {path.stem for path in PEERS.glob("*.py")} == {"trl_step", "vllm_generate", "letter_reward", *handover}
+    for path in PEERS.glob("*.py"):
+        assert not re.search(r"^\s*(import|from) asyncrl", path.read_text(), re.MULTILINE), path
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_nearly_equal_in_length(tmp_path: Path) -> None:
