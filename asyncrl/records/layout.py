@@ -101,6 +101,7 @@ DTYPES: MappingProxyType[int, np.dtype[Any]] = MappingProxyType(
         4: np.dtype("<f8"),
         5: np.dtype("<i8"),
         6: np.dtype("<u2"),
+        7: np.dtype("?"),  # a byte that is 0 or 1
     }
 )
 CODES: MappingProxyType[np.dtype[Any], int] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
@@ -124,7 +125,7 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
         Section.LENGTHS: _spec(Axis.ROWS, "<i4"),  # [n] tokens of each member
         Section.MEMBERS: _spec(Axis.ROWS, "<i4"),  # [n] in 0..group_size-1, distinct
         Section.TOKENS: _spec(Axis.TOKENS, "<i4"),
-        Section.MASK: _spec(Axis.TOKENS, "<u1"),  # 1 where the loss may train the token
+        Section.MASK: _spec(Axis.TOKENS, "?", "<u1"),  # true where the loss may train the token; any u1 but 0 is
         Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # sampler, whole vocabulary, at the temperature
         Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # sampler, as really sampled
         Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1 where mask is 0

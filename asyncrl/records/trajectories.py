@@ -59,8 +59,9 @@ def draft_of(
 
 
 def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
-    """The members as trajectories, in the record's order. `copy=False`: the columns (but not the mask)
-    are views under the record's lease.
+    """The members as trajectories, in the record's order. `copy=False`: the columns are views under the
+    record's lease (but for a mask of integers, which only a foreign writer makes), so what a call costs does not depend on
+    their length.
 
     Columns that a foreign producer left out: mask all ones behind the prompt, log-probs 0, versions the record's policy
     version where the mask is 1, temperature 1.
@@ -86,7 +87,12 @@ def _trajectory(record: Record, position: int, names: dict[str, Any], copy: bool
     length = int(record.lengths[position])
     prompt_length = int(_row(record, Section.PROMPT_LENGTHS, position, 0))
     raw_mask = record.column(Section.MASK, position)
-    mask = np.arange(length) >= prompt_length if raw_mask is None else raw_mask != 0
+    if raw_mask is None:
+        mask = np.arange(length) >= prompt_length
+    elif raw_mask.dtype == np.bool_:
+        mask = raw_mask.copy() if copy else raw_mask
+    else:
+        mask = raw_mask != 0
     versions = column(Section.VERSIONS, None)
     if versions is None:
         versions = np.where(mask, record.policy_version, -1).astype(np.int32)

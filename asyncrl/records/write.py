@@ -34,7 +34,7 @@ from .layout import (
 )
 
 _BYTES = Spec(Axis.BYTES, (np.dtype("<u1"),))
-_BOOL, _U1, _I4 = np.dtype(bool), np.dtype("<u1"), np.dtype("<i4")
+_I4 = np.dtype("<i4")
 _EXACT = frozenset({Section.LENGTHS, Section.MEMBERS})
 
 
@@ -181,14 +181,8 @@ def _name(section: int) -> str:
 
 def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], total: int) -> _Part:
     dtype, dims = spec.dtypes[0], 1 + spec.inner
-    other = _BOOL if dtype is _U1 else dtype  # a mask of booleans is its own bytes
     for array, length in zip(data, lengths, strict=False):
-        if (
-            type(array) is not np.ndarray
-            or array.dtype not in (dtype, other)
-            or array.ndim != dims
-            or len(array) != length
-        ):
+        if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != dims or len(array) != length:
             break  # the slow way, which says what is wrong
     else:
         if not spec.inner and len(data) == len(lengths):
@@ -244,12 +238,12 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
         return array
     if array.dtype == np.bool_ and dtype == np.uint8:
         return array.view(np.uint8)
-    if array.dtype.kind not in "biuf" or (dtype.kind in "iu" and array.dtype.kind == "f" and array.size):
+    if array.dtype.kind not in "biuf" or (dtype.kind in "iub" and array.dtype.kind == "f" and array.size):
         raise RecordError(f"section {_name(section)}: {dtype} expected, found {array.dtype}")
-    if dtype.kind in "iu" and array.size and array.dtype.kind != "b":
-        info = np.iinfo(dtype)
+    if dtype.kind in "iub" and array.size and array.dtype.kind != "b":
+        least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         low, high = int(array.min()), int(array.max())
-        if low < info.min or high > info.max:
+        if low < least or high > most:
             raise RecordError(f"section {_name(section)}: values {low}..{high} do not fit into {dtype}")
     return array.astype(dtype)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
-from asyncrl.records.layout import CRC_OFFSET, ENTRY, HEADER, Section
+from asyncrl.records.layout import CODES, CRC_OFFSET, ENTRY, HEADER, Section
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import draft_of, group_metadata, trajectories_of
 from asyncrl.records.write import Draft, plan
@@ -67,6 +67,41 @@ def test_trajectories_come_back_equal(lengths: tuple[int, ...], copy: bool) -> N
         same(a, b)
 
 
+def test_without_copies_every_column_is_a_view_of_the_record() -> None:
+    given = [trajectory(i, n) for i, n in enumerate((5, 70))]
+    raw = plan(draft_of(given)).to_bytes()
+    record = read(raw)
+    whole = np.frombuffer(raw, np.uint8)
+    for t in trajectories_of(record, copy=False):
+        for column in (t.tokens, t.mask, t.logprobs, t.sampled_logprobs, t.versions):
+            assert np.shares_memory(column, whole) and not column.flags.writeable
+    for t in trajectories_of(record):
+        for column in (t.tokens, t.mask, t.logprobs, t.sampled_logprobs, t.versions):
+            assert not np.shares_memory(column, whole)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+def test_a_mask_of_integers_is_written_as_what_it_means(kind: Any) -> None:
+    mask = np.array([0, 1, 1], kind)
+    record = read(plan(Draft(1, [0], 1, {Section.TOKENS: [[5, 6, 7]], Section.MASK: [mask]})).to_bytes())
+    assert trajectories_of(record)[0].mask.tolist() == [False, True, True]
+
+
+def test_any_byte_but_0_of_a_foreign_mask_is_true() -> None:
+    raw = bytearray(plan(Draft(1, [0], 1, {Section.TOKENS: [[5, 6, 7]], Section.MASK: [[0, 1, 1]]})).to_bytes())
+    (at,) = [i for i in range(HEADER.size, len(raw), ENTRY.size) if ENTRY.unpack_from(raw, i)[0] == Section.MASK][:1]
+    entry = list(ENTRY.unpack_from(raw, at))
+    entry[1] = CODES[np.dtype("<u1")]
+    ENTRY.pack_into(raw, at, *entry)
+    raw[entry[7] : entry[7] + 3] = b"\0\xff\2"
+    table_end = HEADER.size + ENTRY.size * struct.unpack_from("<I", raw, 12)[0]
+    raw[CRC_OFFSET : CRC_OFFSET + 4] = bytes(4)
+    raw[CRC_OFFSET : CRC_OFFSET + 4] = zlib.crc32(raw[:table_end]).to_bytes(4, "little")
+    for copy in (True, False):
+        mask = trajectories_of(read(raw), copy=copy)[0].mask
+        assert mask.dtype == bool and mask.tolist() == [False, True, True]
+
+
 def test_sections_are_aligned_views_and_the_plan_gives_the_exact_size() -> None:
     routed = [np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2) for n in (4, 9)]
     advantages = [np.full(n, 0.5) for n in (4, 9)]
@@ -102,6 +137,8 @@ def test_a_bare_record_of_a_foreign_producer_gets_the_documented_defaults() -> N
         ({"sections": {}}, "needs the section TOKENS"),
         ({"sections": {Section.TOKENS: [[1]]}}, "TOKENS has 1 arrays"),
         ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [1, 0]]}}, "MASK: one array a member"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [-100]]}}, "-100..-100 do not fit into bool"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [0.5]]}}, "MASK: bool expected, found float64"),
         ({"sections": {Section.TOKENS: [[1], [2**31]]}}, "do not fit into int32"),
         ({"sections": {Section.TOKENS: [[1], [0.5]]}}, "int32 expected, found float64"),
         ({"sections": {Section.TOKENS: [[1], [2]], Section.REWARDS: [1.0]}}, "REWARDS: shape"),

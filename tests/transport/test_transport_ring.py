@@ -439,17 +439,19 @@ def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_recor
 IDLE = """
 import asyncio, sys, threading, uvloop
 from transport_records import planned
-from asyncrl.transport.producer import Producer
+from asyncrl.transport.producer import AsyncProducer, Producer
 from asyncrl.transport.record_ring import RecordRing
 from asyncrl.transport.ring_types import RingSettings
 from asyncrl.errors import RingFull
+
+PRODUCERS = 2
 
 async def consume():
     async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring:
         print("ready", flush=True)
         threading.Thread(target=lambda: (sys.stdin.readline(), loop.call_soon_threadsafe(stop.set))).start()
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        taken = [await ring.get() for _ in range(8)]
+        taken = [await ring.get() for _ in range(8 * PRODUCERS)]
         print("idle", flush=True)
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(ring.get())
@@ -467,11 +469,18 @@ def produce():
     except RingFull:
         pass
 
+async def produce_in_the_loop():
+    producer = await AsyncProducer.attach(sys.argv[1])
+    for group in range(100, 108):
+        await producer.put(planned(group))
+    print("full", flush=True)
+    await producer.put(planned(108), timeout=30)
+
 if sys.argv[2] == "produce":
     produce()
 else:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if sys.argv[2] == "uvloop" else None) as runner:
-        runner.run(consume())
+        runner.run(consume() if sys.argv[3] == "consume" else produce_in_the_loop())
 """
 
 
@@ -485,15 +494,16 @@ def switches(pid: int) -> dict[str, str]:
 
 
 def test_idle_consumers_and_blocked_producers_do_not_wake_for_5_seconds(name: str) -> None:
-    """One pair with asyncio, one with uvloop, side by side."""
-    pairs = []
+    """With asyncio and with uvloop, side by side: a consumer, a synchronous producer, a producer in an event loop."""
+    consumers, producers = [], []
     for loop in ("asyncio", "uvloop"):
-        consumer = child(IDLE, f"{name}-{loop}", loop)
+        consumer = child(IDLE, f"{name}-{loop}", loop, "consume")
         assert line(consumer) == "ready"
-        producer = child(IDLE, f"{name}-{loop}", "produce")
-        assert line(producer) == "full" and line(consumer) == "idle"
-        pairs.append((consumer, producer))
-    pids = [process.pid for pair in pairs for process in pair]
+        both = [child(IDLE, f"{name}-{loop}", "produce"), child(IDLE, f"{name}-{loop}", loop, "produce")]
+        assert [line(producer) for producer in both] == ["full", "full"] and line(consumer) == "idle"
+        consumers.append(consumer)
+        producers += both
+    pids = [process.pid for process in (*consumers, *producers)]
     quiet = threading.Event()
     for pid in pids:  # until all are asleep
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
@@ -502,9 +512,10 @@ def test_idle_consumers_and_blocked_producers_do_not_wake_for_5_seconds(name: st
     before = [switches(pid) for pid in pids]
     quiet.wait(5)
     assert [switches(pid) for pid in pids] == before
-    for consumer, producer in pairs:
+    for producer in producers:
         producer.kill()
         finish(producer)
+    for consumer in consumers:
         say(consumer)
         assert finish(consumer) == 0
 
