@@ -17,6 +17,8 @@ An item is a mapping of names to numpy arrays or CPU tensors. Beside the contrac
 * If the sending process dies before it closed, the receiver gets what was put, then `anyio.BrokenResourceError`: an end
   that nobody meant is not the end. (For records that must survive a death there is `record_ring`.)
 * A put copies on the caller's thread: a few milliseconds for ten megabytes.
+
+The same for CUDA tensors, through CUDA IPC: `device_queue`.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import numpy.typing as npt
 
-from ..errors import RingDetached
+from ..errors import RingDetached, TransportError
 from . import rendezvous
 from .arena import Arena
 from .handles import BFLOAT16, Handle
 from .queue import QueueStatistics, _wait_in, _wake_all
-from .tensor_wire import END, HELLO, Line, Side, handles_of, number_of, release_message
+from .tensor_wire import ARENA, END, HELLO, SLAB, Line, Side, handles_of, number_of, release_message
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -27,21 +26,21 @@ if TYPE_CHECKING:
 _ANSWER_S = 5.0  # at least this long for the owner's event loop to come around
 
 
-class Received(Mapping[str, "npt.NDArray[Any]"]):
+class Received(Mapping[str, Any]):
     """An item: arrays by name, views of shared memory that are the receiver's to read and write until the release.
 
     `with item:` releases it at the end; do not look at its arrays after that.
     """
 
-    def __init__(self, box: _Inbox, number: int, handles: Mapping[str, Handle]) -> None:
+    def __init__(self, box: Inbox, number: int, handles: Mapping[str, Handle]) -> None:
         claim = _Claim()
         self._box, self._number, self._handles = box, number, handles
-        self._arrays = {name: box.arena.view(h, writable=True, keep=claim) for name, h in handles.items()}
+        self._arrays = {name: box.look(handle, claim) for name, handle in handles.items()}
         self._finalizer = weakref.finalize(claim, box.release_later, number)
         self._finalizer.atexit = False
         self._claim: _Claim | None = claim  # an item without arrays is released with the item itself
 
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+    def __getitem__(self, name: str) -> Any:
         return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -75,31 +74,57 @@ class _Claim:
     __slots__ = ("__weakref__",)
 
 
-class _Inbox(Side):
-    def __init__(self, arena: Arena, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(arena.segment.name, arena.segment.geometry.blocks, recorder, cause)
-        self.arena = arena
-        self.items: deque[tuple[int, dict[str, Handle]]] = deque()
+class Inbox(Side):
+    """The state that the clones of a receive end share."""
+
+    kind = ARENA
+
+    def __init__(self, room: Any, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(room.segment.name, room.segment.geometry.blocks, recorder, cause)
+        self.room = room
+        self.items: deque[tuple[int, dict[str, Handle], bytes]] = deque()  # and the message
         self.greeted = self.ended = self.broken = False
+        self.greeting = b""
         self._unreleased: deque[int] = deque()  # filled by the garbage collector
         self.line = Line(self.loop, connection, self.exchange)
+
+    @staticmethod
+    def attach(name: str) -> Any:
+        return Arena.attach(name)
+
+    def opened(self) -> None:
+        """The sender has greeted: what is needed before the first item."""
+
+    def look(self, handle: Handle, claim: object) -> Any:
+        return self.room.view(handle, writable=True, keep=claim)
+
+    def take(self) -> Received:
+        """The next item, which is there."""
+        number, handles, _ = self.items.popleft()
+        self.moved += 1
+        self.depth(len(self.items))
+        return Received(self, number, handles)
 
     def exchange(self) -> None:
         """Take what came, without blocking."""
         messages, over = self.line.receive()
         for message in messages:
-            if message == HELLO:
-                self.greeted = True
+            if message[:1] == HELLO:
+                self.greeted, self.greeting = True, message[1:]
             elif message == END:
                 self.ended = True
             else:
-                self.items.append((number_of(message), handles_of(message)))
+                self.items.append((number_of(message), handles_of(message), message))
         if over:
             self.broken = not self.ended
-            self.line.close()
+            self.hung_up()
         if messages or over:
             self.depth(len(self.items))
             _wake_all(self.waiters)
+
+    def hung_up(self) -> None:
+        """The sender is gone. Its arena stays as long as anybody has it mapped."""
+        self.line.close()
 
     def release(self, number: int) -> None:
         if self.line.open:
@@ -117,13 +142,13 @@ class _Inbox(Side):
 
     def close(self) -> None:
         self.line.close()
-        self.arena.close()  # arrays that are still held keep the mapping
+        self.room.close()  # arrays that are still held keep the mapping
 
 
 class TensorReceiver:
     """The receive end. Clones share the items: each item goes to one of them."""
 
-    def __init__(self, box: _Inbox) -> None:
+    def __init__(self, box: Inbox) -> None:
         self._box = box
         self._closed = False
         box.ends += 1
@@ -140,10 +165,7 @@ class TensorReceiver:
             if box.broken:
                 raise anyio.BrokenResourceError
             raise anyio.EndOfStream if box.ended else anyio.WouldBlock
-        number, handles = box.items.popleft()
-        box.moved += 1
-        box.depth(len(box.items))
-        return Received(box, number, handles)
+        return box.take()
 
     async def get(self) -> Received:
         """Wait for an item. Errors: as `get_nowait`, also while it waits."""
@@ -202,22 +224,29 @@ async def attach_queue(
 
     Errors: RingDetached where nobody shares it, or another receiver has it.
     """
+    return TensorReceiver(await attach(Inbox, name, recorder, cause, timeout_s))
+
+
+async def attach(box_of: type[Inbox], name: str, recorder: Recorder | None, cause: Cause, timeout_s: float) -> Inbox:
+    """The receiving side of whatever memory. As `attach_queue`."""
     deadline = time.monotonic() + timeout_s
     while True:
-        box = _connect(name, recorder, cause)
+        box = _connect(box_of, name, recorder, cause)
         if box is not None:
             try:
                 with anyio.fail_after(max(_ANSWER_S, deadline - time.monotonic())):
                     while not box.greeted and box.line.open:
                         await _wait_in(box.waiters)
+                if box.greeted:
+                    _check_kind(box)
+                    box.opened()
+                    return box
             except TimeoutError:
                 box.close()
                 raise RingDetached(f"queue {name!r}: its owner does not answer; its event loop is blocked") from None
             except BaseException:
                 box.close()
                 raise
-            if box.greeted:
-                return TensorReceiver(box)
             box.close()
         if time.monotonic() >= deadline:
             found = "nobody shares it, or another receiver has it" if box is None else "another receiver has it"
@@ -225,19 +254,25 @@ async def attach_queue(
         await anyio.sleep(0.02)  # a name that does not exist yet tells nobody when it does
 
 
-def _connect(name: str, recorder: Recorder | None, cause: Cause) -> _Inbox | None:
+def _check_kind(box: Inbox) -> None:
+    if box.greeting != box.kind:
+        there, call = ("a slab", "attach_device_queue") if box.greeting == SLAB else ("an arena", "attach_queue")
+        raise TransportError(f"queue {box.name!r}: its items lie in {there}; receive them with `{call}`")
+
+
+def _connect(box_of: type[Inbox], name: str, recorder: Recorder | None, cause: Cause) -> Inbox | None:
     """None where nobody shares the name, or nobody listens any more."""
     try:
-        arena = Arena.attach(name)
+        room = box_of.attach(name)
     except FileNotFoundError:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        connection.connect(rendezvous.address(arena.segment))  # to a local socket: at once, or refused
-        return _Inbox(arena, connection, recorder, cause)
+        connection.connect(rendezvous.address(room.segment))  # to a local socket: at once, or refused
+        return box_of(room, connection, recorder, cause)
     except BaseException as error:
         connection.close()
-        arena.close()
+        room.close()
         if isinstance(error, ConnectionRefusedError):
             return None
         raise

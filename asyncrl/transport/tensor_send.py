@@ -6,33 +6,49 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
 from ..errors import OutOfMemory, TransportError
 from . import rendezvous
-from .arena import Arena, Block
+from .arena import Arena, Lease
+from .blocks import Block, BlockLease
 from .handles import BFLOAT16
 from .queue import QueueStatistics, _wait_in, _wake_all
-from .tensor_wire import END, HELLO, Line, Piece, Side, item_message, lay_out, number_of
+from .segment import Segment
+from .tensor_wire import ARENA, END, HELLO, Line, Side, item_message, lay_out, number_of
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
     from ..telemetry.records import Cause
 
 
-class _Outbox(Side):
-    def __init__(self, arena: Arena, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(arena.segment.name, capacity, recorder, cause)
-        self.arena = arena
+class Room(Protocol):
+    """Where the items of a queue lie: `Arena`, or a slab on a device."""
+
+    segment: Segment
+
+    def lease(self, size: int) -> BlockLease: ...
+
+    def free(self, block: Block) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Outbox(Side):
+    """The state that the clones of a send end share. What is special about an arena is in the last four methods."""
+
+    def __init__(self, room: Room, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(room.segment.name, capacity, recorder, cause)
+        self.room = room
         self.outstanding: dict[int, Block] = {}
         self.early: deque[bytes] = deque()  # before a receiver came
         self.line: Line | None = None
         self.gone = False
-        self._door: socket.socket | None = rendezvous.listen(arena.segment)
+        self._door: socket.socket | None = rendezvous.listen(room.segment)
         self.loop.add_reader(self._door.fileno(), self.exchange)
 
     @property
@@ -48,9 +64,7 @@ class _Outbox(Side):
             return
         messages, over = self.line.receive()
         for message in messages:
-            block = self.outstanding.pop(number_of(message), None)
-            if block is not None:
-                self.arena.free(block)
+            self.take(message)
         if over:
             self._lost()
         if messages or over:
@@ -63,14 +77,16 @@ class _Outbox(Side):
             connection, _ = self._door.accept()
         except BlockingIOError:
             return
-        if rendezvous.peer(connection)[1] != os.geteuid():
+        pid, user = rendezvous.peer(connection)
+        if user != os.geteuid():
             connection.close()
             return
+        self.same_process = pid == os.getpid()
         self._close_door()  # one receiver: the next one is told that nobody listens
         self.line = Line(self.loop, connection, self.exchange, lambda: _wake_all(self.waiters))
-        self.line.send(HELLO)
         while self.early:
             self.line.send(self.early.popleft())
+        self.line.send(HELLO + self.kind)  # last: who was greeted has everything that was put before, whatever dies now
         _wake_all(self.waiters)
 
     def post(self, message: bytes) -> None:
@@ -79,24 +95,20 @@ class _Outbox(Side):
         else:
             self.line.send(message)
 
-    def put(self, pieces: Mapping[str, Piece], size: int) -> None:
+    def put(self, item: Mapping[str, Any]) -> None:
         """Errors: anyio.WouldBlock without a credit or room; OutOfMemory for an item that can never fit."""
+        pieces, size = self.lay_out(item)
         if len(self.outstanding) >= self.capacity:
             raise anyio.WouldBlock
         try:
-            lease = self.arena.lease(size)
+            lease = self.room.lease(size)
         except OutOfMemory:
             if not self.outstanding:
                 raise
             raise anyio.WouldBlock from None
         with contextlib.ExitStack() as undo:
             undo.callback(lease.release)
-            handles = {}
-            for name, piece in pieces.items():
-                kind = "<u2" if piece.dtype == BFLOAT16 else piece.dtype
-                lease.array(kind, piece.values.shape, offset=piece.offset)[...] = piece.values
-                handles[name] = lease.handle(piece.dtype, piece.values.shape, offset=piece.offset)
-            message = item_message(self.moved, handles)
+            message = self.fill(lease, pieces)
             undo.pop_all()
         self.outstanding[self.moved] = lease.detach()
         self.moved += 1
@@ -108,7 +120,7 @@ class _Outbox(Side):
         if self.line is not None:
             self.line.close()
         for block in self.outstanding.values():
-            self.arena.free(block)
+            self.room.free(block)
         self.outstanding.clear()
         self.early.clear()
 
@@ -128,13 +140,40 @@ class _Outbox(Side):
             self.line.close()
         self.gone = True
         _wake_all(self.waiters)
-        self.arena.close()
+        self.room.close()
+
+    # -- what a queue through another kind of memory does in its own way
+
+    kind = ARENA
+    same_process = False  # as the receiver
+
+    def lay_out(self, item: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+        return lay_out(item)
+
+    def fill(self, lease: Any, pieces: Mapping[str, Any]) -> bytes:
+        """Copy the pieces into the leased block; the message that says where they lie."""
+        assert isinstance(lease, Lease)
+        handles = {}
+        for name, piece in pieces.items():
+            kind = "<u2" if piece.dtype == BFLOAT16 else piece.dtype
+            lease.array(kind, piece.values.shape, offset=piece.offset)[...] = piece.values
+            handles[name] = lease.handle(piece.dtype, piece.values.shape, offset=piece.offset)
+        return item_message(self.moved, handles)
+
+    def take(self, message: bytes) -> None:
+        """A message of the receiver: an item was released."""
+        block = self.outstanding.pop(number_of(message), None)
+        if block is not None:
+            self.room.free(block)
+
+    async def wait_let_go(self) -> None:
+        """Until the memory may go: shared memory stays for whoever has it mapped."""
 
 
 class TensorSender:
     """The send end. One per producer of this process: `clone` it, and close every clone."""
 
-    def __init__(self, box: _Outbox) -> None:
+    def __init__(self, box: Outbox) -> None:
         self._box = box
         self._closed = False
         box.ends += 1
@@ -145,7 +184,7 @@ class TensorSender:
         self._check_open()
         self._box.exchange()
         self._check_open()
-        self._box.put(*lay_out(item))
+        self._box.put(item)
 
     async def put(self, item: Mapping[str, Any]) -> None:
         """Wait for a credit and for room, then put. Errors: as `put_nowait`, also while it waits."""
@@ -210,15 +249,32 @@ async def share_queue(
     `linger_s`. After an error or a cancellation nobody waits. Errors: ArenaOwned where the name is in use, OutOfMemory;
     TransportError at the end where nobody came for the items.
     """
+    async with serve(
+        lambda: Arena.create(name, size, blocks=capacity), Outbox, name, capacity, recorder, cause, linger_s
+    ) as sender:
+        yield sender
+
+
+@asynccontextmanager
+async def serve(
+    create: Callable[[], Room],
+    box_of: Callable[[Any, int, Recorder | None, Cause], Outbox],
+    name: str,
+    capacity: int,
+    recorder: Recorder | None,
+    cause: Cause,
+    linger_s: float,
+) -> AsyncIterator[TensorSender]:
+    """The life of a sending side, whatever memory it has. As `share_queue`."""
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
     with contextlib.suppress(FileNotFoundError):
-        Arena.adopt(name).close()  # of a sender that was killed: its receiver heard so, and keeps what it has mapped
-    arena = Arena.create(name, size, blocks=capacity)
+        Segment.adopt(name).close(unlink=True)  # of a sender that was killed: its receiver heard so
+    room = create()
     try:
-        box = _Outbox(arena, capacity, recorder, cause)
+        box = box_of(room, capacity, recorder, cause)
     except BaseException:
-        arena.close()
+        room.close()
         raise
     try:
         sender = TensorSender(box)
@@ -227,9 +283,9 @@ async def share_queue(
         with anyio.move_on_after(linger_s) as patience:
             if box.moved:
                 await box.wait_delivered()
+            await box.wait_let_go()
         if patience.cancelled_caught:
-            raise TransportError(
-                f"queue {name!r}: {len(box.outstanding)} items were put and no receiver came for them in {linger_s} s"
-            )
+            came = "the receiver did not let go of all" if box.line is not None else "no receiver came for them"
+            raise TransportError(f"queue {name!r}: {len(box.outstanding)} items were put and {came} in {linger_s} s")
     finally:
         box.close()

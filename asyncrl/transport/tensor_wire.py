@@ -1,7 +1,10 @@
 """What travels beside the arena for a tensor queue between processes: short messages over one AF_UNIX socket.
 
-sender -> receiver   I, number, (name, handle) of every tensor      E: nothing more comes
+sender -> receiver   I, number, (name, handle) of every tensor      E: nothing more comes      H, kind of memory
 receiver -> sender   R, number: the item was released, its memory and its credit go back
+
+A slab on a device adds: to I the slot and the fence behind which the item is written, to R the fence behind which it was
+read, and C from a receiver that takes nothing more but may still look at what it has.
 """
 
 from __future__ import annotations
@@ -28,21 +31,22 @@ if TYPE_CHECKING:
 
 LARGEST = 65_536  # bytes of a message: some 400 tensors an item
 ALIGNMENT = 64
-HELLO, END = b"H", b"E"
+HELLO, END, CLOSED = b"H", b"E", b"C"
+ARENA, SLAB = b"arena", b"slab"  # what a greeting says about the memory
 _NUMBER = struct.Struct("<cQ")
 _COUNT = struct.Struct("<H")
 _PART = struct.Struct("<HH")  # bytes of the name, bytes of the handle
 
 
-def item_message(number: int, handles: Mapping[str, Handle]) -> bytes:
-    """Errors: ValueError for more tensors than one message names."""
+def item_message(number: int, handles: Mapping[str, Handle], room: int = LARGEST) -> bytes:
+    """Errors: ValueError for more tensors than one message of `room` bytes names."""
     parts = [_NUMBER.pack(b"I", number), _COUNT.pack(len(handles))]
     for name, handle in handles.items():
         encoded, raw = name.encode(), handle.encode()
         parts += [_PART.pack(len(encoded), len(raw)), encoded, raw]
     message = b"".join(parts)
-    if len(message) > LARGEST:
-        raise ValueError(f"an item of {len(handles)} tensors needs {len(message)} bytes of handles; at most {LARGEST}")
+    if len(message) > room:
+        raise ValueError(f"an item of {len(handles)} tensors needs {len(message)} bytes of handles; at most {room}")
     return message
 
 
@@ -177,11 +181,15 @@ class Line:
 
     def close(self) -> None:
         if self.open:
-            self.open = False
-            self._loop.remove_reader(self._socket.fileno())
-            if self._writing:
-                self._loop.remove_writer(self._socket.fileno())
-            self._socket.close()
+            self.detach().close()
+
+    def detach(self) -> socket.socket:
+        """The line ends here, but not for the other side: it does when the returned socket is closed."""
+        self.open = False
+        self._loop.remove_reader(self._socket.fileno())
+        if self._writing:
+            self._loop.remove_writer(self._socket.fileno())
+        return self._socket
 
 
 class Side:

@@ -1,4 +1,4 @@
-"""One contract for every queue of tensors: in this process, and through shared memory. Under asyncio and uvloop."""
+"""One contract for every queue of tensors: in this process, through shared memory, through a slab. asyncio and uvloop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 import anyio
 import numpy as np
 import pytest
+import torch
 import uvloop
 
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
 from asyncrl.transport.tensor_queue import ReceiveEnd, SendEnd, attach_queue, open_queue, share_queue
 
 Ends: TypeAlias = tuple[Any, Any]  # SendEnd, ReceiveEnd
@@ -35,11 +37,31 @@ async def through_shared_memory(name: str, capacity: int, recorder: Recorder | N
         receiver.close()
 
 
+@asynccontextmanager
+async def through_a_slab(
+    name: str, capacity: int, recorder: Recorder | None = None, *, device: str = "cpu"
+) -> AsyncIterator[Ends]:
+    """The queue for CUDA tensors, with shared memory in the device's place."""
+    async with share_device_queue(name, capacity, 1 << 20, recorder, device=device) as sender:
+        receiver = await attach_device_queue(name, recorder, timeout_s=0)
+        yield sender, receiver
+        receiver.close()
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+QUEUES = [
+    pytest.param(in_process, id="in process"),
+    pytest.param(through_shared_memory, id="shared memory"),
+    pytest.param(through_a_slab, id="slab"),
+    pytest.param(partial(through_a_slab, device="cuda"), id="CUDA", marks=GPU),
+]
+
+
 def contract(test: Callable[[Open, str], Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Against every queue, under every loop."""
 
     @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-    @pytest.mark.parametrize("queue", [in_process, through_shared_memory], ids=["in process", "shared memory"])
+    @pytest.mark.parametrize("queue", QUEUES)
     def under(name: str, queue: Open, run: Callable[..., Any]) -> None:
         async def bounded() -> None:
             with anyio.fail_after(300):

@@ -1,0 +1,255 @@
+"""The slab on a card: two processes, one device. Skipped without CUDA; run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from asyncrl.errors import OutOfMemory, PlatformError
+from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
+from asyncrl.transport.slab import Slab
+from asyncrl.transport.slab_cuda import CudaMemory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+LATE = 400_000_000  # cycles: some 0.2 s on the device, in which nobody who waits rightly may have gone on
+
+LOOK = """
+import sys
+import torch
+from asyncrl.errors import StaleHandle
+from asyncrl.transport.handles import Handle
+from asyncrl.transport.slab import Slab
+
+with Slab.attach(sys.argv[1]) as slab:
+    handle, fence = (bytes.fromhex(sys.stdin.readline()) for _ in range(2))
+    slab.wait(fence)
+    with slab.open(Handle.decode(handle)) as tensor:
+        total = int(tensor.sum())
+    tensor += 1
+    print(total, flush=True)
+    print(slab.record(1).hex(), flush=True)
+    sys.stdin.readline()
+    try:
+        slab.view(Handle.decode(handle))
+    except StaleHandle as error:
+        print("stale", error, flush=True)
+    del tensor
+print("end", flush=True)
+"""
+
+QUEUE = """
+import asyncio, sys
+import torch
+from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
+
+async def receive():
+    async with await attach_device_queue(sys.argv[1], timeout_s=120) as receiver:
+        print("attached", flush=True)
+        sums = []
+        async for item in receiver:
+            with item:
+                torch.cuda._sleep(20_000_000)  # the release comes long before the reading
+                sums.append(item["x"].sum())
+            del item
+            if sys.argv[3:] == ["hang"]:
+                print(int(sums[0]), flush=True)
+                await asyncio.get_running_loop().create_future()
+        print([int(total) for total in sums], flush=True)
+
+async def send():
+    async with share_device_queue(sys.argv[1], 4, 1 << 24) as sender:
+        for i in range(2):
+            await sender.put({"x": torch.full((1000,), i, device="cuda")})
+        print("put", flush=True)
+        await asyncio.get_running_loop().create_future()
+
+asyncio.run(receive() if sys.argv[2] == "receive" else send())
+"""
+
+EXPANDABLE = """
+import sys
+import torch
+from asyncrl.transport.slab import Slab
+
+stranger = torch.zeros(1 << 22, device="cuda")
+with Slab.create(sys.argv[1], 1 << 20) as slab:
+    lease = slab.lease(64)
+    tensor = lease.tensor(torch.float32, (16,))
+    tensor.fill_(2)
+    print(float(tensor.sum()), slab.handle_of(tensor) == lease.handle(torch.float32, (16,)), flush=True)
+    try:
+        slab.handle_of(stranger)
+    except ValueError as error:
+        print(error, flush=True)
+"""
+
+
+@contextmanager
+def child(program: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **extra},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    assert said, f"the child ended with code {process.wait(60)}"
+    return said.strip()
+
+
+def say(process: subprocess.Popen[str], words: str = "go") -> None:
+    assert process.stdin is not None
+    process.stdin.write(words + "\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    chosen = f"gpu-test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
+    yield chosen
+    left = [path for path in Path("/dev/shm").iterdir() if chosen in path.name]
+    for path in left:
+        path.unlink()
+    assert not left, f"left in shared memory: {left}"
+
+
+def test_another_process_reads_behind_the_fence_and_hears_of_a_stale_handle(name: str) -> None:
+    with Slab.create(name, 1 << 24) as slab, child(LOOK, name) as process:
+        lease = slab.lease(1 << 20)
+        tensor = lease.tensor(torch.int32, (1 << 18,))
+        tensor.zero_()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LATE)
+        tensor.fill_(3)
+        fence = slab.record(0)  # nothing of this has run yet
+        say(process, lease.handle(torch.int32, (1 << 18,)).encode().hex())
+        say(process, fence.hex())
+        assert line(process) == str(3 << 18)
+        slab.wait(bytes.fromhex(line(process)))  # the other process writes, too
+        assert tensor.eq(4).all()
+        del tensor
+        lease.release()
+        say(process)
+        assert "given back" in line(process)
+        assert line(process) == "end" and process.wait(60) == 0
+
+
+async def test_items_cross_processes_and_memory_is_written_again_behind_its_reader(name: str) -> None:
+    with child(QUEUE, name, "receive") as process:
+        async with share_device_queue(name, 2, 1 << 24, linger_s=120) as sender:
+            source = torch.empty(1 << 20, dtype=torch.int32, device="cuda")
+            for i in range(24):
+                torch.cuda._sleep(5_000_000)
+                source.fill_(i)
+                await sender.put({"x": source, "host": torch.ones(3)})
+                source.fill_(-1)  # after the put the tensor is the caller's again
+        assert await anyio.to_thread.run_sync(line, process) == "attached"
+        assert await anyio.to_thread.run_sync(line, process) == str([i << 20 for i in range(24)])
+        assert process.wait(60) == 0
+
+
+async def test_in_one_process_the_items_are_the_memory_itself(name: str) -> None:
+    async with share_device_queue(name, 1, 1 << 20) as sender:
+        receiver = await attach_device_queue(name)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):  # another stream than the receiver's
+            torch.cuda._sleep(LATE)
+            await sender.put({"w": torch.full((4, 4), 2.5, dtype=torch.bfloat16, device="cuda"), "e": torch.zeros(0)})
+        with await receiver.get() as item:
+            assert item["w"].dtype == torch.bfloat16 and item["w"].sum().item() == 40 and item["e"].shape == (0,)
+            assert item["w"].device.type == "cuda"
+        receiver.close()
+
+
+async def test_a_receiver_that_is_killed_breaks_the_put(name: str) -> None:
+    with child(QUEUE, name, "receive", "hang") as process:
+        async with share_device_queue(name, 1, 1 << 20, linger_s=120) as sender:
+            await sender.put({"x": torch.full((10,), 1, device="cuda")})
+            assert await anyio.to_thread.run_sync(line, process) == "attached"
+            assert await anyio.to_thread.run_sync(line, process) == "10"
+            process.send_signal(signal.SIGKILL)
+            process.wait(60)
+            with pytest.raises(anyio.BrokenResourceError):
+                while True:
+                    await sender.put({"x": torch.zeros(1, device="cuda")})
+    assert torch.ones(4, device="cuda").sum().item() == 4  # the device is well
+
+
+async def test_a_sender_that_is_killed_breaks_the_get(name: str) -> None:
+    with child(QUEUE, name, "send") as process:
+        receiver = await attach_device_queue(name, timeout_s=120)
+        assert await anyio.to_thread.run_sync(line, process) == "put"
+        with await receiver.get() as item:
+            assert item["x"].sum().item() == 0
+        del item
+        torch.cuda.synchronize()
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        with anyio.fail_after(60), pytest.raises(anyio.BrokenResourceError):
+            while True:
+                (await receiver.get()).release()
+        receiver.close()
+    gc.collect()
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    async with share_device_queue(name, 1, 1 << 16):  # the next one takes the name over
+        pass
+
+
+def test_a_slab_works_with_expandable_segments_and_says_why_other_tensors_do_not(name: str) -> None:
+    with child(EXPANDABLE, name, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as process:
+        assert line(process) == "32.0 True"
+        words = line(process)
+        assert "does not lie in the slab" in words and "`expandable_segments` on" in words
+        assert process.wait(60) == 0
+
+
+def test_the_memory_goes_with_the_last_tensor_and_too_much_is_refused(name: str) -> None:
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    size = 1 << 28
+    before = torch.cuda.mem_get_info()[0]
+    slab = Slab.create(name, size)
+    tensor = slab.lease(1 << 20).tensor(torch.float32, (1 << 18,))
+    slab.close()
+    gc.collect()
+    tensor.fill_(1)
+    assert tensor.sum().item() == 1 << 18
+    assert torch.cuda.mem_get_info()[0] <= before - size
+    del tensor
+    gc.collect()
+    assert torch.cuda.mem_get_info()[0] > before - size // 2
+    with pytest.raises(OutOfMemory, match="has no piece of"):
+        Slab.create(name, 1 << 50)
+
+
+def test_the_handle_of_another_machine_or_a_dead_process_is_refused(name: str) -> None:
+    memory = CudaMemory.allocate(torch.device("cuda"), 1 << 16)
+    described = memory.describe()
+    with pytest.raises(PlatformError, match="cannot be opened here"):
+        CudaMemory.open(1 << 16, described[:64] + bytes(64) + described[128:])
+    with pytest.raises(PlatformError, match="this process sees"):
+        CudaMemory.open(1 << 16, b"GPU-elsewhere".ljust(64, b"\0") + described[64:])

@@ -1,0 +1,433 @@
+"""The slab: blocks of device memory with shared memory in its place, what is refused, and the thin CUDA part's errors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+import uvloop
+from transport_helpers import both_loops, child, finish, line, names, say
+
+from asyncrl.errors import LifecycleError, OutOfMemory, PlatformError, RingDetached, StaleHandle, TransportError
+from asyncrl.transport import device_queue, slab_cuda
+from asyncrl.transport.arena import Arena
+from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
+from asyncrl.transport.handles import Handle
+from asyncrl.transport.inventory import clear
+from asyncrl.transport.slab import HostMemory, Slab, torch_dtype
+from asyncrl.transport.tensor_queue import attach_queue, share_queue
+
+LOOK = """
+import sys
+from asyncrl.errors import StaleHandle
+from asyncrl.transport.handles import Handle
+from asyncrl.transport.slab import Slab
+
+slab = Slab.attach(sys.argv[1])
+handle = Handle.decode(bytes.fromhex(sys.stdin.readline()))
+slab.wait(bytes.fromhex(sys.stdin.readline()))
+with slab.open(handle) as tensor:
+    seen = tensor.tolist()
+    tensor += 1
+print(tensor.dtype, seen, flush=True)
+sys.stdin.readline()
+try:
+    slab.view(handle)
+except StaleHandle as error:
+    print("stale", error, flush=True)
+slab.close()
+print(tensor.tolist(), flush=True)  # the mapping stays as long as a tensor does
+"""
+
+QUEUE = """
+import asyncio, gc, sys
+import anyio
+import torch
+from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
+
+async def stdin():
+    return await anyio.to_thread.run_sync(sys.stdin.readline)
+
+async def receive():
+    receiver = await attach_device_queue(sys.argv[1], timeout_s=300)
+    print("attached", flush=True)
+    held = None
+    async for item in receiver:
+        if sys.argv[3] == "hold" and held is None:
+            held = item["x"]
+            print(int(held.sum()), flush=True)
+            break
+        with item:
+            print(int(item["x"].sum()), flush=True)
+    if held is not None:
+        del item
+        receiver.close()
+        print("closed", flush=True)
+        await stdin()
+        print(held.tolist(), flush=True)
+        held = None
+        gc.collect()
+        print("let go", flush=True)
+        await stdin()
+    receiver.close()
+
+async def send():
+    async with share_device_queue(sys.argv[1], 8, 1 << 20, device="cpu") as sender:
+        for i in range(3):
+            await sender.put({"x": torch.full((1000,), i)})
+        print("put", flush=True)
+        await asyncio.get_running_loop().create_future()
+
+asyncio.run(receive() if sys.argv[2] == "receive" else send())
+"""
+
+
+def one_loop(test: Callable[[str], Coroutine[Any, Any, None]]) -> Callable[[str], None]:
+    """For tests whose other process takes seconds to import torch."""
+
+    @functools.wraps(test)
+    def under(name: str) -> None:
+        uvloop.run(test(name))
+
+    return under
+
+
+def test_a_block_is_seen_by_another_process_and_a_stale_handle_is_an_error_there(name: str) -> None:
+    process = None
+    with Slab.create(name, 1 << 16, device="cpu", blocks=4) as slab:
+        process = child(LOOK, name)
+        with slab.lease(24) as lease:
+            tensor = lease.tensor(torch.bfloat16, (2, 3))
+            tensor.copy_(torch.arange(6).reshape(2, 3))
+            handle = lease.handle(torch.bfloat16, (2, 3))
+            assert slab.handle_of(tensor) == handle
+            assert slab.handle_of(tensor[1]) == Handle(handle.run, 0, 1, 6, "bfloat16", (3,))
+            say(process, handle.encode().hex())
+            say(process, slab.record(0).hex())
+            assert line(process) == "torch.bfloat16 [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]"
+        say(process, "released")
+        assert "generation 1 was given back" in line(process)
+        assert line(process) == "[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]"
+        with pytest.raises(StaleHandle, match="given back"), slab.open(handle):
+            raise AssertionError("the block was given back")
+    assert finish(process) == 0 and names(name) == []
+
+
+def test_blocks_come_and_go_like_those_of_an_arena(name: str) -> None:
+    with Slab.create(name, 1 << 12, device="cpu", blocks=3) as slab:
+        with slab.lease(100) as one, slab.lease(3900) as two:
+            assert (one.block.offset, two.block.offset) == (0, 128)
+            assert one.tensor("<i8", (2,)).data_ptr() % 64 == 0
+            with pytest.raises(OutOfMemory, match="asked; 4,032 of 4,096 are in use, the largest free piece has 64"):
+                slab.lease(65)
+        kept = slab.lease(64).tensor(torch.bool, (8,))  # the tensor keeps its lease
+        gc.collect()
+        assert slab.statistics().used == 64
+        del kept
+        gc.collect()
+        assert (slab.statistics().used, slab.statistics().leaked) == (0, 1)
+        lease = slab.lease(64)
+        for dtype in (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.uint8, torch.complex64):
+            made = lease.tensor(dtype, (2, 3)) if dtype != torch.bool else lease.tensor(dtype, ())
+            assert made.dtype == dtype and slab.view(slab.handle_of(made)).dtype == dtype
+        assert lease.tensor(torch.float32, (0, 4)).shape == (0, 4)
+        with pytest.raises(ValueError, match="does not lie in a block of 64 bytes"):
+            lease.tensor(torch.float32, (17,))
+        with pytest.raises(StaleHandle, match="not aligned"):
+            lease.tensor(torch.float32, (1,), offset=2)
+        with pytest.raises(ValueError, match="torch has no numbers"):
+            torch_dtype(">i4")
+        lease.release()
+        with pytest.raises(LifecycleError, match="given back"):
+            lease.tensor(torch.float32, (1,))
+
+
+def test_handles_of_strangers_are_refused(name: str) -> None:
+    with Slab.create(name, 1 << 12, device="cpu") as slab, slab.lease(64) as lease:
+        tensor = lease.tensor(torch.float32, (4, 4))
+        with pytest.raises(ValueError, match=r"does not lie in the slab: make it with `slab.lease"):
+            slab.handle_of(torch.zeros(3))
+        with pytest.raises(ValueError, match="not contiguous"):
+            slab.handle_of(tensor.T)
+        handle = lease.handle(torch.float32, (4, 4))
+        with pytest.raises(StaleHandle, match="another life"):
+            slab.view(Handle(b"x" * 16, handle.block, handle.generation, 0, "<f4", (4, 4)))
+        with pytest.raises(StaleHandle, match="leaves its block"):
+            slab.view(Handle(handle.run, handle.block, handle.generation, 0, "<f4", (4, 5)))
+        with pytest.raises(LifecycleError, match="only its owner"):
+            Slab.attach(name).lease(1)
+    with pytest.raises(LifecycleError, match="is closed"):
+        slab.view(handle)
+    with pytest.raises(ValueError, match="must be positive"):
+        Slab.create(name, 0, device="cpu")
+
+
+def test_in_one_process_attaching_finds_the_memory_itself(name: str) -> None:
+    with Slab.create(name, 1 << 12, device="cpu") as slab, slab.lease(64) as lease:
+        peer = Slab.attach(name)
+        assert not peer.opened
+        seen = peer.view(lease.handle(torch.float32, (2,)))
+        assert peer.memory is slab.memory and seen.data_ptr() == lease.tensor(torch.float32, (2,)).data_ptr()
+        peer.close()
+        peer.close()
+        seen.fill_(3)
+        assert lease.tensor(torch.float32, (2,)).tolist() == [3, 3]
+
+
+def test_an_arena_is_no_slab_and_a_dead_slab_is_cleared(name: str) -> None:
+    with Arena.create(name, 64), pytest.raises(TransportError, match="is no slab"):
+        Slab.attach(name)
+    process = child(QUEUE, name, "send")
+    assert line(process) == "put"
+    os.kill(process.pid, signal.SIGKILL)
+    assert finish(process) == -signal.SIGKILL
+    assert clear(name) > 0 and names(name) == []
+
+
+@both_loops
+async def test_items_are_tensors_that_keep_their_memory(name: str) -> None:
+    async with share_device_queue(name, 1, 1 << 17, device="cpu") as sender:
+        receiver = await attach_device_queue(name)
+        weights = torch.arange(6, dtype=torch.bfloat16, requires_grad=True)
+        frozen = np.arange(4)[::-1]
+        frozen.flags.writeable = False
+        await sender.put({"w": weights, "t": torch.arange(6).reshape(2, 3).T, "n": frozen, "s": np.float32([1.5])})
+        item = await receiver.get()
+        assert torch.equal(item["w"], weights.detach()) and item.tensor("t").tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert item["n"].tolist() == [3, 2, 1, 0] and item["s"].dtype == torch.float32
+        part = item["n"][1:3]
+        del item
+        gc.collect()
+        with anyio.move_on_after(0.02) as scope:
+            await sender.put({"w": weights})
+        assert scope.cancelled_caught and part.tolist() == [2, 1]
+        del part
+        gc.collect()
+        with anyio.fail_after(120):
+            await sender.put({})
+        (await receiver.get()).release()
+        for bad, error, words in [
+            ({"x": [1]}, TypeError, "'x' is a list"),
+            ({"x": torch.zeros(1, device="meta")}, TypeError, "lies on meta"),
+            ({"x": torch.eye(2).to_sparse()}, TypeError, "sparse"),
+            ({"x": np.array(["text"])}, ValueError, "no place"),
+            ({f"{i}": np.zeros(1, np.uint8) for i in range(1200)}, ValueError, "bytes of handles"),
+            ({"x": np.zeros(1 << 18, np.uint8)}, OutOfMemory, "largest free piece"),
+        ]:
+            with pytest.raises(error, match=words):
+                await sender.put(bad)
+        assert sender.statistics().depth == 0
+        receiver.close()
+
+
+@both_loops
+async def test_the_wrong_queue_is_named(name: str) -> None:
+    async with share_device_queue(name, 1, 1 << 12, device="cpu"):
+        with pytest.raises(TransportError, match="lie in a slab; receive them with `attach_device_queue`"):
+            await attach_queue(name, timeout_s=0)
+    async with share_queue(name, 1, 1 << 12):
+        with pytest.raises(TransportError, match="is no slab"):
+            await attach_device_queue(name, timeout_s=0)
+    with pytest.raises(RingDetached, match="nobody shares it"):
+        await attach_device_queue(name, timeout_s=0)
+
+
+@both_loops
+async def test_fences_order_writes_behind_reads_and_reads_behind_writes(name: str) -> None:
+    """What a device would be told, in order: the memory of an item is written again only behind the fence of its release."""
+    told: list[tuple[str, Any]] = []
+
+    def record(self: HostMemory, slot: int, stream: Any) -> bytes:
+        told.append(("record", slot))
+        return slot.to_bytes(64, "little")
+
+    def wait(self: HostMemory, fence: bytes, stream: Any) -> None:
+        told.append(("wait", int.from_bytes(fence, "little")))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "record", record)
+        patch.setattr(HostMemory, "wait", wait)
+        async with share_device_queue(name, 2, 1 << 12, device="cpu") as sender:
+            receiver = await attach_device_queue(name)
+            await sender.put({"x": torch.zeros(1)})
+            await sender.put({"x": torch.zeros(1)})
+            first, second = await receiver.get(), await receiver.get()
+            second.release()
+            first.release()
+            sender.put_nowait({"x": torch.zeros(1)})
+            (await receiver.get()).release()
+            receiver.close()
+    writes = [("record", 0), ("record", 2)]
+    reads = [("wait", 0), ("wait", 2), ("record", 3), ("record", 1)]
+    again, slot = told[6:9], told[8][1]
+    assert told[:2] == writes and told[2:6] == reads
+    assert sorted(again[:2]) == [("wait", 1), ("wait", 3)] and again[2] == ("record", slot) and slot in (0, 2)
+    assert told[9:] == [("wait", slot), ("record", slot + 1)]
+
+
+@both_loops
+async def test_a_fence_that_died_with_its_receiver_breaks_the_put(name: str) -> None:
+    async with share_device_queue(name, 1, 1 << 12, device="cpu") as sender:
+        receiver = await attach_device_queue(name)
+        await sender.put({"x": torch.zeros(1)})
+        (await receiver.get()).release()
+
+        def wait(self: HostMemory, fence: bytes, stream: Any) -> None:
+            raise RuntimeError("invalid resource handle")
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(anyio.BrokenResourceError):
+            patch.setattr(HostMemory, "wait", wait)
+            await sender.put({"x": torch.zeros(1)})
+        receiver.close()
+
+
+@one_loop
+async def test_a_sender_waits_until_the_last_tensor_over_there_is_gone(name: str) -> None:
+    process = child(QUEUE, name, "receive", "hold")
+    refused, ended = anyio.Event(), anyio.Event()
+
+    async def send() -> None:
+        async with share_device_queue(name, 2, 1 << 16, device="cpu", linger_s=300) as sender:
+            await sender.put({"x": torch.full((3,), 7)})
+            assert [await anyio.to_thread.run_sync(line, process) for _ in range(3)] == ["attached", "21", "closed"]
+            with pytest.raises(anyio.BrokenResourceError):  # nobody would take it
+                while True:
+                    await sender.put({"x": torch.zeros(1)})
+            refused.set()
+        ended.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send)
+        await refused.wait()
+        with anyio.move_on_after(0.2) as scope:
+            await ended.wait()
+        assert scope.cancelled_caught  # the receiver closed, but holds a tensor
+        say(process)
+        assert await anyio.to_thread.run_sync(line, process) == "[7, 7, 7]"
+        assert await anyio.to_thread.run_sync(line, process) == "let go"
+        with anyio.fail_after(300):
+            await ended.wait()  # before that process ends
+        say(process)
+    assert finish(process) == 0 and names(name) == []
+
+
+@one_loop
+async def test_a_sender_that_cannot_wait_keeps_the_memory(name: str) -> None:
+    process = child(QUEUE, name, "receive", "hold")
+    with pytest.raises(TransportError, match="the receiver did not let go of all"):
+        async with share_device_queue(name, 2, 1 << 16, device="cpu", linger_s=0.01) as sender:
+            await sender.put({"x": torch.full((3,), 7)})
+            assert [await anyio.to_thread.run_sync(line, process) for _ in range(3)] == ["attached", "21", "closed"]
+    assert len(device_queue._kept) == 1
+    say(process)
+    assert await anyio.to_thread.run_sync(line, process) == "[7, 7, 7]"
+    assert await anyio.to_thread.run_sync(line, process) == "let go"
+    device_queue._sweep()
+    assert device_queue._kept == []
+    say(process)
+    assert finish(process) == 0 and names(name) == []
+
+
+@one_loop
+async def test_another_process_receives(name: str) -> None:
+    process = child(QUEUE, name, "receive", "all")
+    async with share_device_queue(name, 2, 1 << 16, device="cpu", linger_s=300) as sender:
+        for i in range(6):
+            await sender.put({"x": torch.full((100,), i)})
+    said = [await anyio.to_thread.run_sync(line, process) for _ in range(7)]
+    assert said == ["attached", *(str(100 * i) for i in range(6))] and finish(process) == 0
+
+
+@one_loop
+async def test_a_sender_that_is_killed_takes_its_items_with_it(name: str) -> None:
+    process = child(QUEUE, name, "send")
+    receiver = await attach_device_queue(name, timeout_s=300)
+    assert await anyio.to_thread.run_sync(line, process) == "put"
+    with await receiver.get() as item:
+        assert int(item["x"].sum()) == 0
+    os.kill(process.pid, signal.SIGKILL)
+    finish(process)
+    with pytest.raises(anyio.BrokenResourceError):
+        while True:  # items taken before the death was heard are as good as any that were taken
+            await receiver.get()
+    receiver.close()
+    async with share_device_queue(name, 2, 1 << 12, device="cpu") as sender:  # the next one takes the name over
+        assert sender.statistics().depth == 0
+    assert names(name) == []
+
+
+class Library:
+    """libcuda's calls that a slab makes, on a machine without it: which were made, and what the failing one says."""
+
+    def __init__(self, failing: str = "", code: int = 0) -> None:
+        self.calls: list[str] = []
+        self.failing, self.code = failing, code
+
+    def __getattr__(self, call: str) -> Any:
+        def made(*arguments: Any) -> int:
+            self.calls.append(call)
+            if call == "cuGetErrorName":
+                arguments[1]._obj.value = b"CUDA_ERROR_NOT_SUPPORTED"
+            if call == "cuMemAlloc_v2":
+                arguments[0]._obj.value = 0x7000_0000
+            if call == "cuIpcGetMemHandle":
+                ctypes.memmove(ctypes.addressof(arguments[0]._obj), bytes(range(64)), 64)
+            if call == "cuIpcOpenMemHandle_v2":
+                assert ctypes.string_at(ctypes.addressof(arguments[1]), 64) == bytes(range(64))
+                arguments[0]._obj.value = 0x7100_0000
+            return self.code if call == self.failing else 0
+
+        return made
+
+
+def test_the_driver_is_asked_in_its_context_and_its_refusals_are_explained() -> None:
+    library = Library()
+    driver = slab_cuda.Driver(library)
+    assert slab_cuda.allocate_exported(driver, 0, 64) == (0x7000_0000, bytes(range(64)))
+    assert slab_cuda.open_exported(driver, 0, bytes(range(64)), 7) == 0x7100_0000
+    driver.close(0, 0x7100_0000)
+    assert library.calls[-5:-2] == ["cuCtxPushCurrent_v2", "cuCtxSynchronize", "cuIpcCloseMemHandle"]
+    assert library.calls.count("cuCtxPushCurrent_v2") == library.calls.count("cuCtxPopCurrent_v2") == 4
+    assert library.calls.count("cuDevicePrimaryCtxRetain") == library.calls.count("cuDevicePrimaryCtxRelease_v2") == 4
+
+    library = Library("cuMemAlloc_v2", 2)
+    with pytest.raises(OutOfMemory, match="no piece of 1,024 bytes"):
+        slab_cuda.allocate_exported(slab_cuda.Driver(library), 0, 1024)
+    assert library.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+    library = Library("cuIpcGetMemHandle", 801)
+    with pytest.raises(PlatformError, match=r"cannot be shared .*CUDA_ERROR_NOT_SUPPORTED \(801\).*not WSL"):
+        slab_cuda.allocate_exported(slab_cuda.Driver(library), 0, 1024)
+    assert "cuMemFree_v2" in library.calls  # nothing stays allocated
+    with pytest.raises(PlatformError, match="slab of process 7 on cuda:0 cannot be opened here"):
+        slab_cuda.open_exported(slab_cuda.Driver(Library("cuIpcOpenMemHandle_v2", 205)), 0, bytes(range(64)), 7)
+
+
+def test_platforms_without_cuda_ipc_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlatformError, match="on a CUDA device or on the CPU, not on mps"):
+        slab_cuda.check_cuda(torch.device("mps"))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(PlatformError, match="built for ROCm"):
+        slab_cuda.check_cuda(torch.device("cuda"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlatformError, match='On this machine use device="cpu"'):
+        Slab.create(name, 64, device="cuda")
+    assert names(name) == []
+
+
+def test_expandable_segments_are_recognised_in_a_snapshot() -> None:
+    segments = [
+        {"address": 1000, "total_size": 100, "is_expandable": False},
+        {"address": 2000, "total_size": 100, "is_expandable": True},
+    ]
+    found = [slab_cuda.expandable(address, segments) for address in (1000, 1999, 2000, 2099, 2100)]
+    assert found == [False, False, True, True, False]
