@@ -171,11 +171,19 @@ class _DeviceInbox(Inbox):
         return self.room.view(handle, keep=claim)
 
     def take(self) -> Received:
+        self.exchange()  # a sender that died took the memory with it
+        if not self.items:
+            raise anyio.BrokenResourceError
         number, handles, message = self.items[0]
         slot, fence = _TAIL.unpack_from(message, len(message) - _TAIL.size)
         memory = self.room.memory
         stream = memory.stream()
-        memory.wait(fence, stream)
+        try:
+            memory.wait(fence, stream)
+        except RuntimeError as error:  # its event went with the process that recorded it, and is known no more
+            self.broken = True
+            self.items.clear()
+            raise anyio.BrokenResourceError from error
         self._bound[number] = slot, stream
         received = ReceivedTensors(self, number, handles)
         self.items.popleft()
