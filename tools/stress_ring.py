@@ -3,11 +3,12 @@
     python tools/stress_ring.py                          # 20 s, as in CI
     python tools/stress_ring.py --seconds 600            # the nightly form
 
-Eight producers put records of random sizes as fast as they can. Every second one of them dies by SIGKILL: in turn at a
-random moment, and at the next store of the protocol (injected crash points). It comes back as a new one. The owner is
-killed every few seconds and restarted; one producer is stopped (SIGSTOP) for longer than every deadline. Producers log what
-`put` accepted, the owner logs what it trained before it releases it; both logs are fsynced. In the end: every accepted
-record was trained, none twice, none torn, and /dev/shm holds nothing. Payload checksums are on.
+Eight producers put records of random sizes as fast as they can. Once a second one of them dies by SIGKILL at a random
+moment; every other one that is started dies at a store of the protocol (injected crash points, in turn). Each comes back as
+a new one. The owner is killed every few seconds and restarted; one producer is stopped (SIGSTOP) for longer than every
+deadline. Producers log what `put` accepted, the owner logs what it trained before it releases it; both logs
+are fsynced. In the end: every accepted record was trained, none twice, none torn, and /dev/shm holds nothing. Payload
+checksums are on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from asyncrl.transport.ring_types import RingSettings  # noqa: E402
 
 SETTINGS = RingSettings(size=64 << 20, slots=64, ring_bytes=1 << 20, checksum=True, remembered=1 << 16)
 DEADLINE = 2.0  # seconds a put waits for room
+PATIENCE = 240  # seconds for whatever must happen in the end, on a machine that does other things too
 STORES = 40  # crash points in about two puts
 TAIL = 1 << 20  # bytes of the log that a restarted owner reads: far more than a ring holds
 
@@ -203,7 +205,7 @@ class Stress:
             time.sleep(1)
             tick += 1
             self._respawn(armed=tick % 2 == 0)
-            if tick % 2 and (victim := self._victim(stopped)) is not None:
+            if (victim := self._victim(stopped)) is not None:
                 victim.kill()
                 self.kills["producer"] += 1
             if tick % 5 == 0 and self._trained_bytes() > seen:
@@ -226,10 +228,10 @@ class Stress:
         return self.kills["died"] >= 5 and self.kills["owner"] >= 2 and self.kills["stopped"] >= 1
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE
         while not condition():
             if time.monotonic() > end:
-                raise SystemExit("nothing was trained within 120 s")
+                raise SystemExit(f"nothing was trained within {PATIENCE} s")
             time.sleep(0.1)
 
     def _trained_bytes(self) -> int:
@@ -258,10 +260,10 @@ class Stress:
         for process in self.producers:
             process.send_signal(signal.SIGTERM)
         for process in self.producers:
-            if process.wait(60) not in (0, -signal.SIGKILL, -signal.SIGTERM):
+            if process.wait(PATIENCE) not in (0, -signal.SIGKILL, -signal.SIGTERM):
                 raise SystemExit(f"a producer ended with code {process.returncode}")
         (self.directory / "stop").touch()
-        if self.owner.wait(60):
+        if self.owner.wait(PATIENCE):
             raise SystemExit(f"the owner ended with code {self.owner.returncode}")
 
     def stop_all(self) -> None:

@@ -11,7 +11,7 @@ from transport_helpers import ROOT, environment
 
 def test_nothing_accepted_is_lost_torn_or_trained_twice() -> None:
     command = [sys.executable, str(ROOT / "tools" / "stress_ring.py"), "--seconds", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment(), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert (result["lost"], result["twice"], result["torn"], result["left in /dev/shm"]) == (0, 0, 0, [])
