@@ -18,6 +18,8 @@ from torch import Tensor
 
 from asyncrl.types import Normaliser
 
+from .entropy_control import EntropyControl
+
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
@@ -101,6 +103,8 @@ class Loss:
     needs_old: bool = True  # False: an `old` column would not be read
     extra_normaliser: Normaliser | None = None
     top_entropy_quantile: float = 1.0
+    control: EntropyControl | None = None  # how the coefficient of the bonus begins, where it is controlled
+    with_bonus: Callable[[float], LossFn] | None = None  # the same loss with this coefficient: what `at` binds
 
     def __call__(self, inputs: LossInputs) -> LossSums:
         return self.fn(inputs)
@@ -108,6 +112,11 @@ class Loss:
     @property
     def needs_whole_step(self) -> bool:
         return self.extra_normaliser is not None or self.top_entropy_quantile < 1
+
+    def at(self, control: EntropyControl) -> Loss:
+        """The same loss for one step, with the coefficient that the controller says; only where `control` is not None."""
+        assert self.with_bonus is not None
+        return replace(self, fn=self.with_bonus(control.applied), control=None)
 
     def whole_step(self, scale: float) -> Loss:
         """The same loss for a step whose counts are known: `total + scale x extra` under one normaliser.

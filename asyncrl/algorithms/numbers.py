@@ -41,6 +41,8 @@ class Numbers:
     kl_clamp: float | None = None
     use_bias_correction_kl: bool = False
     entropy_coef: float = 0.0
+    entropy_target: float | None = None  # set: the coefficient is controlled, and begins at entropy_coef
+    entropy_coef_delta: float = 0.005
     top_entropy_quantile: float = 1.0
     old_logprobs: str = "recompute"
     force_on_policy: bool = False
@@ -48,6 +50,11 @@ class Numbers:
     @property
     def high(self) -> float:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether there is an entropy bonus, in some step."""
+        return self.entropy_coef > 0 or self.entropy_target is not None
 
     @property
     def corrects(self) -> bool:

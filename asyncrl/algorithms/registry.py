@@ -15,8 +15,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
 
 from . import advantages, losses
-from .base import Loss, LossInputs, LossSums, MetricSum
+from .base import Loss, LossFn, LossInputs, LossSums, MetricSum
 from .entropy import entropy_bonus
+from .entropy_control import EntropyControl
 from .importance import IMPORTANCE_MODES, mismatch_metrics
 from .kl import KL_ESTIMATORS, RewardPenalty
 from .numbers import Numbers, check_numbers
@@ -59,7 +60,8 @@ def build_loss(name: str, **numbers: Any) -> Loss:
 
     `old_logprobs="sampler"`: the clip stands around the sampler's log-probs, taken from `sampler_logp_S` whatever
     `old_logp_S` holds, and no importance weight is applied: the two corrections are never applied together.
-    `force_on_policy`: the `old` column is not read. Errors: ConfigError for an unknown name or a number outside its range.
+    `force_on_policy`: the `old` column is not read. `entropy_target`: the trainer binds the coefficient of each step (`at`).
+    Errors: ConfigError for an unknown name or a number outside its range.
     """
     entry = LOSSES[_known(name, LOSSES, "loss")]
     n = Numbers(**numbers)
@@ -68,16 +70,24 @@ def build_loss(name: str, **numbers: Any) -> Loss:
     _known(n.kl_estimator, KL_ESTIMATORS, "KL estimator")
     if n.old_logprobs == "sampler":
         n = replace(n, importance_cap=None, importance_floor=None, importance_veto=None)
-    separate = n.entropy_coef > 0 and (entry.normaliser is not Normaliser.TOKENS or n.top_entropy_quantile < 1)
+    separate = n.has_bonus and (entry.normaliser is not Normaliser.TOKENS or n.top_entropy_quantile < 1)
+    target = n.entropy_target
+    control = None if target is None else EntropyControl(n.entropy_coef, target, n.entropy_coef_delta)
+
+    def with_bonus(coefficient: float) -> LossFn:
+        return partial(_evaluate, entry.fn, n, coefficient, separate)
+
     return Loss(
         name=name,
-        fn=partial(_evaluate, entry.fn, n, separate),
+        fn=with_bonus(n.entropy_coef),
         normaliser=entry.normaliser,
         needs_reference=n.kl_coef > 0 and n.kl_in == "loss",
-        needs_entropy_grad=n.entropy_coef > 0,
+        needs_entropy_grad=n.has_bonus,
         needs_old=n.old_logprobs == "recompute" and not n.force_on_policy,
         extra_normaliser=Normaliser.TOKENS if separate else None,
         top_entropy_quantile=n.top_entropy_quantile,
+        control=control,
+        with_bonus=with_bonus,
     )
 
 
@@ -93,7 +103,7 @@ def build_advantage(name: str) -> advantages.Estimator:
 
 
 def _evaluate(
-    fn: Callable[[LossInputs, Numbers], LossSums], n: Numbers, separate: bool, inputs: LossInputs
+    fn: Callable[[LossInputs, Numbers], LossSums], n: Numbers, coefficient: float, separate: bool, inputs: LossInputs
 ) -> LossSums:
     trainer_logp_S = inputs.logp_S.detach() if n.old_logprobs == "sampler" else old_logp(inputs)
     metrics = mismatch_metrics(trainer_logp_S, inputs.sampler_logp_S)
@@ -105,9 +115,9 @@ def _evaluate(
         inputs = on_policy(inputs)
     sums = fn(inputs, n)
     sums = replace(sums, metrics={**sums.metrics, **metrics})
-    if not n.entropy_coef:
+    if not n.has_bonus:
         return sums
-    bonus = entropy_bonus(inputs, n.entropy_coef)
+    bonus = entropy_bonus(inputs, coefficient)
     return replace(sums, extra=bonus) if separate else replace(sums, total=sums.total + bonus)
 
 

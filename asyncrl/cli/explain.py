@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from asyncrl.algorithms import advantages, entropy, importance, kl, masks, registry, surrogates
+from asyncrl.algorithms import advantages, entropy, entropy_control, importance, kl, masks, registry, surrogates
 from asyncrl.config.check_losses import READERS
 from asyncrl.config.describe import refusal
 from asyncrl.config.fields import Knob, knobs
@@ -27,6 +27,8 @@ _FORMULAS: tuple[tuple[str, ModuleType | Callable[..., Any]], ...] = (
     ("mask_", masks.without_overlong),
     ("kl_", kl),
     ("use_bias", kl),
+    ("entropy_target", entropy_control.EntropyControl),
+    ("entropy_coef_delta", entropy_control.EntropyControl),
     ("entropy_coef", entropy.entropy_bonus),
     ("second_gradient", entropy.entropy_bonus),
     ("top_entropy", masks.entropy_threshold),

@@ -43,10 +43,15 @@ READERS: Mapping[str, tuple[str, ...]] = {
 _IMPORTANCE = ("importance_cap", "importance_floor", "importance_veto")
 
 
+def has_bonus(algorithm: AlgorithmConfig) -> bool:
+    """Whether there is an entropy bonus, in some step."""
+    return algorithm.entropy_coef > 0 or algorithm.entropy_target is not None
+
+
 def separate_entropy(algorithm: AlgorithmConfig) -> bool:
     """Whether the entropy bonus is divided by another number than the loss: it is a mean over tokens, always."""
     by_tokens = LOSS_NORMALISERS[algorithm.loss] is Normaliser.TOKENS
-    return algorithm.entropy_coef > 0 and not by_tokens
+    return has_bonus(algorithm) and not by_tokens
 
 
 def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
@@ -59,6 +64,7 @@ def check_losses(algorithm: AlgorithmConfig, streaming: bool) -> Iterator[str]:
     yield from _check_readers(algorithm)
     yield from _check_clips(algorithm)
     yield from _check_importance(algorithm)
+    yield from _check_entropy(algorithm)
     yield from _check_kl(algorithm)
     if streaming:
         yield from _check_streaming(algorithm)
@@ -135,6 +141,21 @@ def _check_importance(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
+def _check_entropy(algorithm: AlgorithmConfig) -> Iterator[str]:
+    target = algorithm.entropy_target
+    if target is None:
+        if algorithm.entropy_coef_delta != AlgorithmConfig.model_fields["entropy_coef_delta"].default:
+            yield (
+                f"algorithm.entropy_coef_delta is {algorithm.entropy_coef_delta} but entropy_target is not set: the coefficient "
+                "of the bonus stands still; set entropy_target, or leave it out"
+            )
+    elif algorithm.entropy_coef > 1:
+        yield (
+            f"algorithm.entropy_coef is {algorithm.entropy_coef} with entropy_target {target}: a controlled coefficient stays "
+            "within [0, 1]; begin inside"
+        )
+
+
 def _check_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.kl_in == "reward" and algorithm.use_bias_correction_kl:
         yield (
@@ -168,7 +189,7 @@ def _check_streaming(algorithm: AlgorithmConfig) -> Iterator[str]:
     if separate_entropy(algorithm) and not algorithm.second_gradient_buffer:
         by_tokens = ", ".join(name for name, kind in LOSS_NORMALISERS.items() if kind is Normaliser.TOKENS)
         yield (
-            f"algorithm.entropy_coef is {algorithm.entropy_coef} with loss {algorithm.loss} but steps are streamed: the "
+            f"algorithm.{_bonus(algorithm)} with loss {algorithm.loss} but steps are streamed: the "
             f"bonus is divided by tokens, the loss by {LOSS_NORMALISERS[algorithm.loss].value}, and neither number is known "
             "while gradients add up; use second_gradient_buffer=true (a second buffer of the gradient's size, and a second "
             f"backward pass), a loss that is divided by tokens ({by_tokens}), or rollout.streaming=false"
@@ -201,3 +222,8 @@ def warn_algorithm(algorithm: AlgorithmConfig, staleness_bound: int) -> list[str
             "term needs it, none is allocated"
         )
     return found
+
+
+def _bonus(algorithm: AlgorithmConfig) -> str:
+    target = algorithm.entropy_target
+    return f"entropy_coef is {algorithm.entropy_coef}" if target is None else f"entropy_target is {target}"

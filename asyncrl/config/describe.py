@@ -82,6 +82,8 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "algorithm.kl_coef",
     "algorithm.kl_clamp",
     "algorithm.entropy_coef",
+    "algorithm.entropy_coef_delta",
+    "algorithm.entropy_target",
     "algorithm.top_entropy_quantile",
     "algorithm.second_gradient_buffer",
     "algorithm.mismatch_gate",

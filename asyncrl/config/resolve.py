@@ -199,6 +199,7 @@ def _check_skip(config: Config) -> Iterator[str]:
     reasons = {
         f"kl_coef={algorithm.kl_coef} in the loss": algorithm.kl_coef > 0 and algorithm.kl_in == "loss",
         f"entropy_coef={algorithm.entropy_coef}": algorithm.entropy_coef > 0,
+        f"entropy_target={algorithm.entropy_target}": algorithm.entropy_target is not None,
         f"top_entropy_quantile={algorithm.top_entropy_quantile}, taken over all tokens": algorithm.top_entropy_quantile
         < 1,
         "loss=bnpo, divided by the tokens of each microbatch": algorithm.loss == "bnpo",

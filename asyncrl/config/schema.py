@@ -187,6 +187,13 @@ class AlgorithmConfig(Section):
         False, "Multiply the KL term by the ratio of the loss, which makes its gradient unbiased."
     )
     entropy_coef: float = field(0.0, "Coefficient of the entropy bonus: a mean over tokens, whatever the loss.", ge=0)
+    entropy_target: float | None = field(
+        None,
+        "Adaptive entropy: entropy_coef is where the coefficient begins; it grows while the mean entropy of a step (nats) is "
+        "at most this and shrinks otherwise, within [0, 1], and the bonus acts only below the target. TRL: 0.2.",
+        gt=0,
+    )
+    entropy_coef_delta: float = field(0.005, "By how much that coefficient moves per optimizer step.", gt=0, le=1)
     top_entropy_quantile: float = field(
         1.0, "Only this share of the tokens, those with the highest entropy of the step, has a policy loss.", gt=0, le=1
     )

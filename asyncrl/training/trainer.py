@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums
+from asyncrl.algorithms.entropy_control import EntropyControl
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.policy import PolicyModel
@@ -94,6 +95,8 @@ class TorchTrainer:
         self.forward = Forward(policy, checkpointing=config.gradient_checkpointing)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
         self.second = SecondBuffer(policy.flat) if second_buffer else None
+        self.control: EntropyControl | None = None  # of the entropy bonus, from the first step on that asks for it
+        self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
         self._empty: tuple[Loss, dict[str, Normaliser]] | None = None
 
@@ -110,6 +113,7 @@ class TorchTrainer:
     def begin_train_step(self, loss: Loss) -> None:
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
+        loss = self._controlled(loss)
         if loss.extra_normaliser is not None and self.second is None:
             raise TrainStepError(
                 f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by {loss.extra_normaliser.value}: "
@@ -193,6 +197,9 @@ class TorchTrainer:
         measured = totals.measured().denominators(self.max_completion_length)
         metrics = step.metrics.reduce(self.reducer, device, measured)
         metrics.update({"optim/grad_norm": grad_norm, "optim/lr": lr})
+        if self.control is not None:
+            metrics["entropy_coef"] = self.control.applied
+            self.control = self.control.after(metrics["entropy"])
         self._step = None
         return StepResult(
             version=version,
@@ -240,6 +247,7 @@ class TorchTrainer:
         self, loss: Loss, batches: Sequence[Microbatch], entropies: Sequence[Float32Array]
     ) -> tuple[Loss, list[Microbatch]]:
         """Before begin, on every rank: what `loss` has to know of the whole step (survey.py). A collective."""
+        loss = self._controlled(loss)
         return survey(loss, batches, entropies, self.reducer, self.policy.device, self.max_completion_length)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -258,6 +266,8 @@ class TorchTrainer:
             "masters": dict(self.policy.flat.named_masters()),
             "optimizer": self.optimizer.state_dict(),
         }
+        if self.control is not None:
+            state["entropy_control"] = {"coefficient": self.control.coefficient, "entropy": self.control.entropy}
         if self.reference is not None:
             flat = self.policy.weights
             state["reference"] = {name: flat.view(self.reference, i) for i, name in enumerate(flat.names)}
@@ -275,6 +285,7 @@ class TorchTrainer:
                 flat.view(self.reference, index).copy_(state["reference"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.policy.flat.load_masters(state["masters"])
+        self.control, self._saved_control = None, state.get("entropy_control", {})
         self.policy.version = int(state["version"])
         self.steps_done = int(state["steps_done"])
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))
@@ -293,6 +304,15 @@ class TorchTrainer:
                 f"the open train step was applied (version {self.version}), but failed afterwards; abort_train_step closes it"
             )
         return self._step
+
+    def _controlled(self, loss: Loss) -> Loss:
+        """The loss with this step's coefficient of the entropy bonus, where that is controlled. After a resume the
+        coefficient is the saved one, target and step size are those of the configuration."""
+        if loss.control is None:
+            return loss
+        if self.control is None:
+            self.control = replace(loss.control, **self._saved_control)
+        return loss.at(self.control)
 
     def _zero_grad(self) -> None:
         self.policy.flat.zero_grad()

@@ -144,6 +144,46 @@ def test_entropy_bonus_equals_trl(grpo_trainer: Any, loss: str, top: float) -> N
     compare(grpo_trainer, batch, loss, changes, **numbers)
 
 
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+def test_the_controlled_entropy_coefficient_equals_trls(grpo_trainer: Any, loss: str) -> None:
+    """Six steps through both sides of the target, both ends of the range included."""
+    begin, target, delta = 0.006, 1.0, 0.005
+    bound = build_loss(
+        loss,
+        epsilon_high=0.28,
+        importance_cap=None,
+        entropy_coef=begin,
+        entropy_target=target,
+        entropy_coef_delta=delta,
+    )
+    control, applied = bound.control, []
+    assert control is not None
+    limits = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": delta, "entropy_target": target}
+    state = {"entropy_coef": begin, "_last_world_entropy": float("inf"), "_entropy_window_stats": None}
+    for step, mean in enumerate((1.2, 1.5, 0.4, 0.6, 0.9, 1.1)):
+        batch = random_batch(40 + step, sequences=SIZE)
+        share = mean / float(batch.entropy_BT[batch.mask_BT].mean())
+        batch = replace(batch, entropy_BT=batch.entropy_BT * share)
+        stub = stand_in(
+            batch, random_rewards(1, SIZE), loss=loss, scale_rewards="group", cap=None, beta=0.0, epsilon_high=0.28
+        )
+        vars(stub).update(state, use_adaptive_entropy=True, _entropy_bonus_enabled=True)
+        vars(stub.args).update(limits)
+        value, _, entropy_grad_BT, _, advantage_B = trl_step_with_entropy(grpo_trainer, batch, stub)
+        applied.append(control.applied)
+        ours, _, our_grad_BT, metrics = value_and_grads(
+            batch.with_advantages(advantage_B), bound.at(control), [range(4), range(4, SIZE)]
+        )
+        torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-14)
+        torch.testing.assert_close(our_grad_BT, entropy_grad_BT, rtol=1e-9, atol=1e-15)
+        control = control.after(metrics["entropy"])
+        state = {name: getattr(stub, name) for name in state}
+        assert control.coefficient == pytest.approx(state["entropy_coef"], abs=1e-15)
+        assert control.entropy == pytest.approx(state["_last_world_entropy"], rel=1e-9)
+    # nothing while the entropy is above the target; 0.006 fell to 0.001 and to the floor of 0 meanwhile
+    assert applied == pytest.approx([0, 0, 0, 0.005, 0.01, 0.015], abs=1e-15)
+
+
 def test_a_trainers_nan_ends_a_run_where_trl_forgives_it(grpo_trainer: Any) -> None:
     """On purpose: TRL's importance ratio is 1 where *either* log-prob is NaN; ours forgives the sampler's alone."""
     batch = random_batch(2, sequences=SIZE)

@@ -94,6 +94,18 @@ def test_entropy_terms_streamed_with_the_buffer_and_whole_with_a_survey(here: Pa
     assert both[-1]["entropy"] > both[0]["entropy"]
 
 
+def test_a_controlled_entropy_coefficient(here: Path) -> None:
+    """Below its target the coefficient grows with every optimizer step, above it nothing acts."""
+    for loss, way in (("dapo", {}), ("grpo", {"second_gradient_buffer": True}), ("grpo", {"updates_per_batch": 2})):
+        low = {"loss": loss, "entropy_target": 20.0, "entropy_coef_delta": 0.01, **way}
+        found = [line["entropy_coef"] for line in run(here, low, steps=3)]
+        steps = way.get("updates_per_batch", 1)
+        expected = [0.01 * steps * (i + 1) - 0.01 for i in range(3)]
+        assert found == pytest.approx(expected, abs=1e-9)
+    high = {"loss": "dapo", "entropy_target": 0.01, "entropy_coef": 0.5}
+    assert [line["entropy_coef"] for line in run(here, high, steps=2)] == [0, 0]
+
+
 def test_overlong_filters_take_tokens_and_no_sequences(here: Path) -> None:
     rollout = {"group_size": 4, "groups_per_step": 4, "max_tokens": 8}
     plain = run(here, {}, "preset=sync", steps=1, rollout=rollout)[0]

@@ -3,6 +3,7 @@ step. The oracle is the one-shot gradient of plain transformers over padded rows
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from training_helpers import (
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.registry import LOSSES, build_loss
+from asyncrl.checkpoint.state import check_plain
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
@@ -169,6 +171,45 @@ def test_two_normalisers_without_either_are_refused_before_anything_is_opened() 
     ):
         trainer.begin_train_step(build_loss("grpo", entropy_coef=0.1))
     assert not trainer.step_open
+
+
+def test_the_controller_moves_at_finish_alone_and_goes_on_from_a_saved_state() -> None:
+    groups = batch(6)
+    pieces = cut(groups, 60, 0)
+    loss = build_loss("dapo", entropy_coef=0.2, entropy_target=50.0, entropy_coef_delta=0.1)
+
+    def make() -> TorchTrainer:
+        return TorchTrainer(tiny_policy(), TrainConfig(lr=0.01, grad_clip=None), max_completion_length=MAX_LENGTH)
+
+    trainer = make()
+    first, second = (train_step(trainer, pieces, loss).metrics["entropy_coef"] for _ in range(2))
+    assert (first, second) == (0.0, pytest.approx(0.3))  # in the first step nothing is known of the entropy
+    state = copy.deepcopy(trainer.state_dict())
+    assert state["entropy_control"]["coefficient"] == pytest.approx(0.4)
+    check_plain(state["entropy_control"], "entropy_control")
+    trainer.begin_train_step(loss)
+    trainer.train_microbatch(pieces[0])
+    trainer.abort_train_step()
+    third = train_step(trainer, pieces, loss)
+    assert third.metrics["entropy_coef"] == pytest.approx(0.4)
+
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert train_step(resumed, pieces, loss).metrics == third.metrics
+    fixed = make()  # the bonus itself is that of a fixed coefficient
+    fixed.load_state_dict(state)
+    same = train_step(fixed, pieces, build_loss("dapo", entropy_coef=third.metrics["entropy_coef"]))
+    assert same.loss == third.loss and torch.equal(fixed.policy.flat.master, resumed.policy.flat.master)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_the_controller_knows_both_ways_of_two_normalisers(second: bool) -> None:
+    pieces = cut(batch(3), 60, 0)
+    controlled = build_loss("grpo", entropy_coef=0.5, entropy_target=50.0, entropy_coef_delta=0.1)
+    silent, gradients = run(pieces, controlled, second=second, surveyed=not second)
+    plain, expected = run(pieces, build_loss("grpo"))
+    assert silent.loss == pytest.approx(plain.loss, rel=1e-12) and silent.metrics["entropy_coef"] == 0
+    close(gradients, expected)
 
 
 def test_an_aborted_step_leaves_nothing_in_either_buffer() -> None:
