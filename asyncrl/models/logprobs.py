@@ -28,7 +28,29 @@ CHUNK_ROWS = 512  # of backward: fewer would add to the whole weight gradient mo
 KEEP_BYTES = 384 << 20
 _PRODUCT_ROWS = 64  # of one forward product: its result is read while it is in cache
 _CPU_BLOCK_ROWS = 16
-_VOCABULARY_BLOCK = 8192
+_VOCABULARY_BLOCK = 2048
+
+
+class Spare:
+    """Memory for logits that wait, kept from one forward to the next: fresh pages cost more than what is written to them.
+
+    A forward borrows it and its backward gives it back; who comes in between gets memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: Tensor | None = None
+
+    def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """[rows, columns] of the dtype and device of `like`, uninitialised, contiguous."""
+        size = rows * columns * like.element_size()
+        spare, self._bytes = self._bytes, None
+        if spare is None or spare.numel() < size or spare.device != like.device:
+            spare = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return spare[:size].view(like.dtype).view(rows, columns)
+
+    def give(self, tensor: Tensor) -> None:
+        """What `take` gave; nobody may read it any more."""
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,7 @@ class _Options:
     chunk: int
     keep: bool
     project: Callable[[Tensor], Tensor] | None
+    spare: Spare
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden @ weight.t() if self.project is None else self.project(hidden)
@@ -54,6 +77,7 @@ def token_logprobs(
     chunk: int = CHUNK_ROWS,
     keep_bytes: int = KEEP_BYTES,
     project: Callable[[Tensor], Tensor] | None = None,
+    spare: Spare | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`log softmax(hidden @ weight.T / temperature)[target]` [S] and the entropy of that distribution [S], in nats.
 
@@ -61,11 +85,11 @@ def token_logprobs(
     for float64 inputs. The entropy carries gradient only with `entropy_grad`.
     grad_buffer: [V, E] in the accumulation dtype. Backward adds the gradient of the weight to it (float32 sums for a
     bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd.
-    keep_bytes: most bytes of logits that wait for backward. project: computes `hidden @ weight.T` of some rows, faster.
+    keep_bytes: most bytes of logits that wait for backward, in `spare`. project: `hidden @ weight.T` of some rows, faster.
     """
     size = target_S.numel() * weight_VE.shape[0] * weight_VE.element_size()
     keep = torch.is_grad_enabled() and size <= keep_bytes
-    options = _Options(grad_buffer, entropy_grad, chunk, keep, project)
+    options = _Options(grad_buffer, entropy_grad, chunk, keep, project, spare or Spare())
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, target_S, temperature_S, options)
     return result
 
@@ -79,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
         rows, vocabulary = hidden.shape[0], weight.shape[0]
         inverse = temperature.to(wide).reciprocal()
         logp, lse, entropy = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3))
-        kept = torch.empty(rows, vocabulary, dtype=weight.dtype, device=hidden.device) if options.keep else None
+        kept = options.spare.take(rows, vocabulary, weight) if options.keep else None
         block_rows = _block_rows(hidden, options.chunk)
         scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=wide, device=hidden.device)
         for first, last in _ranges(rows, _product_rows(hidden, options.chunk)):
@@ -183,8 +207,12 @@ def _accumulate(buffer: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     if buffer.dtype == hidden.dtype:
         buffer.addmm_(grad_logits.t(), hidden)
         return
+    product = torch.empty(
+        min(_VOCABULARY_BLOCK, buffer.shape[0]), buffer.shape[1], dtype=hidden.dtype, device=hidden.device
+    )
     for start, end in _ranges(buffer.shape[0], _VOCABULARY_BLOCK):
-        add_wider_(buffer[start:end], torch.mm(grad_logits[:, start:end].t(), hidden))
+        part = product[: end - start]
+        add_wider_(buffer[start:end], torch.mm(grad_logits[:, start:end].t(), hidden, out=part))
 
 
 def _block_rows(hidden: Tensor, chunk: int) -> int:

@@ -40,6 +40,11 @@ class _Bin:
     real: Tensor  # positions in `queries` that are not
     target: Tensor  # packed index of `real`
 
+    @property
+    def scores(self) -> int:
+        """Of one head."""
+        return self.rows * self.length * (self.context + self.length)
+
 
 def fits(rows: list[Row], heads: int) -> bool:
     """Are all rows short enough for products?"""
@@ -53,16 +58,28 @@ class RowAttention:
         """`dtype`: of the scores."""
         bare, prefixed = ([row for row in rows if bool(row[1]) is has] for has in (False, True))
         self._bins = [_make_bin(members, dtype) for part in (bare, prefixed) for members in _share_out(part, heads)]
+        self._scores = sum(own.scores for own in self._bins)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D], and the weights of all rows, which backward needs."""
         out = torch.empty(query.shape, dtype=query.dtype)
         kv_heads = key.shape[1]
-        for own in self._bins:
+        kept = torch.empty(self._scores * query.shape[1], dtype=query.dtype)
+        for own, weights in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
             q, k = _queries(query, own, kv_heads), _keys(key, own)
-            weights = _weights(q, k, own, scaling).to(query.dtype)
+            weights.copy_(_weights(q, k, own, scaling))
             _put(out, own, torch.bmm(weights, _keys(value, own)), kv_heads)
-        return out
+        return out, kept
+
+    def _weights_of(self, kept: Tensor, kv_heads: int) -> list[Tensor]:
+        """Views [R K, L G, C] of each bin."""
+        heads = kept.numel() // self._scores
+        sizes = [own.scores * heads for own in self._bins]
+        parts = kept.split(sizes)
+        return [
+            part.view(own.rows * kv_heads, -1, own.context + own.length)
+            for part, own in zip(parts, self._bins, strict=True)
+        ]
 
     def backward(
         self,
@@ -70,24 +87,24 @@ class RowAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        kept: Tensor,
         scaling: float,
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """`gradients` become those of query, key and value; the weights are computed again."""
+        """`gradients` become those of query, key and value; `kept`: what forward gave."""
         kv_heads, dtype = key.shape[1], query.dtype
         for_query, for_key, for_value = gradients
         sums = [torch.zeros(key.shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
-        for own in self._bins:
+        for own, narrow in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
             q, k, v = _queries(query, own, kv_heads), _keys(key, own), _keys(value, own)
             g = _queries(grad, own, kv_heads, zero_padding=True)
-            weights = _weights(q, k, own, scaling)
+            weights = narrow.to(own.mask.dtype)
             of_weights = torch.bmm(g, v.transpose(1, 2)).to(weights.dtype)
-            narrow = weights.to(dtype).transpose(1, 2)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
             of_scores = of_scores.mul_(scaling).to(dtype)
             _put(for_query, own, torch.bmm(of_scores, k), kv_heads)
             _add(sums[0], own, torch.bmm(of_scores.transpose(1, 2), q))
-            _add(sums[1], own, torch.bmm(narrow, g))
+            _add(sums[1], own, torch.bmm(narrow.transpose(1, 2), g))
         for_key.copy_(sums[0])
         for_value.copy_(sums[1])
 

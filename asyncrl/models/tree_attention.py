@@ -119,13 +119,13 @@ class TreePlan:
             raise ValueError(f"the plan describes {self.tokens} tokens, the model handed over {query.shape[0]}")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """What `attend` gives, and the log-sum-exp that `backward` asks for ([T, H]; empty where it does not)."""
+        """What `attend` gives, and what `backward` asks for beside it: the log-sum-exp [T, H], or the weights of short rows."""
         self._check(query)
         if query.device.type != "cpu":
             return self.attend_masked(query, key, value, scaling), query.new_empty(0)
         short = self._by_products(query)
         if short is not None:
-            return short.forward(query, key, value, scaling), query.new_empty(0)
+            return short.forward(query, key, value, scaling)
         dtype = query.dtype
         query, key, value = _wider(query), _wider(key), _wider(value)
         out = torch.empty(query.shape, dtype=query.dtype)
@@ -149,7 +149,7 @@ class TreePlan:
         scaling: float,
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """`gradients` become those of query, key and value. `saved`: query, key, value, output and log-sum-exp."""
+        """`gradients` become those of query, key and value. `saved`: query, key, value and what `forward` gave."""
         query, key, value, out, lse = saved
         if query.device.type != "cpu":
             with torch.enable_grad():
@@ -160,7 +160,7 @@ class TreePlan:
             return
         short = self._by_products(query)
         if short is not None:
-            short.backward(grad, query, key, value, scaling, gradients)
+            short.backward(grad, query, key, value, lse, scaling, gradients)
             return
         query, key, value, out, grad = (_wider(tensor) for tensor in (query, key, value, out, grad))
         lse3 = lse.unsqueeze(-1)

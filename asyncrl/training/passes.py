@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.logprobs import Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.tree_attention import TreePlan
 from asyncrl.types import Microbatch
@@ -21,6 +21,7 @@ class Forward:
 
     def __init__(self, policy: PolicyModel, checkpointing: bool = False) -> None:
         self.policy = policy
+        self._spare = Spare()
         if checkpointing:
             policy.enable_checkpointing()
 
@@ -39,6 +40,7 @@ class Forward:
             grad_buffer=policy.head_gradient,
             entropy_grad=entropy_grad,
             project=policy.project,
+            spare=self._spare,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.logprobs import Spare, token_logprobs
 
 S, E, V = 37, 6, 29
 
@@ -116,3 +116,21 @@ def test_kept_logits_change_no_gradient(keep_bytes: int) -> None:
         hidden.detach(),
     )  # fmt: skip
     torch.testing.assert_close(hidden.grad, expected)
+
+
+def test_logits_that_wait_never_share_memory() -> None:
+    """Two forwards before the first backward: the second finds the spare memory lent out. Afterwards it is used again."""
+    hidden, weight, target, temperature = (tensor.detach() for tensor in case())
+    spare = Spare()
+    inputs = [(hidden * scale).requires_grad_() for scale in (1.0, 2.0)]
+    losses = [token_logprobs(h, weight, target, temperature, spare=spare)[0].sum() for h in inputs]
+    for loss in losses:
+        loss.backward()
+    for h in inputs:
+        fresh = h.detach().requires_grad_()
+        token_logprobs(fresh, weight, target, temperature)[0].sum().backward()
+        assert torch.equal(h.grad, fresh.grad)
+    first = spare.take(S, V, weight)
+    spare.give(first)
+    assert spare.take(S, V, weight).data_ptr() == first.data_ptr()
+    assert spare.take(S, V, weight).data_ptr() != first.data_ptr()  # lent out
