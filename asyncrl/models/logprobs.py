@@ -1,8 +1,8 @@
 """Log-probs and entropies of scored tokens without the logits of all tokens at once.
 
 Forward goes over chunks of rows and keeps three numbers a row; backward turns a chunk's logits, in place, into their
-gradient. Logits that fit `KEEP_BYTES` as a whole wait for it; others are computed again, so memory is bounded by that or by
-one chunk of [chunk, V], whatever S is.
+gradient. Up to `KEEP_LOGITS` of them wait for it; more are computed again, so memory is bounded by that or by one chunk of
+[chunk, V], whatever S is.
 
     z = logits / T,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
@@ -25,7 +25,7 @@ from torch import Tensor
 from .flat import add_wider_
 
 CHUNK_ROWS = 512  # of backward: fewer would add to the whole weight gradient more often
-KEEP_BYTES = 384 << 20
+KEEP_LOGITS = 2048 * 49_152  # a usual microbatch. More of them cost an eighth of what full logits would, or less
 _PRODUCT_ROWS = 64  # of one forward product: its result is read while it is in cache
 _CPU_BLOCK_ROWS = 16
 _VOCABULARY_BLOCK = 2048
@@ -75,7 +75,7 @@ def token_logprobs(
     grad_buffer: Tensor | None = None,
     entropy_grad: bool = False,
     chunk: int = CHUNK_ROWS,
-    keep_bytes: int = KEEP_BYTES,
+    keep_logits: int = KEEP_LOGITS,
     project: Callable[[Tensor], Tensor] | None = None,
     spare: Spare | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -85,10 +85,9 @@ def token_logprobs(
     for float64 inputs. The entropy carries gradient only with `entropy_grad`.
     grad_buffer: [V, E] in the accumulation dtype. Backward adds the gradient of the weight to it (float32 sums for a
     bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd.
-    keep_bytes: most bytes of logits that wait for backward, in `spare`. project: `hidden @ weight.T` of some rows, faster.
+    keep_logits: most logits that wait for backward, in `spare`. project: `hidden @ weight.T` of some rows, faster.
     """
-    size = target_S.numel() * weight_VE.shape[0] * weight_VE.element_size()
-    keep = torch.is_grad_enabled() and size <= keep_bytes
+    keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits
     options = _Options(grad_buffer, entropy_grad, chunk, keep, project, spare or Spare())
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, target_S, temperature_S, options)
     return result
@@ -138,7 +137,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         fresh = None
         if kept is None:
-            fresh = torch.empty(min(options.chunk, rows), vocabulary, dtype=weight.dtype, device=hidden.device)
+            fresh = options.spare.take(min(options.chunk, rows), vocabulary, weight)  # not beside what once waited
         block_rows = _block_rows(hidden, options.chunk)
         scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=lse.dtype, device=hidden.device)
         for first, last in _ranges(rows, options.chunk):
@@ -156,6 +155,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(chunk, weight, out=grad_hidden[first:last])
             if need_weight and buffer is not None:
                 _accumulate(buffer, chunk, hidden[first:last])
+        options.spare.give(kept if fresh is None else fresh)
         report = buffer if need_weight and options.grad_buffer is None else None
         return grad_hidden, None if report is None else report.to(weight.dtype), None, None, None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config.schema import ModelConfig, TrainConfig
 from asyncrl.models.loading import adapter_sizes, load_model_config, parameter_count
-from asyncrl.models.logprobs import CHUNK_ROWS, KEEP_BYTES
+from asyncrl.models.logprobs import CHUNK_ROWS, KEEP_LOGITS
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -47,7 +47,7 @@ def predict_memory(
         per_layer = narrow * (4 * hidden + 4 * inner + attention) + wide * attention
     tokens = train.tokens_per_microbatch
     kept = layers * narrow * hidden + per_layer if train.gradient_checkpointing else layers * per_layer
-    logits = tokens * vocabulary * narrow
+    waiting = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
     return {
         "masters": trained * wide,
         "gradients": trained * wide,
@@ -57,7 +57,7 @@ def predict_memory(
         "frozen": (parameters + merged) * narrow if adapters else 0,
         "reference": parameters * narrow if needs_reference else 0,
         "activations": tokens * kept,
-        "logits": logits if logits <= KEEP_BYTES else min(CHUNK_ROWS, tokens) * vocabulary * narrow,
+        "logits": waiting * vocabulary * narrow,
         "embedding_gradient": 0 if adapters else vocabulary * hidden * narrow,
         "kv_cache": max_sequences * max_context * layers * 2 * kv_heads * head_size * narrow,
     }

@@ -52,7 +52,7 @@ def test_the_guard_sees_prompts_that_run_once_per_completion() -> None:
 
 
 def test_the_guard_sees_logits_that_fit_and_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.training.passes.token_logprobs", partial(token_logprobs, keep_bytes=0))
+    monkeypatch.setattr("asyncrl.training.passes.token_logprobs", partial(token_logprobs, keep_logits=0))
     training = Training.of()
     assert train_work(training).product_flop > 1.1 * training.needed_flop
 

@@ -96,7 +96,14 @@ def test_the_peer_reads_only_keys_that_a_job_has() -> None:
 
 def test_nothing_beside_the_peers_shadows_a_package() -> None:
     handover = {f"handover_{side}" for side in ("group", "ray", "transferqueue", "atropos")}
-    assert {path.stem for path in PEERS.glob("*.py")} == {"trl_step", "vllm_generate", "letter_reward", *handover}
+    heads = {"trl_head", "naive_head"}
+    assert {path.stem for path in PEERS.glob("*.py")} == {
+        "trl_step",
+        "vllm_generate",
+        "letter_reward",
+        *heads,
+        *handover,
+    }
     for path in PEERS.glob("*.py"):
         assert not re.search(r"^\s*(import|from) asyncrl", path.read_text(), re.MULTILINE), path
 

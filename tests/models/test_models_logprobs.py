@@ -93,22 +93,22 @@ def test_no_rows() -> None:
 
 def test_never_more_logits_than_one_chunk_unless_all_of_them_fit() -> None:
     hidden, weight, target, temperature = case()
-    for keep_bytes, passes in ((0, 2), (S * V * weight.element_size(), 1)):
+    for keep_logits, passes in ((0, 2), (S * V - 1, 2), (S * V, 1)):
         rows: list[int] = []
 
         def project(x: torch.Tensor, rows: list[int] = rows) -> torch.Tensor:
             rows.append(x.shape[0])
             return x @ weight.detach().t()
 
-        logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_bytes=keep_bytes, project=project)
+        logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_logits=keep_logits, project=project)
         logp.sum().backward()
         assert max(rows) == 8 and sum(rows) == passes * S
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
-def test_kept_logits_change_no_gradient(keep_bytes: int) -> None:
+@pytest.mark.parametrize("keep_logits", [0, 1 << 30])
+def test_kept_logits_change_no_gradient(keep_logits: int) -> None:
     hidden, weight, target, temperature = case()
-    logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_bytes=keep_bytes)
+    logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_logits=keep_logits)
     logp.square().sum().backward()
     expected = torch.autograd.functional.jacobian(
         lambda h: torch.log_softmax(h @ weight.detach().t() / temperature[:, None], 1)
@@ -134,3 +134,19 @@ def test_logits_that_wait_never_share_memory() -> None:
     spare.give(first)
     assert spare.take(S, V, weight).data_ptr() == first.data_ptr()
     assert spare.take(S, V, weight).data_ptr() != first.data_ptr()  # lent out
+
+
+@pytest.mark.parametrize("keep_logits", [0, 1 << 30])
+def test_backward_gives_the_memory_back(keep_logits: int) -> None:
+    """Chunks that are computed again use what once waited: the two never lie beside each other."""
+    hidden, weight, target, temperature = case()
+    spare = Spare()
+    memory = spare.take(S, V, weight)
+    place = memory.data_ptr()
+    spare.give(memory)
+    for _ in range(2):
+        logp, _ = token_logprobs(hidden, weight, target, temperature, chunk=8, keep_logits=keep_logits, spare=spare)
+        logp.sum().backward()
+        again = spare.take(S, V, weight)
+        assert again.data_ptr() == place
+        spare.give(again)

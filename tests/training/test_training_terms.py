@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from asyncrl.checkpoint.state import check_plain
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
+from asyncrl.models.logprobs import token_logprobs
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch, StepResult
 
@@ -84,6 +86,25 @@ def test_every_term_streamed_equals_one_shot(name: str, exact_norms: None) -> No
         assert result.loss == pytest.approx(expected, abs=1e-11)
         close(found, gradients)
         assert {"kl", "opsm/dropped_mean", "importance/vetoed_mean", "entropy"} <= set(result.metrics)
+
+
+@pytest.mark.parametrize("keep_logits", [0, 1 << 30])
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_off_policy_masking_at_mixed_temperatures_through_a_chunked_head(
+    name: str, keep_logits: int, exact_norms: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that end inside sequences, logits computed again or kept: the oracle has all logits of the batch at once."""
+    head = partial(token_logprobs, chunk=7, keep_logits=keep_logits)
+    monkeypatch.setattr("asyncrl.training.passes.token_logprobs", head)
+    rng = np.random.default_rng(3)
+    groups = [make_group(rng, i, holes=i == 1, temperature=0.5 + 0.4 * i) for i in range(4)]
+    loss = everything(name)
+    expected, gradients = oracle_gradient(tiny_module(), groups, loss, columns_too=True)
+    result, found = run(cut(groups, 400, 0), loss, second=loss.extra_normaliser is not None)
+    assert result.microbatches == 1 and result.tokens > 50
+    assert 0 < result.metrics["opsm/dropped_mean"] < 1
+    assert result.loss == pytest.approx(expected, abs=1e-11)
+    close(found, gradients)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

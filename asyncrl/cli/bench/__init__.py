@@ -2,10 +2,12 @@
 
     step.py       whole RL steps: options, the alternating runs, what is kept of each (`tools/bench_step.py` is the same door)
     train.py      training alone; generate.py: generation alone; sweep.py: decode steps by sequences and context
+    head.py       the LM head alone: memory and time
     shares.py     what these three share: options, medians, shares of the limit, the document
     job.py        one side's task as data; prompts and models, made once and cached
     processes.py  one child process per run; the peers' own virtual environments
-    child.py      what runs in asyncrl's own child processes (with child_train, child_generate and models: all that imports torch)
+    child.py      what runs in asyncrl's own child processes (with child_train, child_head, child_generate and models: all that
+                  imports torch)
     peers/        scripts that run inside a peer's environment and must not import asyncrl; the reward both sides use
     transport.py  handing groups over: options, the alternating runs; transport_report.py: medians, goals, table, plot
     handover.py   what runs in asyncrl's own processes of it; handover_costs.py: writing and reading by themselves
@@ -20,11 +22,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 USAGE = """\
-usage: asyncrl bench [step | generate | train | transport] [options]
+usage: asyncrl bench [step | generate | train | head | transport] [options]
 
   step        whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
   generate    generation alone, against vLLM on the CPU (--peer vllm); --sweep: decode steps by sequences and context
   train       training alone: share of the GEMM rate, and where the time of a step goes
+  head        log-probs, entropy and gradients of the LM head: memory and time against full logits and TRL's head
   transport   handing a group of trajectories to another process: the record ring, the tensor queue,
               multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
 
@@ -50,6 +53,12 @@ def _train(arguments: Sequence[str]) -> int:
     return train(arguments)
 
 
+def _head(arguments: Sequence[str]) -> int:
+    from .head import main as head
+
+    return head(arguments)
+
+
 def _transport(arguments: Sequence[str]) -> int:
     from .transport import main as transport
 
@@ -60,6 +69,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "step": _step,
     "generate": _generate,
     "train": _train,
+    "head": _head,
     "transport": _transport,
 }
 

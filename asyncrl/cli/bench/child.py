@@ -4,6 +4,7 @@ model NAME DIRECTORY   make the model directory, if it is not there
 machine JOB.json       rate of the GEMM in the job's dtype, size of the model, tokens of its prompts
 step JOB.json          whole RL steps of the real `Runtime`, in the steady state of preset `async`
 train JOB.json         optimizer steps of the real trainer over packed groups (child_train.py)
+head JOB.json          memory and time of the head alone (child_head.py)
 rates JOB.json         rates of the GEMM and of reading memory, size of the model (child_generate.py)
 generate JOB.json      generation by the real embedded engine (child_generate.py)
 sweep JOB.json         decode steps at chosen numbers of sequences and contexts (child_generate.py)
@@ -22,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .job import REWARD, REWARD_FUNCTION, GenerateJob, StepJob, SweepJob, TrainJob
+from .job import REWARD, REWARD_FUNCTION, GenerateJob, HeadJob, StepJob, SweepJob, TrainJob
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -217,7 +218,9 @@ def run_steps(job: StepJob) -> dict[str, Any]:
 
 def answer(command: str, file: Path, made: str | None) -> dict[str, Any] | None:
     """What a command says; None for an unknown one. `made`: the model of the job has this name and may have to be made."""
-    kinds: dict[str, Any] = {"train": TrainJob, "rates": GenerateJob, "generate": GenerateJob, "sweep": SweepJob}
+    kinds: dict[str, Any] = {
+        "train": TrainJob, "head": HeadJob, "rates": GenerateJob, "generate": GenerateJob, "sweep": SweepJob
+    }  # fmt: skip
     job: Any = kinds.get(command, StepJob).read(file)
     if made is not None:
         from .models import make_model
@@ -231,6 +234,10 @@ def answer(command: str, file: Path, made: str | None) -> dict[str, Any] | None:
         from .child_train import run_training
 
         return run_training(job)
+    if command == "head":
+        from .child_head import run_head
+
+        return run_head(job)
     if command in ("rates", "generate", "sweep"):
         from . import child_generate
 

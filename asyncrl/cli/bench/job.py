@@ -83,6 +83,24 @@ class TrainJob(_Job):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadJob(_Job):
+    """The head alone on random hidden states: `memory` of one side, or `time` of several in turns."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    dtype: Dtype
+    threads: int
+    measure: Literal["memory", "time"]
+    side: str  # of `memory`
+    loss: str
+    steps: int
+    sequences: int  # of equal length
+    temperature: float = 0.8
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateJob(_Job):
     """Generation alone. `prompts`: JSON, the token ids of each group's prompt; completions are always `max_tokens` long."""
 
