@@ -174,7 +174,7 @@ def _statistics(
     picked = shifted.gather(1, target.unsqueeze(1)).squeeze(1)
     torch.sub(picked, log_total, out=logp)
     torch.add(log_total, largest.squeeze(1), out=lse)
-    mean = torch.bmm(weights.unsqueeze(1), shifted.unsqueeze(2)).view(-1) / total
+    mean = torch.linalg.vecdot(weights, shifted) / total
     torch.sub(log_total, mean, out=entropy)
 
 
