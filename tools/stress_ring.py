@@ -84,7 +84,7 @@ def produce(name: str, epoch: int, directory: Path, crash_at: int) -> None:
     if crash_at >= 0:
         _arm(crash_at, source.random() * 1.5)
     group, unsynced = 0, 0
-    with Producer.attach(name, timeout=60) as producer:
+    with Producer.attach(name, timeout=PATIENCE) as producer:
         while not stopped:
             length = int(math.exp(source.uniform(0, math.log(15_000))))
             members = tuple(range(source.randint(1, 4)))

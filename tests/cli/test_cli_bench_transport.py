@@ -41,6 +41,8 @@ def test_every_own_side_runs_and_is_reported(tmp_path: Path, capsys: pytest.Capt
         assert row["write_share_of_memcpy"] == pytest.approx(row["memcpy_us"] / row["write_us"])
     assert found["command"].startswith("asyncrl bench transport --quick --costs 1024 --sides")
     assert "| 16 x 256 | full | stash uvloop |" in seen.out
+    table = (tmp_path / "bench_transport.md").read_text()
+    assert table.startswith(f"`{found['command']}`") and table.splitlines()[2] in seen.out
     assert "| groups per second of 16 x 2,048 at least 15 times ray |  | not measured |" in seen.out
     assert (tmp_path / "bench_transport.png").exists() or "matplotlib is not installed" in seen.err
 

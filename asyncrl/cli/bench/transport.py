@@ -102,9 +102,11 @@ def measure(place: Place, command: str) -> str:
             job = HandoverJob("costs", "uvloop", tokens, min(options.groups, 200), 0.0, options.seconds)
             costs.append({"tokens": tokens, "repetition": repetition, **_own(place, "handover_costs", job)["versions"]})
             report.write_json(written, transport_report.document(runs, costs, command))
-    plot = written.with_suffix(".png")
-    also = f" and {plot}" if transport_report.write_plot(plot, runs, costs) else ""
-    return f"{transport_report.tables(runs, costs)}\n\nwritten: {written}{also}"
+    text = transport_report.tables(runs, costs)
+    table, plot = written.with_suffix(".md"), written.with_suffix(".png")
+    table.write_text(f"`{command}`, {report.cpu_model()}\n\n{text}\n")
+    also = f", {plot}" if transport_report.write_plot(plot, runs, costs) else ""
+    return f"{text}\n\nwritten: {written}, {table}{also}"
 
 
 def _repetition(place: Place, pythons: dict[str, Path], repetition: int) -> Iterator[dict[str, Any]]:
