@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
@@ -198,6 +198,24 @@ class Stash(Generic[C]):
         if len(entry.members) < entry.size:
             return Arrival(Status.WAITING, ended=evicted) if evicted else _WAITING
         return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE), evicted)
+
+    def add_whole(
+        self, trajectories: Sequence[Trajectory], context: C, *, lease: Any = None, epoch: int = 0
+    ) -> StashedGroup[C] | None:
+        """All members of one group that came together, as `add` of each would yield them. None, with nothing changed,
+        where `add` has to look at each (some wait here, or a cap counts). Errors: ValueError for several groups."""
+        group_id, size = trajectories[0].group_id, trajectories[0].group_size
+        if any(t.group_id != group_id for t in trajectories):
+            raise ValueError(f"stash: {sorted({t.group_id for t in trajectories})} are several groups")
+        key = GroupKey(epoch, group_id)
+        capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
+        whole = [(t.member, t.group_size) for t in trajectories] == [(member, size) for member in range(size)]
+        if capped or not whole or key in self._ended or key in self._waiting:
+            return None
+        self._accepted += size
+        self._endings[Ending.WHOLE] += 1
+        self._bury(key)
+        return StashedGroup(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
         if same(entry.members[trajectory.member][0], trajectory):

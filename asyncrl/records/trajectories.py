@@ -5,9 +5,10 @@ Texts travel as JSON. Non-finite rewards are refused (NaN means "not scored" in 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,25 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     Columns that a foreign producer left out: mask all ones behind the prompt, log-probs 0, versions the record's policy
     version where the mask is 1, temperature 1.
     """
-    names: dict[str, Any] = {}
-    if Section.COMPONENT_NAMES in record.strings:
-        names = json.loads(bytes(record.strings[Section.COMPONENT_NAMES]))
-    return [_trajectory(record, position, names, copy) for position in range(record.size)]
+    columns = _columns(record, copy)
+    rows = [
+        _rows(record, Section.PROMPT_LENGTHS, 0),
+        _rows(record, Section.TEMPERATURES, 1.0),
+        _reasons(record),
+        _texts(record, Section.MESSAGES, lambda: ""),
+        [None if math.isnan(reward) else reward for reward in _rows(record, Section.REWARDS, math.nan)],
+        _components(record),
+        _texts(record, Section.METADATA, dict),
+    ]
+    group, size = record.group, record.group_size
+    return [
+        Trajectory(
+            group, member, size, prompt_length, tokens, mask, logprobs, sampled, versions, temperature, reason, completion,
+            reward, components, metadata,
+        )
+        for member, tokens, mask, logprobs, sampled, versions, prompt_length, temperature, reason, completion, reward,
+            components, metadata in zip(record.members.tolist(), *columns, *rows, strict=True)
+    ]  # fmt: skip
 
 
 def group_metadata(record: Record) -> dict[str, Any]:
@@ -77,65 +93,67 @@ def group_metadata(record: Record) -> dict[str, Any]:
     return {} if raw is None else json.loads(bytes(raw))
 
 
-def _trajectory(record: Record, position: int, names: dict[str, Any], copy: bool) -> Trajectory:
-    def column(section: Section, default: Any) -> Any:
-        found = record.column(section, position)
-        if found is None:
-            return default
-        return found.copy() if copy else found
+def _columns(record: Record, copy: bool) -> tuple[list[Any], ...]:
+    """Tokens, mask, log-probs, sampled log-probs and versions of every member. A whole column at a time: a group is read
+    in a fraction of the time that member by member would take."""
+    ends = record.starts.tolist()
+    pieces = list(itertools.starmap(slice, itertools.pairwise(ends)))
 
-    length = int(record.lengths[position])
-    prompt_length = int(_row(record, Section.PROMPT_LENGTHS, position, 0))
-    raw_mask = record.column(Section.MASK, position)
-    if raw_mask is None:
-        mask = np.arange(length) >= prompt_length
-    elif raw_mask.dtype == np.bool_:
-        mask = raw_mask.copy() if copy else raw_mask
+    def split(section: Section, copy: bool = copy) -> list[Any] | None:
+        array = record.arrays.get(section)
+        if array is None:
+            return None
+        parts = list(map(array.__getitem__, pieces))
+        return [part.copy() for part in parts] if copy else parts
+
+    lengths = record.lengths.tolist()
+    raw = record.arrays.get(Section.MASK)
+    if raw is None:
+        prompts = _rows(record, Section.PROMPT_LENGTHS, 0)
+        masks = [np.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    elif raw.dtype == np.bool_:
+        masks = split(Section.MASK) or []
     else:
-        mask = raw_mask != 0
-    versions = column(Section.VERSIONS, None)
+        masks = [part != 0 for part in split(Section.MASK, False) or []]
+    versions = split(Section.VERSIONS)
     if versions is None:
-        versions = np.where(mask, record.policy_version, -1).astype(np.int32)
-    logprobs = column(Section.LOGPROBS, np.zeros(length, np.float32))
-    reward = float(_row(record, Section.REWARDS, position, math.nan))
-    reason = int(_row(record, Section.FINISH_REASONS, position, 1))
-    if not 1 <= reason <= len(_REASONS):
-        raise RecordError(f"finish reason {reason} is unknown")
-    return Trajectory(
-        group_id=record.group,
-        member=int(record.members[position]),
-        group_size=record.group_size,
-        prompt_length=prompt_length,
-        tokens=column(Section.TOKENS, None),
-        mask=mask,
-        logprobs=logprobs,
-        sampled_logprobs=column(Section.SAMPLED_LOGPROBS, logprobs),
-        versions=versions,
-        temperature=float(_row(record, Section.TEMPERATURES, position, 1.0)),
-        finish_reason=_REASONS[reason - 1],
-        completion=_text(record, Section.MESSAGES, position, ""),
-        reward=None if math.isnan(reward) else reward,
-        components=_components(record, position, names),
-        metadata=_text(record, Section.METADATA, position, {}),
-    )
+        versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in masks]
+    logprobs = split(Section.LOGPROBS)
+    if logprobs is None:
+        logprobs = [np.zeros(length, np.float32) for length in lengths]
+    return split(Section.TOKENS) or [], masks, logprobs, split(Section.SAMPLED_LOGPROBS) or logprobs, versions
 
 
-def _row(record: Record, section: Section, position: int, default: Any) -> Any:
+def _rows(record: Record, section: Section, default: float) -> list[Any]:
     array = record.arrays.get(section)
-    return default if array is None else array[position]
+    return [default] * record.size if array is None else array.tolist()
 
 
-def _text(record: Record, section: Section, position: int, default: Any) -> Any:
-    raw = record.row_bytes(section, position)
-    return default if raw is None else json.loads(raw)
+def _reasons(record: Record) -> list[FinishReason]:
+    codes = _rows(record, Section.FINISH_REASONS, 1)
+    if not 1 <= min(codes) <= max(codes) <= len(_REASONS):
+        wrong = next(code for code in codes if not 1 <= code <= len(_REASONS))
+        raise RecordError(f"finish reason {wrong} is unknown")
+    return [_REASONS[code - 1] for code in codes]
 
 
-def _components(record: Record, position: int, names: dict[str, Any]) -> dict[str, float | None]:
-    values = record.arrays.get(Section.COMPONENTS)
-    if values is None or not names:
-        return {}
-    row = dict(zip(names["names"], values[position].tolist(), strict=True))
-    return {name: None if math.isnan(row[name]) else row[name] for name in names["held"][position]}
+def _texts(record: Record, section: Section, default: Callable[[], Any]) -> list[Any]:
+    found = [record.row_bytes(section, position) for position in range(record.size if section in record.strings else 0)]
+    return [json.loads(raw) for raw in found if raw is not None] or [default() for _ in range(record.size)]
+
+
+def _components(record: Record) -> list[dict[str, float | None]]:
+    values, raw = record.arrays.get(Section.COMPONENTS), record.strings.get(Section.COMPONENT_NAMES)
+    if values is None or raw is None:
+        return [{} for _ in range(record.size)]
+    names = json.loads(bytes(raw))
+    if not names:
+        return [{} for _ in range(record.size)]
+    rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]
+    return [
+        {name: None if math.isnan(row[name]) else row[name] for name in held}
+        for row, held in zip(rows, names["held"], strict=True)
+    ]
 
 
 def component_sections(components: Sequence[Mapping[str, float | None]]) -> dict[int, Any]:

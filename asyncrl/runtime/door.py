@@ -73,6 +73,10 @@ class _Door:
         try:
             # Copied: reports of a step may be read after its records were released.
             trajectories = trajectories_of(record)
+            if len(delivery.fresh) == record.size:
+                whole = self._stash.add_whole(trajectories, None, lease=delivery, epoch=record.epoch)
+                if whole is not None:
+                    return whole
             for position in delivery.fresh:
                 arrival = self._stash.add(trajectories[position], None, lease=delivery, epoch=record.epoch)
                 kept |= arrival.status in (Status.WAITING, Status.WHOLE)

@@ -102,6 +102,38 @@ def test_any_interleaving_yields_each_group_once_in_completion_order_with_its_ow
     assert statistics.accepted == len(once) and statistics.endings == {Ending.WHOLE: len(sizes)}
 
 
+def test_a_group_that_comes_at_once_is_what_its_members_one_by_one_would_be() -> None:
+    one, other = new(), new()
+    together = [record(7, member) for member in range(3)]
+    whole = one.add_whole(together, "context", lease="lease", epoch=2)
+    each = [other.add(t, "context", lease="lease", epoch=2) for t in together][-1].whole
+    assert whole == each and whole is not None and whole.leases == ("lease",) * 3
+    assert one.statistics() == other.statistics()
+    assert one.add(together[0], "", epoch=2).status is Status.LATE
+    assert one.add_whole(together, "", epoch=2) is None  # ended: `add` says late of each
+    assert one.add_whole(together, "", epoch=3) is not None  # another life of its producer
+
+
+def test_what_is_not_simple_is_left_to_add() -> None:
+    together = [record(7, member) for member in range(3)]
+
+    def left(stash: Stash[str], some: list[Trajectory]) -> None:
+        before = stash.statistics()
+        assert stash.add_whole(some, "") is None and stash.statistics() == before
+
+    waiting, full, aging = new(), new(1), new()
+    waiting.add(together[1], "first")
+    full.add(record(1, 0), "")
+    aging.evict_stale(5, 1)
+    for stash in (waiting, full, aging, new(max_bytes=1 << 20)):
+        left(stash, together)
+    for some in (together[:2], together[::-1], [*together[:2], together[1]], [*together[:2], record(7, 2, 4)]):
+        left(new(), some)
+    assert waiting.add(together[1], "").status is Status.DUPLICATE
+    with pytest.raises(ValueError, match=r"\[7, 8\] are several groups"):
+        new().add_whole([record(7, 0, 2), record(8, 1, 2)], "")
+
+
 def test_an_epoch_that_changes_in_the_middle_of_a_group_begins_a_new_one() -> None:
     stash = new()
     stash.add(record(5, 0, 2), "old", epoch=1)

@@ -120,6 +120,16 @@ def test_sections_are_aligned_views_and_the_plan_gives_the_exact_size() -> None:
     assert bytes(record.strings[0x8001]) == b"mine"
 
 
+def test_members_of_bare_records_share_nothing() -> None:
+    first, second = trajectories_of(read(plan(Draft(1, [0, 1], 2, {Section.TOKENS: [[5], [6, 7]]})).to_bytes()))
+    assert first.metadata == second.metadata == first.components == {} and first.completion == ""
+    assert first.metadata is not second.metadata and first.components is not second.components
+    assert (first.logprobs.tolist(), second.logprobs.tolist()) == ([0], [0, 0])
+    draft = Draft(1, [0, 1], 2, {Section.TOKENS: [[5], [6]], Section.FINISH_REASONS: [1, 9]})
+    with pytest.raises(RecordError, match="finish reason 9 is unknown"):
+        trajectories_of(read(plan(draft).to_bytes()))
+
+
 def test_a_bare_record_of_a_foreign_producer_gets_the_documented_defaults() -> None:
     draft = Draft(1, [0], 2, {Section.TOKENS: [[5, 6, 7]], Section.PROMPT_LENGTHS: [1]}, policy_version=4)
     (t,) = trajectories_of(read(plan(draft).to_bytes()))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.data.stash import Stash, Status
+from asyncrl.data.stash import Stash
 from asyncrl.records.layout import USER_SECTIONS, Section
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import Draft, Plan, plan
@@ -120,10 +120,10 @@ async def consume_ring(job: HandoverJob, *, stash: bool) -> Times:
                 delivery.release()
                 break
             if stash:
-                for trajectory in trajectories_of(found, copy=False):
-                    arrival = waiting.add(trajectory, found.group, lease=delivery, epoch=found.epoch)
-                if arrival.status is not Status.WHOLE:
-                    raise AssertionError(f"the group is {arrival.status}")
+                trajectories = trajectories_of(found, copy=False)
+                if waiting.add_whole(trajectories, found.group, lease=delivery, epoch=found.epoch) is None:
+                    raise AssertionError(f"group {found.group} is not whole")
+                del trajectories
             times.append((stamp, time.monotonic_ns()))
             delivery.release()
             if credit is not None:

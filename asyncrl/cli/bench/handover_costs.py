@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.data.stash import Stash, Status
+from asyncrl.data.stash import Stash
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.producer import Producer
 from asyncrl.transport.record_ring import Delivery, RecordRing
@@ -84,11 +84,11 @@ async def consume(job: HandoverJob) -> dict[str, float]:
             if not found.lengths.any():
                 delivery.release()
                 break
-            for trajectory in trajectories_of(found, copy=False):
-                arrival = waiting.add(trajectory, found.group, lease=delivery, epoch=found.epoch)
+            trajectories = trajectories_of(found, copy=False)
+            whole = waiting.add_whole(trajectories, found.group, lease=delivery, epoch=found.epoch)
             reads.append(time.perf_counter_ns() - begin)
-            assert arrival.status is Status.WHOLE
-            del found, trajectory, arrival
+            assert whole is not None
+            del found, trajectories, whole
             delivery.release()
             credit.release()
         put, copy = await notes.next()
