@@ -26,6 +26,7 @@ from .slab import DeviceMemory
 
 _DESCRIPTION = struct.Struct("<64s64sQ")  # the device's UUID as text, the IPC handle of the allocation, the owner's pid
 _OUT_OF_MEMORY = 2
+_GRANULE = 1 << 21  # the driver shares whole blocks of 2 MiB: a smaller allocation would show its neighbours, too
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
@@ -247,7 +248,7 @@ def check_cuda(device: torch.device) -> None:
 def allocate_exported(driver: Driver, ordinal: int, size: int) -> tuple[int, bytes]:
     """(address, IPC handle) of new memory. Errors: OutOfMemory, PlatformError where the platform has no CUDA IPC."""
     try:
-        address = driver.allocate(ordinal, size)
+        address = driver.allocate(ordinal, -(-size // _GRANULE) * _GRANULE)
     except DriverError as error:
         if error.code != _OUT_OF_MEMORY:
             raise PlatformError(f"no memory for a slab on cuda:{ordinal}: {error}") from error

@@ -376,6 +376,7 @@ class Library:
 
     def __init__(self, failing: str = "", code: int = 0) -> None:
         self.calls: list[str] = []
+        self.allocated = 0
         self.failing, self.code = failing, code
 
     def __getattr__(self, call: str) -> Any:
@@ -385,6 +386,7 @@ class Library:
                 arguments[1]._obj.value = b"CUDA_ERROR_NOT_SUPPORTED"
             if call == "cuMemAlloc_v2":
                 arguments[0]._obj.value = 0x7000_0000
+                self.allocated = arguments[1].value
             if call == "cuIpcGetMemHandle":
                 ctypes.memmove(ctypes.addressof(arguments[0]._obj), bytes(range(64)), 64)
             if call == "cuIpcOpenMemHandle_v2":
@@ -399,6 +401,7 @@ def test_the_driver_is_asked_in_its_context_and_its_refusals_are_explained() -> 
     library = Library()
     driver = slab_cuda.Driver(library)
     assert slab_cuda.allocate_exported(driver, 0, 64) == (0x7000_0000, bytes(range(64)))
+    assert library.allocated == 1 << 21  # a block of its own: nothing else is shown to the other process
     assert slab_cuda.open_exported(driver, 0, bytes(range(64)), 7) == 0x7100_0000
     driver.close(0, 0x7100_0000)
     assert library.calls[-5:-2] == ["cuCtxPushCurrent_v2", "cuCtxSynchronize", "cuIpcCloseMemHandle"]
