@@ -3,6 +3,7 @@
     step.py       whole RL steps: options, the alternating runs, what is kept of each (`tools/bench_step.py` is the same door)
     train.py      training alone; generate.py: generation alone; sweep.py: decode steps by sequences and context
     head.py       the LM head alone: memory and time
+    overlap.py    dry runs on two devices: the runtime by itself (in this process: nothing is computed)
     shares.py     what these three share: options, medians, shares of the limit, the document
     job.py        one side's task as data; prompts and models, made once and cached
     processes.py  one child process per run; the peers' own virtual environments
@@ -22,12 +23,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 USAGE = """\
-usage: asyncrl bench [step | generate | train | head | transport] [options]
+usage: asyncrl bench [step | generate | train | head | overlap | transport] [options]
 
   step        whole RL steps against TRL's GRPOTrainer: sampled tokens per second, share of the arithmetic limit, memory
   generate    generation alone, against vLLM on the CPU (--peer vllm); --sweep: decode steps by sequences and context
   train       training alone: share of the GEMM rate, and where the time of a step goes
   head        log-probs, entropy and gradients of the LM head: memory and time against full logits and TRL's head
+  overlap     a dry run on two devices of equal cost: step time against the longer of the two
   transport   handing a group of trajectories to another process: the record ring, the tensor queue,
               multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
 
@@ -59,6 +61,12 @@ def _head(arguments: Sequence[str]) -> int:
     return head(arguments)
 
 
+def _overlap(arguments: Sequence[str]) -> int:
+    from .overlap import main as overlap
+
+    return overlap(arguments)
+
+
 def _transport(arguments: Sequence[str]) -> int:
     from .transport import main as transport
 
@@ -70,6 +78,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "train": _train,
     "head": _head,
+    "overlap": _overlap,
     "transport": _transport,
 }
 
