@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CHILD = ROOT / "tools" / "learning" / "child.py"
 COMMAND = "python tools/learning_comparison.py"
-GOAL, LIMIT, SEEDS = 0.8, 150, (0, 1, 2)
+GOAL, LIMIT, STALE_BATCHES, SEEDS = 0.8, 150, 100, (0, 1, 2)
 MODES = {"sync": ["preset=sync"], "async 4": ["preset=async", "rollout.max_staleness=4"]}
 LOSSES: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -42,7 +42,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "dapo": ("epsilon_high=0.28",),
     "dr_grpo": ("advantage=dr_grpo",),
     "gspo": (),
-    "cispo": ("cispo_low=0.8", "cispo_high=1.2"),
+    "cispo": ("cispo_low=0.8", "cispo_high=1.2", "train.lr=3.0e-4"),
     "sapo": ("train.lr=3.0e-4",),
     "luspo": (),
     "vespo": (),
@@ -51,9 +51,8 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "one_sided": (),
 }
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "force_on_policy": ("loss=dapo", "force_on_policy=true"),
+    "force_on_policy": ("loss=dapo", "force_on_policy=true", "train.lr=3.0e-4"),
     "scalers": ("loss=dapo", "positive_scale=1.5", "negative_scale=0.5"),
-    "sampler_centre": ("loss=dapo", "old_logprobs=sampler"),
 }
 NEVER_CLIPS = ("sapo", "vespo", "reinforce", "force_on_policy")
 WRONG = ("sign", "bounds")
@@ -76,11 +75,12 @@ class Job:
     needs_clip: bool = False
     wrong_clip: str | None = None
     stop_at: float | None = GOAL
+    batches: int = LIMIT
     result: dict[str, Any] = field(default_factory=dict)
 
     def request(self) -> str:
         modes = MODES.get(self.mode, [])
-        overrides = [*modes, *self.own, f"seed={self.seed}", f"train.max_steps={LIMIT}"]
+        overrides = [*modes, *self.own, f"seed={self.seed}", f"train.max_steps={self.batches}"]
         keys = {"wrong_clip": self.wrong_clip, "stop_at": self.stop_at, "needs_clip": self.needs_clip}
         return json.dumps({"overrides": overrides, **keys})
 
@@ -120,10 +120,12 @@ def jobs(quick: bool) -> list[Job]:
     for (name, own), mode, seed in itertools.product(rows.items(), MODES, SEEDS):
         settings = [setting if setting.startswith("train.") else f"algorithm.{setting}" for setting in own]
         found.append(Job("loss", name, mode, seed, settings, name not in NEVER_CLIPS))
-    for name, mode, seed in itertools.product(WRONG, MODES, SEEDS):
-        found.append(Job("wrong", name, mode, seed, ["algorithm.loss=dapo"], wrong_clip=name))
+    for name, seed in itertools.product(WRONG, SEEDS):
+        found.append(Job("wrong", name, "sync", seed, ["algorithm.loss=dapo"], wrong_clip=name))
     for name, seed in itertools.product(CORRECTIONS, SEEDS):
-        found.append(Job("corrections", name, "async 8", seed, [*STALE, *CORRECTIONS[name]], stop_at=None))
+        found.append(
+            Job("corrections", name, "async 8", seed, [*STALE, *CORRECTIONS[name]], stop_at=None, batches=STALE_BATCHES)
+        )
     return found
 
 

@@ -160,17 +160,19 @@ class TorchTrainer:
     def finish_train_step(self) -> StepResult:
         """Reduce, rescale, clip, step, tick the version, close.
 
-        Errors: TrainStepError where no token of the whole step is scored; DivergenceError where the loss or the norm of
-        the gradient is not finite. Both before a weight moves.
+        A step of sequences of which none has a scored token (all of them truncated, with `mask_truncated`) is counted and
+        moves no weight: the optimizer would go on its momentum and decay alone.
+        Errors: TrainStepError where the step has no sequence at all; DivergenceError where the loss or the norm of the
+        gradient is not finite. Both before a weight moves.
         """
         step = self._require_open()
         device = self.policy.device
         step.counts.loss, step.counts.extra = step.metrics.loss_sums()
         totals = step.counts.over_ranks(self.reducer, device)
-        if totals.tokens == 0:
+        if totals.sequences == 0:
             raise TrainStepError(
-                f"no token of this step is scored ({totals.sequences:g} sequences): the optimizer would move the weights on "
-                "momentum and decay alone; abort the step"
+                "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "
+                "abort the step"
             )
         denominators = totals.denominators(self.max_completion_length)
         denominator = denominators[step.loss.normaliser]
@@ -188,7 +190,8 @@ class TorchTrainer:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the reduction runs on a stream of its own: half a gradient is no gradient
         grad_norm = self._clip(gradient)
-        self.optimizer.step()
+        if totals.tokens > 0:
+            self.optimizer.step()
         step.state = StepState.COMMITTED
         version = self.policy.advance()
         lr = self.optimizer.lr
@@ -197,7 +200,7 @@ class TorchTrainer:
         measured = totals.measured().denominators(self.max_completion_length)
         metrics = step.metrics.reduce(self.reducer, device, measured)
         metrics.update({"optim/grad_norm": grad_norm, "optim/lr": lr})
-        if self.control is not None:
+        if self.control is not None and totals.tokens > 0:
             metrics["entropy_coef"] = self.control.applied
             self.control = self.control.after(metrics["entropy"])
         self._step = None

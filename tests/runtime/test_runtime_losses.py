@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import REAL, Process, equal_weights, metrics_of, write_yaml
+from runtime_helpers import REAL, Process, equal_weights, metrics_of, weights_of, write_yaml
 
 from asyncrl.config.check_losses import LOSS_NORMALISERS
 from asyncrl.main import main
@@ -114,6 +114,20 @@ def test_overlong_filters_take_tokens_and_no_sequences(here: Path) -> None:
         assert line["train/sequences"] == plain["train/sequences"] == 16
         long = plain["train/tokens"] - line["train/tokens"]
         assert line["train/tokens"] > 0 and long > 0 and long % 8 == 0  # all of the completions of 8 tokens
+
+
+@pytest.mark.parametrize("algorithm", [{"loss": "dapo"}, {"loss": "grpo", "updates_per_batch": 2, "kl_coef": 0.1}])
+def test_a_run_of_truncated_completions_ends_as_asked_and_teaches_nothing(
+    here: Path, algorithm: dict[str, Any]
+) -> None:
+    rollout = REAL["rollout"] | {"ignore_eos": True}
+    tree = REAL | {"rollout": rollout, "algorithm": algorithm | {"mask_truncated": True}}
+    assert main([str(write_yaml(here, tree)), "train.weight_decay=0.5", "checkpoint.every=1", "checkpoint.keep=0"]) == 0
+    lines = metrics_of(here / "runs/run")
+    assert [(line["train/tokens"], line["train/sequences"]) for line in lines] == [(0, 16)] * 3
+    updates = algorithm.get("updates_per_batch", 1)
+    first, last = (weights_of(here / "runs/run", updates * step) for step in (1, 3))
+    assert equal_weights(first, last)
 
 
 def test_centres_of_the_clip(here: Path) -> None:

@@ -153,18 +153,29 @@ def test_clip_acts_on_the_rescaled_gradient() -> None:
     assert float(core.policy.flat.grad.norm()) == pytest.approx(free.grad_norm / 4, rel=1e-12)
 
 
-def test_no_scored_token_in_the_whole_step_raises_before_anything_moves() -> None:
+def test_a_step_without_a_sequence_raises_before_anything_moves() -> None:
     core = make_trainer(weight_decay=0.5)
     train_step(core)  # momentum exists: a step without gradient would move the weights
     before, version = weights(core), core.version
-    for batches in ([], microbatches(masked=(0, 1, 2, 3))):
-        core.begin_train_step(LOSS)
-        for batch in batches:
-            core.train_microbatch(batch)
-        with pytest.raises(TrainStepError, match="no token of this step is scored"):
-            core.finish_train_step()
-        core.abort_train_step()
+    core.begin_train_step(LOSS)
+    with pytest.raises(TrainStepError, match="this step has no sequence on any rank"):
+        core.finish_train_step()
+    core.abort_train_step()
     assert torch.equal(weights(core), before) and core.version == version
+
+
+def test_a_step_whose_sequences_are_all_masked_is_counted_and_moves_nothing() -> None:
+    """All of them truncated, say: neither weights nor momentum, but the version and the schedule go on."""
+    core, other = (make_trainer(weight_decay=0.5) for _ in range(2))
+    for each in (core, other):
+        train_step(each)
+    before, version = weights(core), core.version
+    result = train_step(core, microbatches(masked=(0, 1, 2, 3)))
+    assert (result.tokens, result.sequences, result.loss, result.grad_norm) == (0, 12, 0.0, 0.0)
+    assert torch.equal(weights(core), before) and core.version == result.version == version + 1
+    train_step(core, microbatches(seed=1))
+    train_step(other, microbatches(seed=1))
+    assert torch.equal(weights(core), weights(other))
 
 
 def test_fully_masked_sequences_count_in_the_sequence_normaliser() -> None:

@@ -9,6 +9,7 @@ with `stop_at` null it runs through.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 import sys
@@ -106,3 +107,4 @@ def cpu_seconds() -> float:
 if __name__ == "__main__":
     for line in sys.stdin:
         print(json.dumps(asyncio.run(run(json.loads(line)))), flush=True)
+        gc.collect()  # a run's rooms refer to each other: left alone they go much later

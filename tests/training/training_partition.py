@@ -1,0 +1,92 @@
+"""One rank that trains whatever part of a step it is told: `python training_partition.py RANK WORLD PORT OUT`.
+
+A line on stdin: `{"name": loss, "seed": n, "where": [[rank, microbatch], ...]}`, a place for each sequence of the step. The
+answer is the file `OUT/RANK.pt`, then a line on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from training_helpers import MAX_LENGTH, everything, make_group, tiny_policy, with_columns
+
+from asyncrl.config.schema import TrainConfig
+from asyncrl.data.packing import pack_groups
+from asyncrl.distributed.world import World
+from asyncrl.models.policy import PolicyModel
+from asyncrl.training.trainer import TorchTrainer
+from asyncrl.types import Microbatch
+
+GROUPS, SIZE = 3, 3
+SEQUENCES = GROUPS * SIZE
+
+
+def groups(seed: int) -> list[Any]:
+    """Group 1 has a fully masked member, group 2 rows with holes."""
+    rng = np.random.default_rng(seed)
+    return [make_group(rng, i, size=SIZE, masked=(2,) if i == 1 else (), holes=i == 2) for i in range(GROUPS)]
+
+
+def part(seed: int, where: list[list[int]], rank: int) -> list[Microbatch]:
+    """The microbatches of this rank: sequence `g x SIZE + m` is member m of group g, wherever it is put."""
+    found: list[Microbatch] = []
+    for chunk in sorted({chunk for owner, chunk in where if owner == rank}):
+        pieces = []
+        for g, (group, advantages) in enumerate(groups(seed)):
+            members = [m for m in range(SIZE) if where[g * SIZE + m] == [rank, chunk]]
+            if members:
+                chosen = tuple(group.trajectories[m] for m in members)
+                pieces.append((replace(group, trajectories=chosen), advantages[members]))
+        found += pack_groups(pieces, 10_000)
+    return [with_columns(microbatch) for microbatch in found]
+
+
+@cache
+def policy() -> PolicyModel:
+    """One for all steps: at a learning rate of 0 none of them moves it."""
+    return tiny_policy()
+
+
+def step(world: Any, name: str, microbatches: list[Microbatch]) -> dict[str, Any]:
+    """One step through the split train step, every term of the loss on."""
+    loss = everything(name)
+    policy().version = 0
+    trainer = TorchTrainer(
+        policy(),
+        TrainConfig(lr=0.0, grad_clip=None),
+        world,
+        max_completion_length=MAX_LENGTH,
+        second_buffer=loss.extra_normaliser is not None,
+    )
+    trainer.begin_train_step(loss)
+    for microbatch in microbatches:
+        trainer.train_microbatch(microbatch)
+    result = trainer.finish_train_step()
+    numbers = {"loss": result.loss, "tokens": result.tokens, "sequences": result.sequences, **result.metrics}
+    return {"gradient": trainer.policy.flat.grad.clone(), "numbers": numbers}
+
+
+def main() -> None:
+    rank, size, port, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with World.from_env(os.environ).open(torch.device("cpu"), timeout_s=120) as world:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            torch.save(
+                step(world, asked["name"], part(asked["seed"], asked["where"], int(rank))), Path(out) / f"{rank}.pt"
+            )
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
