@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncrlError, ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.runtime.runtime import RunSummary, Runtime
+    from asyncrl.transport.record_ring import RecordRing
 
 USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run] [--help]"
 
@@ -79,6 +80,7 @@ def run(config: Config) -> int:
 async def _run(config: Config) -> int:
     import anyio
 
+    from asyncrl.runtime.door import ring_of
     from asyncrl.runtime.runtime import Runtime
 
     stopped: list[signal.Signals] = []
@@ -102,11 +104,40 @@ async def _run(config: Config) -> int:
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, stop, each)
     with scope:
-        async with runtime:
+        ring = None if config.door.ring is None else ring_of(config)
+        # The ring closes last: a step that is committed while the run is being stopped still releases its records.
+        async with contextlib.nullcontext() if ring is None else ring, runtime:
             runtime.announce()
+            if ring is not None:
+                runtime.start("door", _open_doors, runtime, ring)
             summary = await runtime.run()
+            left = 0 if ring is None else ring.statistics().outstanding
         _print_summary(summary, runtime)
+        if left:
+            print(
+                f"{left} records that were not trained wait in ring {config.door.ring} (see `asyncrl shm`) for the next run"
+            )
     return 128 + stopped[0] if stopped else 0
+
+
+async def _open_doors(runtime: Runtime, ring: RecordRing) -> None:
+    """Feed the run from `door.ring`, and over HTTP where `door.http_port` says so, until the training ends."""
+    from functools import partial
+
+    import anyio
+
+    from asyncrl.runtime.door import serve
+
+    door, leader = runtime.config.door, runtime.world.is_first
+    runtime.note(f"waiting for producers at the record ring {ring.name!r} (asyncrl.client)")
+    if door.http_port is None or not leader:
+        await serve(runtime, ring)
+        return
+    from asyncrl.http.atropos import serve as serve_http
+
+    async with anyio.create_task_group() as tasks:
+        http = await tasks.start(partial(serve_http, runtime, ring, host=door.http_host, port=door.http_port))
+        runtime.note(f"waiting for Atropos environments at {http.url}")
 
 
 def _print_summary(summary: RunSummary, runtime: Runtime) -> None:

@@ -1,5 +1,8 @@
 """A run that Atropos environments feed over HTTP, and any process through shared memory: the quickstart's model.
 
+A run from a file does the same with `door: {ring: atropos, http_port: 8000}`; here it is a program of its own, which also
+saves the tokenizer for the environment.
+
 pip install 'asyncrl[http]'
 python examples/atropos_run.py        # then, in another terminal, what examples/atropos_env.py says
 """
@@ -23,7 +26,7 @@ async def main(steps: int = 20, *, port: int = 8000, tokenizer: str = "runs/atro
     """Train `steps` steps on what comes. Returns the mean reward of every step."""
     rewards: list[float] = []
     config = load_config([CONFIG], ["rollout.groups_per_step=4", "run.name=atropos"])
-    async with Runtime(config, write=False) as runtime, RecordRing("atropos") as ring:
+    async with RecordRing("atropos") as ring, Runtime(config, write=False) as runtime:
         runtime.tokenizer.save_pretrained(tokenizer)  # the environment reads it from there
         reports = runtime.steps()
         async with anyio.create_task_group() as tasks:

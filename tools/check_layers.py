@@ -34,6 +34,7 @@ SAME_FLOOR: dict[str, set[str]] = {
     "types": set(),
     "records": {"types", "errors"},  # the schema is data about the nouns
     "runtime": {"pumps"},  # the facade owns the pumps; the pumps know nothing of it
+    "main": {"http"},  # opens it where the configuration asks for it
     "cli": {"main"},  # two doors to the same run
 }
 TORCH_FREE = {

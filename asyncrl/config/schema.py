@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import field_validator
 
-from .schema_rollouts import ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
+from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .section import Section, field
 
 AdvantageName: TypeAlias = Literal[
@@ -315,6 +315,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    door: DoorConfig = DoorConfig()
     replay: ReplayConfig = ReplayConfig()
     reroll: RerollConfig = RerollConfig()
     engine: EngineConfig = EngineConfig()

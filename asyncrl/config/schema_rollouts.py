@@ -1,4 +1,4 @@
-"""The sections about what is generated: rewards, rollouts, replay. Part of the schema (`schema.py`)."""
+"""The sections about what is trained on: rewards, rollouts, groups from outside, replay. Part of the schema (`schema.py`)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,37 @@ class RewardConfig(Section):
     def _listify(cls, value: Any) -> Any:
         items = [value] if isinstance(value, (str, dict)) else (value or [])
         return [{"function": item} if isinstance(item, str) else item for item in items]
+
+
+class DoorConfig(Section):
+    """Groups from other processes: `asyncrl.client` through shared memory, Atropos environments over HTTP."""
+
+    ring: str | None = field(
+        None,
+        "Open a record ring of this name in shared memory; every group comes through it and none from data.train. With "
+        "several ranks, rank r > 0 opens `name-r`.",
+    )
+    ring_mib: int = field(256, "Shared memory of the ring in MiB, for all producers together.", ge=1)
+    producer_mib: int = field(16, "Part of one producer in MiB; no record can be larger: it is refused.", ge=1)
+    producer_records: int = field(256, "Records that one producer can have in its part.", ge=1)
+    timeout_s: float | None = field(
+        600.0, "How long an incomplete group waits for its members, from its first one; null: without end.", gt=0
+    )
+    on_timeout: Literal["drop", "partial", "error"] = field(
+        "drop", "Then: drop it, train the members that came (at least two), or end the run with an error."
+    )
+    reconnect_s: float = field(
+        30.0,
+        "When the last producer of an epoch is gone, its incomplete groups end after this long, unless one comes with "
+        "the same epoch.",
+        ge=0,
+    )
+    http_port: int | None = field(
+        None, "Speak Atropos' API on this port too, into the same ring (extra [http]); 0: any free one.", ge=0, le=65535
+    )
+    http_host: str = field(
+        "127.0.0.1", "The address of that port. Nobody is asked for a password: only addresses that you trust."
+    )
 
 
 class RolloutConfig(Section):

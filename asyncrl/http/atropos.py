@@ -1,6 +1,6 @@
 """The HTTP door for Atropos: a stock `atroposlib` environment server trains a run.
 
-    async with Runtime(config) as runtime, RecordRing("my-run") as ring, anyio.create_task_group() as tasks:
+    async with RecordRing("my-run") as ring, Runtime(config) as runtime, anyio.create_task_group() as tasks:
         door = await tasks.start(serve, runtime, ring)      # http://127.0.0.1:8000
         async for step in runtime.steps(): ...
 
@@ -40,7 +40,7 @@ from asyncrl.client import AsyncClient
 from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError, RecordTooLarge, TransportError
 from asyncrl.runtime import door as ring_door
 
-from .scored_data import Limits, read_group
+from .scored_data import read_group
 
 try:
     from aiohttp import web
@@ -66,20 +66,17 @@ class Terms:
 
     name: str
     batch_size: int  # sequences a step
-    limits: Limits
+    limits: ring_door.Limits
     steps: int | None  # in all; None: no end
     checkpoint_dir: str
 
     @classmethod
     def of(cls, runtime: Runtime) -> Terms:
-        config, policy = runtime.config, runtime.built.policy
+        config = runtime.config
         return cls(
             name=config.run.name,
             batch_size=config.rollout.groups_per_step * config.rollout.group_size,
-            limits=Limits(
-                longest=config.data.max_prompt_tokens + config.rollout.max_tokens,
-                vocabulary=NO_END if policy is None else int(policy.config.vocab_size),
-            ),
+            limits=ring_door.Limits.of(runtime),
             steps=config.train.max_steps,
             checkpoint_dir="" if runtime.directory is None else str(runtime.directory.path.absolute()),
         )
@@ -380,7 +377,7 @@ async def serve(
     Errors: ConfigError where it cannot listen.
     """
     counts = statistics or ring_door.DoorStatistics()
-    ring.publish_version(runtime.version)  # before the first group is stamped with it
+    ring.publish_version(runtime.version)  # before anything is stamped with it
     async with anyio.create_task_group() as tasks:
 
         async def feed() -> None:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from asyncrl.client.scored import Scored
 from asyncrl.errors import DataError
+from asyncrl.runtime.door import Limits
 
 NOT_TRAINED = -100
 SLACK = 1e-4  # nats above 0 that a sampler's rounding may leave
@@ -39,14 +40,6 @@ UNUSABLE = {
     "distill_token_ids": "this run does not distil",
     "distill_logprobs": "this run does not distil",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What fits into the run."""
-
-    longest: int  # tokens of one trajectory
-    vocabulary: int  # token ids are below it
 
 
 @dataclass(frozen=True, slots=True)

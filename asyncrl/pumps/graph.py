@@ -110,16 +110,24 @@ class Graph:
             self._callbacks.append(callback)
 
     async def run(self, supervisor: Supervisor) -> None:
-        """Generate, score and train the configured prompts until the end. Groups left over are dropped and counted."""
-        assert self._prompts is not None
-        self._generating = True
-        supervisor.start("generation", self._generation)
+        """Generate, score and train the configured prompts until the end. Groups left over are dropped and counted.
+
+        Without prompts: train what is submitted meanwhile. The time limit then trains what is here: the next group may
+        never come.
+        """
+        if self._prompts is None:
+            self._generated.set()
+        else:
+            self._generating = True
+            supervisor.start("generation", self._generation)
         limit = self._rooms.config.train.time_limit_s
         with anyio.move_on_after(limit) as timer:
             await self._finished.wait()
         if timer.cancelled_caught:
             self.time_is_up = True
-            if self._rooms.ranks == 1:  # several have to agree on the last step: see `stop_at`
+            if self._prompts is None:
+                await self.drain()
+            elif self._rooms.ranks == 1:  # several have to agree on the last step: see `stop_at`
                 self._train.stop_after_step()
             await self._finished.wait()
         await self._generated.wait()  # else a group could be admitted after the others were ended
@@ -165,8 +173,10 @@ class Graph:
         rooms = self._rooms
         if self._generating:
             raise LifecycleError("submit: this Runtime runs its own prompts")
-        oldest = min((t.oldest_version for t in trajectories if t.oldest_version >= 0), default=rooms.trainer.version)
-        ticket = await self._admit(prompt.group_id, oldest // rooms.config.algorithm.updates_per_batch)
+        versions = [t.oldest_version for t in trajectories if t.oldest_version >= 0]
+        # None, where no token says its age: it counts as of the version that has room for it.
+        oldest = min(versions) // rooms.config.algorithm.updates_per_batch if versions else None
+        ticket = await self._admit(prompt.group_id, oldest)
         if ticket is None:
             rooms.counters["staleness/dropped"] += 1
             return False
@@ -181,7 +191,7 @@ class Graph:
             raise
         return True
 
-    async def _admit(self, group_id: int, oldest: int) -> Ticket | None:
+    async def _admit(self, group_id: int, oldest: int | None) -> Ticket | None:
         """As `Ledger.admit`, but not for longer than slots can come free. Errors: LifecycleError."""
         with anyio.CancelScope() as scope:
             self.when_finished(scope.cancel)

@@ -1,91 +1,229 @@
-"""The shared-memory door: groups that other processes push (`asyncrl.client`) become groups of an embedded Runtime.
+"""The shared-memory door: groups that other processes push (`asyncrl.client`) become groups of a Runtime.
 
-    async with Runtime(config) as runtime, RecordRing("my-run") as ring:
+    door: {ring: my-run}                    # in the configuration of `asyncrl run`; or inside a program of your own:
+
+    async with RecordRing("my-run") as ring, Runtime(config) as runtime:
         await serve(runtime, ring)          # until the training ends or the ring is closed
 
     ring ──▶ stash, by (epoch, group) ──▶ whole, scored ──▶ runtime.submit (waits for a slot) ──▶ trained or dropped
-     ▲                                                                                                │
-     └──────────────────────────────── released: the producer's bytes are free again ◀────────────────┘
+     ▲          │ time is up, epoch over, too old: dropped and counted                                │
+     └──────────┴───── released: the producer's bytes are free again ◀────────────────────────────────┘
 
-A full pipeline stops the reading, full rings stop the producers: the backpressure reaches them, and nothing is dropped for it.
-What was not trained when the run ends stays in the ring for the next run of this name.
+* A full ring stops its producer; nothing is dropped for want of room. What lies in the rings is read at once, so that the
+  time of an incomplete group is the producers' and never the training's.
+* A group of known versions for which no place is left within `rollout.max_staleness` is dropped and counted at once: its
+  producer can play a new one with the weights of today. One that says no version waits for its slot.
+* An incomplete group ends by `door.timeout_s` from its first member (`door.on_timeout`: drop it, train what came, or end the
+  run), `door.reconnect_s` after the last producer of its epoch went, or when a member of it is too old to be trained.
+* A record is released in the very step of the loop that commits or drops its group: a checkpoint of that step finds it gone,
+  and a run that goes on from there does not train it again.
+* What was not trained when the run ends stays in the ring for the next run of this name. The ring is opened before the
+  Runtime and closed after it: what is trained once the ring is closed cannot be released, and would come again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import anyio
 
-from asyncrl.data.stash import Stash, StashedGroup, StashRefused, Status
-from asyncrl.errors import DataError, LifecycleError, RecordError
+from asyncrl.config.resolve import staleness_bound
+from asyncrl.config.schema import Config
+from asyncrl.data.stash import Ending, Stash, StashedGroup, StashRefused, Status
+from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError
 from asyncrl.records.trajectories import trajectories_of
+from asyncrl.transport.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
-    from asyncrl.transport.record_ring import Delivery, RecordRing
+    from asyncrl.pumps.pipeline import StepReport
+    from asyncrl.transport.record_ring import Delivery
 
     from .runtime import Runtime
 
 MOST_GROUPS = 4096  # incomplete groups in the stash; their bytes are bounded by the rings
+MOST_WHOLE = 1 << 30  # whole groups that wait for slots: the rings, whose records they hold, bound them
+NOTES = 10  # refusals that are shown on the live view; all are counted
+NO_MODEL = 1 << 31
 
 
 @dataclass(slots=True)
 class DoorStatistics:
-    submitted: int = 0  # groups
-    too_old: int = 0  # groups that the ledger found too old
-    refused: int = (
-        0  # records whose members contradict their group, and groups that cannot be trained; see last_refusal
-    )
+    """All but the last count groups."""
+
+    submitted: int = 0
+    too_old: int = 0  # to be trained within `max_staleness`
+    incomplete: int = 0  # dropped: their time was up, or their epoch over
+    partial: int = 0  # submitted with the members that came in time
+    refused: int = 0  # records that contradict their group, and groups that cannot be trained; see last_refusal
     last_refusal: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What fits into a run."""
+
+    longest: int  # tokens of one trajectory
+    vocabulary: int  # token ids are below it
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Limits:
+        config, policy = runtime.config, runtime.built.policy
+        return cls(
+            longest=config.data.max_prompt_tokens + config.rollout.max_tokens,
+            vocabulary=NO_MODEL if policy is None else int(policy.config.vocab_size),
+        )
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Errors: DataError. An id outside of the model would end the run in the middle of a step."""
+        ids, where = trajectory.tokens, f"member {trajectory.member}"
+        if not 0 < ids.size <= self.longest:
+            raise DataError(
+                f"{where} has {ids.size} tokens; this run takes 1 to {self.longest} (data.max_prompt_tokens + rollout.max_tokens)"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocabulary:
+            raise DataError(
+                f"{where} holds token {low if low < 0 else high}; the model's ids are 0 to {self.vocabulary - 1}: other tokenizer?"
+            )
+
+
 class _Door:
+    """Hears every step (`push`) and the end of the training (`close`) in the step of the loop in which they happen."""
+
     def __init__(self, runtime: Runtime, ring: RecordRing, statistics: DoorStatistics) -> None:
+        settings = runtime.config.door
         self._runtime = runtime
         self._ring = ring
-        self._stash: Stash[None] = Stash(MOST_GROUPS)
+        self._limits = Limits.of(runtime)
+        self._reconnect_s = settings.reconnect_s
+        self._stash: Stash[None] = Stash(
+            MOST_GROUPS, timeout_s=settings.timeout_s, on_timeout=settings.on_timeout, clock=anyio.current_time
+        )
         self._counts = statistics
+        whole: tuple[QueueSender[StashedGroup[None]], QueueReceiver[StashedGroup[None]]] = open_queue(
+            "door", MOST_WHOLE, runtime.recorder
+        )
+        self._whole_in, self._whole = whole
         self._submitted: dict[int, tuple[Delivery, ...]] = {}  # by the Runtime's own group id
+        self._feeders: dict[int, set[bytes]] = {}  # epoch -> its producers that have not gone
+        self._over: dict[int, float] = {}  # epoch without producers -> when it ends
+        self._changed = anyio.Event()
+        self._ended = False
+        self.scope = anyio.CancelScope()
+
+    # -- what the Runtime and the ring call
+
+    def push(self, report: StepReport) -> None:
+        """A step was committed."""
+        with contextlib.suppress(anyio.ClosedResourceError):  # the ring may be closed before the Runtime is
+            self._ring.publish_version(report.version)
+        for group in self._stash.evict_stale(report.version, staleness_bound(self._runtime.config)):
+            self._drop(group)
+        self.release_ended()
+
+    def close(self) -> None:
+        """No step can come any more. Groups that are ended from here on were not trained: the next run gets them."""
+        self._ended = True
+        self.scope.cancel()
+
+    def producer_gone(self, producer: bytes) -> None:
+        for epoch, feeders in list(self._feeders.items()):
+            feeders.discard(producer)
+            if not feeders:
+                del self._feeders[epoch]
+                self._over[epoch] = anyio.current_time() + self._reconnect_s
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # -- tasks
 
     async def read(self) -> None:
         async for delivery in self._ring:
-            whole = self._take(delivery)
-            if whole is not None:
-                await self._submit(whole)
+            self._take(delivery)
+            await anyio.lowlevel.checkpoint()  # a ring that is full of records must not hold the loop
 
-    async def follow(self) -> None:
-        """After every step: tell the version, and release what ended."""
-        self._ring.publish_version(self._runtime.version)
-        async for report in self._runtime.steps():
-            self._ring.publish_version(report.version)
+    async def submit(self) -> None:
+        with contextlib.suppress(LifecycleError):  # the training ended while a group waited for its slot
+            async for group in self._whole:
+                await self._submit(group)
+
+    async def expire(self) -> None:
+        """Errors: StallError with `on_timeout: error`."""
+        while True:
+            for group in await self._stash.wait_expired():
+                if group.trainable:
+                    self._counts.partial += 1
+                    self._whole_in.put_nowait(group)
+                else:
+                    self._drop(group)
+
+    async def end_epochs(self) -> None:
+        while True:
+            changed, now = self._changed, anyio.current_time()
+            for epoch in [epoch for epoch, at in self._over.items() if at <= now]:
+                del self._over[epoch]
+                for group in self._stash.end_epoch(epoch):
+                    self._drop(group)
+            with anyio.CancelScope(deadline=min(self._over.values(), default=math.inf)):
+                await changed.wait()
+
+    async def follow_books(self) -> None:
+        """Groups end between two steps too (filters, deadlines), and a full ring may wait for just that."""
+        ledger = self._runtime._rooms.ledger
+        seen = ledger.changes
+        while True:
             self.release_ended()
+            seen = await ledger.wait_changed(seen)
+
+    # -- inside
 
     def release_ended(self) -> None:
+        if self._ended or not self._submitted:
+            return
         live = {ticket.group_id for ticket in self._runtime._rooms.ledger.live_groups()}
         for group_id in [group_id for group_id in self._submitted if group_id not in live]:
             _release(self._submitted.pop(group_id))
 
-    def _take(self, delivery: Delivery) -> StashedGroup[None] | None:
-        """Put the new members into the stash; the group, where they completed it."""
-        record, kept, whole = delivery.record, False, None
+    def _take(self, delivery: Delivery) -> None:
+        """Put the new members into the stash; the group into the queue, where they completed it."""
+        record, kept = delivery.record, False
+        self._feeders.setdefault(record.epoch, set()).add(record.producer)
+        self._over.pop(record.epoch, None)
         try:
             # Copied: reports of a step may be read after its records were released.
             trajectories = trajectories_of(record)
-            if len(delivery.fresh) == record.size:
-                whole = self._stash.add_whole(trajectories, None, lease=delivery, epoch=record.epoch)
-                if whole is not None:
-                    return whole
             for position in delivery.fresh:
-                arrival = self._stash.add(trajectories[position], None, lease=delivery, epoch=record.epoch)
-                kept |= arrival.status in (Status.WAITING, Status.WHOLE)
-                whole = arrival.whole or whole
-        except (RecordError, StashRefused) as error:
+                self._limits.check(trajectories[position])
+        except (RecordError, DataError) as error:  # such a group can never be whole
             self._refuse(error)
+            rest = self._stash.discard(record.group, record.epoch)
+            _release((delivery, *(rest.leases if rest is not None else ())))
+            return
+        if len(delivery.fresh) == record.size:
+            whole = self._stash.add_whole(trajectories, None, lease=delivery, epoch=record.epoch)
+            if whole is not None:
+                self._whole_in.put_nowait(whole)
+                return
+        for position in delivery.fresh:
+            try:
+                arrival = self._stash.add(trajectories[position], None, lease=delivery, epoch=record.epoch)
+            except StashRefused as error:
+                self._refuse(error)
+                continue
+            kept |= arrival.status in (Status.WAITING, Status.WHOLE)
+            for group in arrival.ended:
+                self._drop(group)
+            if arrival.whole is not None:
+                self._whole_in.put_nowait(arrival.whole)
         if not kept:
             delivery.release()
-        return whole
 
     async def _submit(self, group: StashedGroup[None]) -> None:
         leases = tuple(dict.fromkeys(group.leases))
@@ -100,13 +238,13 @@ class _Door:
             self._refuse(error)
             _release(leases)
             return
-        if not accepted:
-            self._counts.too_old += 1
+        if accepted:
+            self._counts.submitted += 1
+            self._submitted[group_id] = leases
+            self.release_ended()  # it may have ended before we came back
+        else:
+            self._too_old()
             _release(leases)
-            return
-        self._counts.submitted += 1
-        self._submitted[group_id] = leases
-        self.release_ended()  # it may have ended before we came back
 
     def _own_id(self) -> int:
         """A group id that no other group of this run has: producers number theirs as they like."""
@@ -114,9 +252,30 @@ class _Door:
         group_id, runtime._next_group = runtime._next_group, runtime._next_group + runtime.world.world_size
         return group_id
 
+    def _drop(self, group: StashedGroup[None]) -> None:
+        """An incomplete group ended."""
+        if group.ending is Ending.STALE:
+            self._too_old()
+        else:
+            self._counts.incomplete += 1
+            self._runtime.recorder.count("door/incomplete")
+        _release(tuple(dict.fromkeys(group.leases)))
+
+    def _too_old(self) -> None:
+        self._counts.too_old += 1
+        self._runtime.recorder.count("door/too_old")
+        if self._counts.too_old == 1:
+            self._runtime.note(
+                "door: a group was too old to be trained within rollout.max_staleness and was dropped; later ones are counted "
+                "as door/too_old"
+            )
+
     def _refuse(self, error: Exception) -> None:
         self._counts.refused += 1
         self._counts.last_refusal = str(error)
+        self._runtime.recorder.count("door/refused")
+        if self._counts.refused <= NOTES:
+            self._runtime.note(f"door: refused: {error}")
 
 
 def _release(leases: tuple[Delivery, ...]) -> None:
@@ -124,23 +283,37 @@ def _release(leases: tuple[Delivery, ...]) -> None:
         delivery.release()
 
 
+def ring_of(config: Config) -> RecordRing:
+    """The ring that `door.*` asks this rank for; open it with `async with`. Errors: ConfigError."""
+    settings, rank = config.door, World.from_env().rank
+    if settings.ring is None:
+        raise ConfigError("door.ring is not set: name the ring that producers attach to")
+    return RecordRing(
+        settings.ring if rank == 0 else f"{settings.ring}-{rank}",
+        RingSettings(
+            size=settings.ring_mib << 20,
+            slots=settings.producer_records,
+            ring_bytes=settings.producer_mib << 20,
+        ),
+    )
+
+
 async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics | None = None) -> DoorStatistics:
     """Feed `runtime` from `ring` until the training ends or the ring is closed. Cancel it to stop earlier.
 
-    Both stay open; what waits in the stash, or was submitted and not trained, is not released. A `statistics` that is
-    given is kept up to date meanwhile.
+    Both stay open; what waits in the stash is not released. A `statistics` that is given is kept up to date.
+    Errors: StallError with `door.on_timeout: error`.
     """
     counts = statistics or DoorStatistics()
     door = _Door(runtime, ring, counts)
-    async with anyio.create_task_group() as tasks:
-
-        async def follow() -> None:
-            await door.follow()
-            tasks.cancel_scope.cancel()  # no step can come any more
-
-        tasks.start_soon(follow)
-        with contextlib.suppress(LifecycleError):  # the training ended while a group waited for its slot
+    ring.publish_version(runtime.version)
+    ring.recorder = runtime.recorder
+    ring.on_gone = door.producer_gone  # and so the ring keeps the door, which releases what is trained later, too
+    runtime.listen(door)
+    with door.scope:
+        async with anyio.create_task_group() as tasks:
+            for task in (door.submit, door.expire, door.end_epochs, door.follow_books):
+                tasks.start_soon(task)
             await door.read()
-        tasks.cancel_scope.cancel()
-    door.release_ended()
+            tasks.cancel_scope.cancel()
     return counts

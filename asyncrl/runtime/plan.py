@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
@@ -28,10 +30,18 @@ def plan(config: Config) -> str:
     return "\n".join(lines)
 
 
+def announcement(config: Config, directory: Path | None) -> list[str]:
+    """A few plain lines on what starts, and the warnings of a resolved configuration."""
+    rollout, where = config.rollout, directory or "no run directory"
+    lines = [
+        f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
+        f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
+    ]
+    return lines + [f"note: {warning}" for warning in warnings(config)]
+
+
 def print_plan(config: Config) -> None:
     """Print it, and write it where the run directory would be, as `plan.txt`."""
-    from pathlib import Path
-
     text = plan(config)
     print(text)
     directory = Path(config.run.dir) / config.run.name

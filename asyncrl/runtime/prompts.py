@@ -17,15 +17,23 @@ from . import dry
 def load_prompts(
     config: Config, tokenizer: Any, world: World, given: Sequence[Mapping[str, Any]] | None
 ) -> tuple[PromptSource | None, list[Prompt]]:
-    """(the cursor over the training prompts, the held-out prompts). None: an embedding program brings its own.
+    """(the cursor over the training prompts, the held-out prompts). None: groups come from outside (embedding, `door.ring`).
 
     `given`: rows instead of `data.train`. Errors: DataError, over-long prompts under `overlong: refuse` included.
     """
     rows: Any = given if given is not None else config.data.train
-    if rows is None and config.train.kind == "dry_run":
+    if rows is None and config.train.kind == "dry_run" and config.door.ring is None:
         rows = dry.rows()
-    if rows is None:
-        return None, []
+    prompts = None if rows is None else _source(rows, config, tokenizer, world)
+    held_out: list[Prompt] = []
+    if config.data.eval is not None and config.evaluate.every is not None:
+        data = config.data.model_copy(update={"shuffle": False})
+        source = PromptSource(load_rows(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
+        held_out = list(iter(source.next, None))
+    return prompts, held_out
+
+
+def _source(rows: Any, config: Config, tokenizer: Any, world: World) -> PromptSource:
     prompts = PromptSource(
         load_rows(rows),
         tokenizer,
@@ -37,9 +45,4 @@ def load_prompts(
     )
     if config.data.overlong == "refuse":
         prompts.check_all()
-    held_out: list[Prompt] = []
-    if config.data.eval is not None and config.evaluate.every is not None:
-        data = config.data.model_copy(update={"shuffle": False})
-        source = PromptSource(load_rows(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
-        held_out = list(iter(source.next, None))
-    return prompts, held_out
+    return prompts

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 from weakref import WeakSet
@@ -24,7 +24,7 @@ import torch
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import Watchdog
-from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
+from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LedgerError, LifecycleError
@@ -34,35 +34,24 @@ from asyncrl.pumps.pipeline import StepReport
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import LedgerStatistics, SamplingParams, Trajectory
+from asyncrl.types import SamplingParams, Trajectory
 
 from .directory import RunDirectory
 from .embedding import as_group, as_prompt
 from .journal import Journal
 from .offload import offload
+from .plan import announcement
 from .prompts import load_prompts
 from .rates import needed_flop
 from .rooms import Builder, Built, Overrides, choose_device
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
-from .steps import StepStream
+from .steps import Listener, RunSummary, StepStream
 
 
 class State(Enum):
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """How a run ended."""
-
-    version: int
-    books: LedgerStatistics
-    reasons: Mapping[str, int]  # why groups were dropped or failed, counted
-    seconds: float
-    shares: Mapping[str, float]  # busy/* and idle/* of the whole run
-    history: Sequence[tuple[int, Mapping[str, float]]]  # (version, metrics) of every line written
 
 
 class Runtime:
@@ -90,7 +79,7 @@ class Runtime:
         self._state = State.NEW
         self._task: asyncio.Task[Any] | None = None
         self._next_group = EMBEDDED_GROUPS
-        self._listeners: WeakSet[StepStream[StepReport]] = WeakSet()
+        self._listeners: WeakSet[Listener[StepReport]] = WeakSet()
         self._steps_over = False
         self._stop_agreed = False
         self._pumps_exist = False
@@ -147,8 +136,9 @@ class Runtime:
     async def _open(self) -> None:
         stack = self._stack
         self.world = world = World.from_env()
-        embedding = self._rows is not None or self._given.data.train is None
-        self.config = config = resolve(self._given, world.world_size, embedding=embedding)
+        given = self._given
+        embedding = self._rows is not None or (given.data.train is None and given.door.ring is None)
+        self.config = config = resolve(given, world.world_size, embedding=embedding)
         leader = world.is_first
         self.directory = RunDirectory(config) if self._write else None
         self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []
@@ -182,7 +172,7 @@ class Runtime:
         )
         await self._journal.open()
         for line in self.resume_changes:
-            self._journal.live.note(f"resume: {line}")
+            self.note(f"resume: {line}")
         self._graph = Graph(rooms, self._prompts, held_out, self._at_version, self._on_step)
         self._graph.when_finished(self._no_more_steps)
         stack.push_async_exit(self._finalize)
@@ -223,10 +213,13 @@ class Runtime:
     # -- a run over configured data --------------------------------------------------------------------------------
 
     async def run(self) -> RunSummary:
-        """Train on the configured prompts until `max_steps`, `max_epochs` or the time limit. Once per Runtime."""
+        """Train on the configured prompts, or on what comes through `door.ring` (`asyncrl.runtime.door`), until `max_steps`,
+        `max_epochs` or the time limit. Once per Runtime."""
         self._check_open("run")
-        if self._prompts is None:
-            raise ConfigError("Runtime.run needs prompts: set data.train, or pass prompts=[...] to Runtime")
+        if self._prompts is None and self.config.door.ring is None:
+            raise ConfigError(
+                "Runtime.run needs prompts: set data.train (or door.ring), or pass prompts=[...] to Runtime"
+            )
         if self._ran:
             raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
         self._ran = True
@@ -235,16 +228,19 @@ class Runtime:
         await self._graph.run(self._supervisor)
         return self.summary()
 
+    def start(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+        """Run `work(*arguments)` beside the pumps until it ends or the block does; if it fails, the run fails with its error."""
+        self._check_open("start")
+        self._supervisor.start(name, work, *arguments)
+
+    def note(self, text: str) -> None:
+        """A line for people on the live view."""
+        self._journal.live.note(text)
+
     def announce(self) -> None:
         """A few plain lines on what starts, and the warnings of the configuration."""
-        config, note = self.config, self._journal.live.note
-        where = self.directory.path if self.directory else "no run directory"
-        note(
-            f"{config.run.name}: preset {config.preset}, {config.rollout.groups_per_step} groups x {config.rollout.group_size} "
-            f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
-        )
-        for warning in warnings(config):
-            note(f"note: {warning}")
+        for line in announcement(self.config, self.directory.path if self.directory else None):
+            self.note(line)
 
     def summary(self) -> RunSummary:
         return RunSummary(
@@ -312,7 +308,7 @@ class Runtime:
                 await self._rooms.book.end_all(ended)
                 await self._journal.write_pending()
                 if self._checkpointer.final_due(version, error):
-                    self._journal.live.note(f"writing a checkpoint of version {version}")
+                    self.note(f"writing a checkpoint of version {version}")
                     await self._checkpointer.save(version, books)
             finally:
                 await self._journal.finish(ended if error is not None else "completed")
@@ -378,12 +374,16 @@ class Runtime:
     def steps(self) -> StepStream[StepReport]:
         """`async for report in rt.steps()`: every step committed from this call on, until the training ends or the
         Runtime closes."""
-        self._check_open("steps")
         stream: StepStream[StepReport] = StepStream()
-        self._listeners.add(stream)
-        if self._steps_over:
-            stream.close()
+        self.listen(stream)
         return stream
+
+    def listen(self, listener: Listener[StepReport]) -> None:
+        """Tell `listener` of every step from now on. The Runtime keeps a weak reference."""
+        self._check_open("listen")
+        self._listeners.add(listener)
+        if self._steps_over:
+            listener.close()
 
     @property
     def version(self) -> int:

@@ -1,13 +1,39 @@
-"""What `Runtime.steps()` gives: the committed steps, one by one, until the training ends."""
+"""What a Runtime tells: `steps()`, the committed steps one by one until the training ends, and how the run ended."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import anyio
 
+from asyncrl.types import LedgerStatistics
+
 T = TypeVar("T")
+
+T_in = TypeVar("T_in", contravariant=True)
+
+
+class Listener(Protocol[T_in]):
+    """Hears of every committed step, and of the end of the training, in the step of the loop in which it happens."""
+
+    def push(self, item: T_in) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    version: int
+    books: LedgerStatistics
+    reasons: Mapping[str, int]  # why groups were dropped or failed, counted
+    seconds: float
+    shares: Mapping[str, float]  # busy/* and idle/* of the whole run
+    history: Sequence[tuple[int, Mapping[str, float]]]  # (version, metrics) of every line written
 
 
 class StepStream(Generic[T]):

@@ -22,7 +22,7 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,8 @@ from .ring_types import Memory, RingCounters, RingSettings, RingStatistics
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
+
+_GONE = -1  # in the place of a slot: the producer is gone, and all that it put was taken
 
 
 class Delivery:
@@ -76,7 +78,8 @@ class RecordRing:
     ) -> None:
         self.name = name
         self.settings = settings or RingSettings()
-        self._recorder = recorder
+        self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
+        self.recorder = recorder
         self._known = Memory(self.settings.remembered)
         for identity in trained:
             self._known.forget(identity)
@@ -120,7 +123,7 @@ class RecordRing:
         self._door = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
         self._loop.add_reader(self._data, self._on_data)
         self._loop.add_reader(self._door.fileno(), self._on_door)
-        found: list[tuple[int, Link, int]] = []
+        found = []
         for block in arena.blocks():
             if block.tag != TAG:
                 continue
@@ -132,6 +135,7 @@ class RecordRing:
         self._counts.replayed = len(found)
         for link in list(self._links.values()):
             self._watch(link)
+            self._tell_if_gone(link)
             self._free_if_done(link)  # closed in good order while nobody owned it, and nothing left in it
 
     def close(self, *, discard: bool = False) -> bool:
@@ -173,6 +177,10 @@ class RecordRing:
             if not self._ready:
                 raise anyio.WouldBlock
             link, slot, sequence = self._ready.popleft()
+            if slot == _GONE:
+                if self.on_gone is not None:
+                    self.on_gone(link.producer)
+                continue
             try:
                 record = link.reader.take(slot, sequence, checksum=self.settings.checksum)
             except RecordError:
@@ -228,11 +236,10 @@ class RecordRing:
             raise anyio.ClosedResourceError
 
     def _waiting(self) -> AbstractContextManager[object]:
-        if self._recorder is None:
+        if self.recorder is None:
             return nullcontext()
-        task = asyncio.current_task()
-        who = task.get_name() if task else "?"
-        return self._recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
+        who = task.get_name() if (task := asyncio.current_task()) else "?"
+        return self.recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
 
     def _remember(self, record: Record) -> tuple[int, ...]:
         fresh = []
@@ -359,6 +366,7 @@ class RecordRing:
         link.disconnect(self._loop)
         self._gather(link)
         if link.ended():
+            self._tell_if_gone(link)
             self._free_if_done(link)
         elif link.invisible:
             self._on_death(link)
@@ -370,7 +378,15 @@ class RecordRing:
         if not link.closed_well:
             self._counts.deaths += 1
             self._counts.half_written += link.memory.unpublished()
+        self._tell_if_gone(link)
         self._free_if_done(link)
+
+    def _tell_if_gone(self, link: Link) -> None:
+        """Behind its last record, so that who takes records hears of it in order."""
+        if link.ended() and not link.told:
+            link.told = True
+            self._ready.append((link, _GONE, 0))
+            _wake_one(self._getters)
 
     def _free_if_done(self, link: Link) -> None:
         if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:

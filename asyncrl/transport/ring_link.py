@@ -24,6 +24,7 @@ class Link:
         self.connection: socket.socket | None = None
         self.space: int | None = None
         self.dead = False
+        self.told = False  # that nothing more will come
         self._pidfd: int | None = None
 
     @classmethod

@@ -74,6 +74,12 @@ def test_the_two_corrections_are_never_applied_together() -> None:
     ("overrides", "parts"),
     [
         (["preset=sync", "rollout.max_staleness=1"], ("rollout.max_staleness is 1", "preset=one_off")),
+        (["data.train=null", "door.ring=a", "door.ring_mib=16"], ("door.producer_mib is 16", "above")),
+        (["door.http_port=8000"], ("door.http_port is 8000", "door.ring is not set")),
+        (["door.ring=a", "data.train=x.jsonl"], ("door.ring is a and data.train is x.jsonl",)),
+        (["data.train=null", "door.ring=a", "train.max_epochs=1"], ("train.max_epochs is 1",)),
+        (["data.train=null", "door.ring=a", "reroll.start_fraction=0.5"], ("reroll plays prompts again",)),
+        (["door.timeout_s=null", "door.on_timeout=partial"], ("door.on_timeout is partial", "never up")),
         (["preset=sync", "rollout.streaming=true"], ("rollout.streaming is true", "preset=async")),
         (["train.tokens_per_microbatch=1279"], ("is 1279", "1024 + 256 = 1280")),
         (

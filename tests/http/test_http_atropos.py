@@ -27,7 +27,7 @@ from asyncrl.transport.ring_types import RingSettings
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
 from asyncrl.http.atropos import AtroposDoor, Terms  # noqa: E402
-from asyncrl.http.scored_data import Limits  # noqa: E402
+from asyncrl.runtime.door import Limits  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 M = -100

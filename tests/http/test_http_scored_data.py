@@ -10,10 +10,11 @@ import pytest
 
 from asyncrl.client.scored import group_draft
 from asyncrl.errors import DataError
-from asyncrl.http.scored_data import Limits, read_group
+from asyncrl.http.scored_data import read_group
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import plan
+from asyncrl.runtime.door import Limits
 from asyncrl.types import Trajectory
 
 LIMITS = Limits(longest=8, vocabulary=100)

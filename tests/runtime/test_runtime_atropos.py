@@ -29,7 +29,7 @@ from asyncrl.http.atropos import AtroposDoor, serve  # noqa: E402
 
 RING = RingSettings(size=1 << 20, slots=16, ring_bytes=1 << 16)
 ENVIRONMENT = ROOT / "examples" / "atropos_env.py"
-# An interpreter that has atroposlib; it is heavy, so an environment of its own is fine.
+# An interpreter that has atroposlib; it is heavy, so tools/atropos_step.py gives it an environment of its own.
 ATROPOS = os.environ.get("ATROPOS_PYTHON") or (sys.executable if importlib.util.find_spec("atroposlib") else None)
 M = -100
 
@@ -44,7 +44,7 @@ def embedded(folder: Path) -> Config:
 @asynccontextmanager
 async def served(config: Config, counts: DoorStatistics) -> AsyncIterator[tuple[Runtime, AtroposDoor]]:
     name = f"atropos-{os.getpid()}"
-    async with Runtime(config, write=False) as runtime, RecordRing(name, RING) as ring:
+    async with RecordRing(name, RING) as ring, Runtime(config, write=False) as runtime:
         async with anyio.create_task_group() as tasks:
 
             async def door_(*, task_status: anyio.abc.TaskStatus[AtroposDoor]) -> None:
@@ -114,7 +114,7 @@ async def test_a_group_for_another_tokenizer_never_reaches_the_model(tmp_path: P
             assert reply.status == 422 and "other tokenizer" in (await reply.json())["message"]
 
 
-@pytest.mark.skipif(ATROPOS is None, reason="needs atroposlib: here, or in ATROPOS_PYTHON")
+@pytest.mark.skipif(ATROPOS is None, reason="needs atroposlib: tools/atropos_step.py")
 async def test_a_stock_environment_server_of_atroposlib_trains_a_step_with_its_logprobs_intact(tmp_path: Path) -> None:
     counts, tokenizer = DoorStatistics(), tmp_path / "tokenizer"
     overrides = ["rollout.groups_per_step=4", f"run.dir={tmp_path}", "run.name=repeat"]

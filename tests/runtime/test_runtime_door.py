@@ -50,7 +50,7 @@ def embedded(folder: Path) -> Config:
 async def test_a_producer_process_feeds_the_training_and_reads_its_version(tmp_path: Path, name: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     counts = DoorStatistics()
-    async with Runtime(embedded(tmp_path), write=False) as runtime, RecordRing(name, RING) as ring:
+    async with RecordRing(name, RING) as ring, Runtime(embedded(tmp_path), write=False) as runtime:
         steps = runtime.steps()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve, runtime, ring, counts)

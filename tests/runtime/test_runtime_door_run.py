@@ -1,0 +1,270 @@
+"""`asyncrl run` fed by a ring of `door.*`; and what the door does with groups that never become whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from runtime_helpers import DRY, REAL, ROOT, Process, config_of, metrics_of, write_yaml
+
+from asyncrl import Runtime
+from asyncrl.client import AsyncClient, Scored
+from asyncrl.config.resolve import resolve
+from asyncrl.errors import ConfigError, RecordTooLarge, RingDetached, RingFull, StallError
+from asyncrl.runtime.door import DoorStatistics, ring_of, serve
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+
+RING = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
+HALF_A_GROUP = """
+import os, signal, sys
+from asyncrl.client import Client, Scored
+client = Client.attach(sys.argv[1], timeout=60, epoch=int(sys.argv[2]))
+client.push(0, [Scored([4, 5], 1.0, [0, 1], [0, -1], prompt_length=1)], members=[0], group_size=2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def scored(token: int = 5, reward: float = 0.0, version: int = 0) -> Scored:
+    return Scored([4, 5, token], reward, [0, 1, 1], [0, -1, -1], versions=[-1, version, version], prompt_length=1)
+
+
+@dataclass
+class Fed:
+    runtime: Runtime
+    ring: RecordRing
+    counts: DoorStatistics
+    name: str
+    tasks: Any
+
+    async def until_released(self, records: int) -> None:
+        await self.until(lambda: self.ring.statistics().released == records)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        with anyio.fail_after(30):
+            while not holds():
+                await anyio.lowlevel.checkpoint()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"doors-{os.getpid()}"
+
+
+@asynccontextmanager
+async def fed(folder: Path, name: str, *overrides: str, ring: RingSettings = RING) -> AsyncIterator[Fed]:
+    """A dry Runtime of our own that is fed from a ring; one step is one group."""
+    config = config_of(folder, "rollout.groups_per_step=1", "train.max_steps=null", *overrides, base=DRY)
+    counts = DoorStatistics()
+    async with RecordRing(name, ring) as opened, Runtime(config, write=False) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, runtime, opened, counts)
+            yield Fed(runtime, opened, counts, name, tasks)
+            tasks.cancel_scope.cancel()
+    assert not [path for path in os.listdir("/dev/shm") if name in path]
+
+
+@pytest.mark.parametrize(
+    ("policy", "members", "partial", "incomplete"), [("drop", 2, 0, 1), ("partial", 2, 1, 0), ("partial", 1, 0, 1)]
+)
+async def test_an_incomplete_group_ends_when_its_time_is_up(
+    tmp_path: Path, name: str, policy: str, members: int, partial: int, incomplete: int
+) -> None:
+    async with fed(tmp_path, name, "door.timeout_s=0.05", f"door.on_timeout={policy}") as f:
+        reports = f.runtime.steps()
+        async with await AsyncClient.attach(name) as client:
+            numbers = [2, 0][:members]
+            await client.push(7, [scored(reward=float(m)) for m in numbers], members=numbers, group_size=3)
+            await f.until(lambda: f.counts.partial + f.counts.incomplete == 1)
+            assert (f.counts.partial, f.counts.incomplete) == (partial, incomplete)
+            if partial:
+                report = await anext(reports)
+                (group,) = report.groups
+                assert [(t.member, t.group_size, t.reward) for t in group.trajectories] == [(0, 2, 0.0), (1, 2, 2.0)]
+            await client.push(7, [scored(reward=1.0)], members=[1], group_size=3)  # too late
+            await f.until_released(2)
+        assert f.counts.submitted == partial
+
+
+async def test_an_incomplete_group_can_end_the_run(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StallError, match=r"members \[1\] of 2"):
+        async with fed(tmp_path, name, "door.timeout_s=0.05", "door.on_timeout=error") as f:
+            async with await AsyncClient.attach(name) as client:
+                await client.push(7, [scored()], members=[0], group_size=2)
+                await f.until(lambda: False)
+    async with RecordRing(name, RING) as ring:  # what was not trained waits for the next run
+        assert ring.statistics().replayed == 1
+        ring.close(discard=True)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_an_epoch_ends_with_its_last_producer(tmp_path: Path, name: str, killed: bool) -> None:
+    async with fed(tmp_path, name, "door.reconnect_s=0") as f:
+        async with await AsyncClient.attach(name, epoch=5) as other:
+            if killed:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", HALF_A_GROUP, name, "6", env={**os.environ, "PYTHONPATH": str(ROOT)}
+                )
+                await process.wait()
+            else:
+                async with await AsyncClient.attach(name, epoch=6) as client:
+                    await client.push(0, [scored()], members=[0], group_size=2)
+            await other.push(0, [scored()], members=[0], group_size=2)
+            await f.until(lambda: f.counts.incomplete == 1)
+            await other.push(0, [scored()], members=[1], group_size=2)  # the other epoch goes on
+            await f.until(lambda: f.counts.submitted == 1)
+        assert f.counts.incomplete == 1
+        await f.until_released(3)
+
+
+async def test_a_producer_that_comes_back_with_its_epoch_completes_its_groups(tmp_path: Path, name: str) -> None:
+    async with fed(tmp_path, name, "door.reconnect_s=1000") as f:
+        for member in (0, 1):
+            async with await AsyncClient.attach(name, epoch=6) as client:
+                await client.push(0, [scored()], members=[member], group_size=2)
+        await f.until_released(2)
+        assert (f.counts.submitted, f.counts.incomplete) == (1, 0)
+
+
+async def test_an_incomplete_group_that_is_too_old_for_any_step_ends(tmp_path: Path, name: str) -> None:
+    async with fed(tmp_path, name, "rollout.max_staleness=0") as f:
+        async with await AsyncClient.attach(name) as client:
+            await client.push(0, [scored(version=0)], members=[0], group_size=2)
+            await client.push(1, [scored(version=0)])
+            await f.until(lambda: client.policy_version == 1)
+            await f.until(lambda: f.counts.too_old == 1)
+            await client.push(2, [scored(version=0)], members=[0], group_size=2)  # on arrival
+            await f.until(lambda: f.counts.too_old == 2)
+        await f.until_released(3)
+        assert (f.counts.submitted, f.counts.incomplete) == (1, 0)
+
+
+async def test_groups_that_are_filtered_out_free_a_full_ring(tmp_path: Path, name: str) -> None:
+    """No step comes between them: their release may not wait for one."""
+    overrides = ("rollout.dynamic_sampling=true", "rollout.max_refills=100", "rollout.max_staleness=0")
+    async with fed(tmp_path, name, *overrides, ring=RingSettings(size=1 << 20, slots=2, ring_bytes=1 << 16)) as f:
+        reports = f.runtime.steps()
+        async with await AsyncClient.attach(name) as client:
+            for group in range(12):
+                await client.push(group, [scored(), scored()], timeout=30)  # equal rewards: no signal
+            await client.push(12, [scored(), scored(reward=1.0)], timeout=30)
+            with anyio.fail_after(30):
+                assert (await anext(reports)).version == 1
+        await f.until_released(13)
+
+
+async def test_what_is_trained_after_the_door_was_left_is_released_all_the_same(tmp_path: Path, name: str) -> None:
+    async with fed(tmp_path, name, "rollout.groups_per_step=2") as f:
+        async with await AsyncClient.attach(name) as client:
+            await client.push(0, [scored(), scored(reward=1.0)])
+            await f.until(lambda: f.counts.submitted == 1)
+        f.tasks.cancel_scope.cancel()
+    # The Runtime trained it in its last, smaller step; the ring, closed after it, had nothing left to keep.
+
+
+async def test_a_group_that_the_model_cannot_take_is_refused_with_all_its_members(tmp_path: Path, name: str) -> None:
+    async with fed(tmp_path, name) as f:
+        async with await AsyncClient.attach(name) as client:
+            await client.push(0, [scored()], members=[0], group_size=2)
+            await client.push(0, [scored(token=-3)], members=[1], group_size=2)
+            await f.until(lambda: f.counts.refused == 1)
+            assert "holds token -3" in f.counts.last_refusal
+            long = Scored([4] * 100, 0.0, [0] + [1] * 99, [0] + [-1] * 99, prompt_length=1)
+            await client.push(1, [long])
+            await f.until(lambda: f.counts.refused == 2)
+            assert "has 100 tokens; this run takes 1 to 72" in f.counts.last_refusal
+            with pytest.raises(RecordTooLarge, match="a ring holds"):
+                await client.push(2, [Scored([4] * 20_000, 0.0, prompt_length=1)])
+        await f.until_released(3)
+        assert f.counts.submitted == 0
+
+
+@asynccontextmanager
+async def a_run(folder: Path, name: str, *overrides: str) -> AsyncIterator[tuple[Runtime, DoorStatistics]]:
+    """What `asyncrl run` does with `door.ring`, in this process and without a model."""
+    settings = ("rollout.groups_per_step=1", f"door.ring={name}", "door.ring_mib=2", "door.producer_mib=1", *overrides)
+    config, counts = config_of(folder, *settings, base=DRY), DoorStatistics()
+    async with ring_of(config) as ring, Runtime(config, write=False) as runtime:
+        runtime.start("door", serve, runtime, ring, counts)
+        yield runtime, counts
+
+
+async def test_what_a_run_did_not_train_waits_for_the_next_one(tmp_path: Path, name: str) -> None:
+    seen, left = [], []
+    async with AsyncExitStack() as producers:
+        for turn in range(3):
+            async with a_run(tmp_path, name, "train.max_steps=1") as (runtime, _):
+                if turn == 0:
+                    client = await producers.enter_async_context(await AsyncClient.attach(name))
+                    for group in range(3):
+                        await client.push(group, [scored(reward=float(group))])
+                reports = runtime.steps()
+                with anyio.fail_after(60):
+                    summary = await runtime.run()
+                assert summary.version == 1
+                seen += [t.reward async for report in reports for g in report.groups for t in g.trajectories]
+                left.append(client.statistics().records_held)
+    assert (sorted(seen), left) == ([0.0, 1.0, 2.0], [2, 1, 0])
+    assert not [path for path in os.listdir("/dev/shm") if name in path]
+
+
+async def test_the_time_limit_trains_what_is_here(tmp_path: Path, name: str) -> None:
+    """The next group may never come: a step of fewer groups is the last one."""
+    limits = ("train.max_steps=null", "train.time_limit_s=0.1", "rollout.groups_per_step=2")
+    async with a_run(tmp_path, name, *limits) as (runtime, counts):
+        async with await AsyncClient.attach(name) as client:
+            await client.push(0, [scored()])
+            with anyio.fail_after(60):
+                while not counts.submitted:
+                    await anyio.lowlevel.checkpoint()
+                summary = await runtime.run()
+            assert (summary.version, summary.books.trained, client.statistics().records_held) == (1, 1, 0)
+
+
+async def test_without_prompts_and_without_a_ring_there_is_nothing_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train is not set.*or door\.ring"):
+        resolve(config_of(tmp_path, base={key: value for key, value in RUN.items() if key != "door"}))
+    with pytest.raises(ConfigError, match=r"door\.ring is not set"):
+        ring_of(config_of(tmp_path, base=DRY))
+
+
+RUN: dict[str, Any] = {
+    **{key: value for key, value in REAL.items() if key not in ("reward", "data")},
+    "data": {"max_prompt_tokens": 12},
+    "rollout": {**REAL["rollout"], "groups_per_step": 2},
+    "telemetry": {"live": "plain"},
+    "door": {"ring_mib": 4, "producer_mib": 1, "producer_records": 64},
+}
+
+
+async def test_a_run_from_yaml_is_fed_by_other_processes_to_its_last_step(tmp_path: Path, name: str) -> None:
+    file = write_yaml(tmp_path, RUN)
+    run = Process(tmp_path, str(file), f"door.ring={name}", "train.max_steps=2", "rollout.max_staleness=1")
+    try:
+        async with await AsyncClient.attach(name, timeout=200) as client:
+            await client.push(99, [Scored([4, 600], 0.0, prompt_length=1)])  # of another tokenizer
+            group = 0
+            while client.policy_version < 2:
+                version = max(0, client.policy_version)
+                with contextlib.suppress(RingFull, RingDetached):  # behind the last step
+                    await client.push(group, [scored(6 + m, float(m), version) for m in range(3)], timeout=1)
+                group += 1
+        assert run.wait() == 0
+    except BaseException:
+        run.kill()
+        raise
+    assert f"record ring {name!r}" in run.output
+    assert "door: refused: member 0 holds token 600" in run.output
+    lines = metrics_of(tmp_path / "runs/run")
+    assert [line["step"] for line in lines] == [1, 2]
+    async with RecordRing(name, RING) as ring:  # what came behind the last step waited for the next run
+        ring.close(discard=True)
