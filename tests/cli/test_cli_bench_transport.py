@@ -66,6 +66,25 @@ def test_peers_run_in_their_own_environments(
         assert (PEERS / f"handover_{side}.py").exists()
 
 
+def test_a_peer_that_fails_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pythons = {}
+    for side, program in (("ray", PEER), ("atropos", "#!{python} -S\nraise SystemExit('no server')\n")):
+        pythons[side] = tmp_path / side
+        pythons[side].write_text(program.format(python=sys.executable))
+        pythons[side].chmod(0o755)
+    monkeypatch.setattr(transport, "PYTHONS", {side: lambda cache, side=side: pythons[side] for side in pythons})
+    sides = ["--sides", "atropos", "ray"]
+    words = ["--tokens", "2048", "--repeats", "1", "--costs", *sides, "--cache", str(tmp_path / "c")]
+    assert transport.main([*words, "--out", str(tmp_path)]) == 0
+    seen = capsys.readouterr()
+    assert "left out: " in seen.err and "no server" in seen.err
+    found = json.loads((tmp_path / "bench_transport.json").read_text())
+    assert {run["side"] for run in found["runs"]} == {"ray"}
+    assert "| groups per second of 16 x 2,048 at least 1,000 times atropos |  | not measured |" in seen.out
+
+
 def run(
     side: str, loop: str, rate: float, repetition: int = 0, p50: float = 1.0, mode: str = "full"
 ) -> dict[str, object]:
