@@ -264,7 +264,10 @@ def draw(work: list[Job], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    stale = [job for job in work if job.part == "corrections"]
+    columns = 2 if stale else 1
+    figure, axes = plt.subplots(1, columns, figsize=(5.5 * columns, 4.5), layout="constrained", squeeze=False)
+    left, right = axes[0][0], axes[0][-1]
     judged = [job for job in work if job.part != "corrections"]
     names = list(dict.fromkeys((job.part, job.name) for job in judged))
     for mode, marker, shift in (("sync", "o", -0.12), ("async 4", "^", 0.12)):
@@ -276,19 +279,16 @@ def draw(work: list[Job], path: Path) -> None:
     left.set_yticks(range(len(names)), [f"wrong clip: {n}" if part == "wrong" else n for part, n in names])
     left.invert_yaxis()
     left.set(xlabel=f"batches until the mean of five is {GOAL} (hollow: never)", xlim=(0, LIMIT + 4))
-    left.legend(frameon=False, loc="center right")
-    for name, color in (("on", "C0"), ("off", "C3")):
-        curves = [smooth(job.result["reward"]) for job in work if (job.part, job.name) == ("corrections", name)]
+    left.legend(frameon=False, loc="upper right")
+    for name, color in (("on", "C0"), ("off", "C3")) if stale else ():
+        curves = [smooth(job.result["reward"]) for job in stale if job.name == name]
         for curve in curves:
             right.plot(curve, color=color, alpha=0.3, linewidth=0.8)
         right.plot([statistics.fmean(at) for at in zip(*curves, strict=True)], color=color, label=f"corrections {name}")
-    right.set(
-        xlabel="batch",
-        ylabel="reward, mean of five batches",
-        ylim=(0, 1.02),
-        title="reinforce at staleness 8, three seeds",
-    )
-    right.legend(frameon=False, loc="lower right")
+    if stale:
+        title = "reinforce at staleness 8, three seeds"
+        right.set(xlabel="batch", ylabel="reward, mean of five batches", ylim=(0, 1.02), title=title)
+        right.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=120)
 
 
