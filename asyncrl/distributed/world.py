@@ -143,7 +143,8 @@ class World:
         return flat
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, in rank order."""
+        """The picklable values of all ranks, in rank order. With nccl they travel through the current device of the thread
+        that calls: on the lane that is the rank's."""
         if not self._collective():
             return [value]
         values: list[Any] = [None] * self.world_size

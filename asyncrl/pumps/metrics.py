@@ -1,76 +1,133 @@
-"""The metrics of one committed step, from its groups and the trainer's result. Names: the README's table of metrics."""
+"""The metrics of one committed step, over the groups of all ranks.
+
+    groups of a rank --group_rows--> StepPart --Rooms.gather--> the parts of all ranks --step_metrics--> one dictionary
+
+A part holds rows, a few numbers for each trajectory, and not sums: the formulas then see what they would see on a single
+rank with all these groups, and the result is the same to the last bit however the groups lie on the ranks. One rank takes
+the same way with one part.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from asyncrl.config.schema import Config
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
+COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/")  # counts of the recorder that are summed over ranks
 
-def step_metrics(
-    groups: Sequence[Group],
-    advantages: Mapping[int, npt.NDArray[np.float64]],
-    version: int,
-    result: StepResult,
-    seconds: float,
-    config: Config,
-) -> dict[str, float]:
-    """`version`: the policy version at which the groups were trained, before the step. `seconds`: duration of the step."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+
+class Row(NamedTuple):
+    """One trajectory. Tuples, because they travel: pickled, some 60 bytes and the components."""
+
+    reward: float | None
+    components: dict[str, float | None]
+    length: int  # of the completion, in tokens
+    tokens: int  # that were sampled and may be trained
+    clipped: bool  # by the limit on its length
+    spans: bool  # more than one version sampled it
+
+
+class GroupRows(NamedTuple):
+    group_id: int
+    oldest_version: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What one rank knows of a step: small, and of plain values, so that it can be sent to the others."""
+
+    groups: tuple[GroupRows, ...]
+    sums: Mapping[str, float] = field(default_factory=dict)  # by name; the step's number is the sum over ranks
+    replayed_ages: tuple[int, ...] = ()  # in versions, of the replayed groups that took the place of one of `groups`
+    kl: float | None = None  # sum over the tokens, where it is taken off the rewards
+
+
+async def alone(part: StepPart) -> list[StepPart]:
+    """The gathering of a run with one rank."""
+    return [part]
+
+
+def group_rows(groups: Sequence[Group]) -> tuple[GroupRows, ...]:
+    return tuple(GroupRows(g.group_id, g.oldest_version, tuple(_row(t) for t in g.trajectories)) for g in groups)
+
+
+def _row(trajectory: Trajectory) -> Row:
+    return Row(
+        None if trajectory.reward is None else float(trajectory.reward),
+        {name: None if value is None else float(value) for name, value in trajectory.components.items()},
+        trajectory.completion_length,
+        int(trajectory.mask.sum()),
+        trajectory.finish_reason is FinishReason.LENGTH,
+        trajectory.newest_version > trajectory.oldest_version,
+    )
+
+
+def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, seconds: float) -> dict[str, float]:
+    """`parts`: one for each rank. `version`: the policy version at which the groups were trained, before the step.
+    `seconds`: duration of the step on this rank."""
+    # In the order of ids, which is the same wherever they lie: the rounding of the sums depends on it.
+    groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)
+    rows = [row for group in groups for row in group.rows]
+    ages = [age for part in parts for age in part.replayed_ages]
+    tokens = sum(row.tokens for row in rows)
     metrics = dict(result.metrics)
     metrics.update({"loss": result.loss, "optim/grad_norm": result.grad_norm, "optim/lr": result.lr})
-    metrics.update({"train/tokens": result.tokens, "train/sequences": result.sequences, "train/groups": len(groups)})
-    if trajectories:
-        metrics.update(_reward_metrics(groups, trajectories))
-        metrics.update(_length_metrics(trajectories))
-        metrics.update(_staleness_metrics(groups, trajectories, version))
-    sampled = sum(int(t.mask.sum()) for t in trajectories)
+    metrics.update({"train/tokens": result.tokens, "train/sequences": result.sequences})
+    metrics["train/groups"] = len(groups) - len(ages)
+    for name in sorted({name for part in parts for name in part.sums}):
+        metrics[name] = math.fsum(part.sums.get(name, 0.0) for part in parts)
+    if rows:
+        metrics.update(_reward_metrics(groups, rows))
+        metrics.update(_length_metrics(rows))
+        metrics.update(_staleness_metrics(groups, rows, version))
+    if ages:
+        metrics.update({"replay/age_mean": float(np.mean(ages)), "replay/age_max": float(max(ages))})
+    if known := [part.kl for part in parts if part.kl is not None]:
+        metrics["kl"] = math.fsum(known) / max(tokens, 1)
     metrics["time/step"] = seconds
-    metrics["perf/tokens_per_s"] = sampled / seconds if seconds > 0 else math.nan
+    metrics["perf/tokens_per_s"] = tokens / seconds if seconds > 0 else math.nan
     return metrics
 
 
-def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[str, float]:
+    rewards = [[row.reward for row in group.rows if row.reward is not None] for group in groups]
     flat = np.array([reward for group in rewards for reward in group], dtype=np.float64)
     metrics: dict[str, float] = {}
     if flat.size:
         metrics["reward/mean"] = float(flat.mean())
         metrics["reward/std"] = float(np.mean([np.std(group) for group in rewards if group]))
         metrics["frac_reward_zero_std"] = float(np.mean([np.ptp(group) == 0 for group in rewards if group]))
-    for name in sorted({name for t in trajectories for name in t.components}):
-        values = [value for t in trajectories if (value := t.components.get(name)) is not None]
+    for name in sorted({name for row in rows for name in row.components}):
+        values = [value for row in rows if (value := row.components.get(name)) is not None]
         if values:
             metrics[f"reward/{name}/mean"] = float(np.mean(values))
             metrics[f"reward/{name}/std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-            metrics[f"reward/{name}/applicable"] = len(values) / len(trajectories)
+            metrics[f"reward/{name}/applicable"] = len(values) / len(rows)
     return metrics
 
 
-def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    lengths = np.array([t.completion_length for t in trajectories])
-    trained = np.array([int(t.mask.sum()) for t in trajectories])
-    clipped = np.array([t.finish_reason is FinishReason.LENGTH for t in trajectories])
+def _length_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    lengths = np.array([row.length for row in rows])
     return {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/trained_mean_length": float(trained.mean()),
-        "completions/clipped_ratio": float(clipped.mean()),
+        "completions/trained_mean_length": float(np.mean([row.tokens for row in rows])),
+        "completions/clipped_ratio": float(np.mean([row.clipped for row in rows])),
     }
 
 
-def _staleness_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+def _staleness_metrics(groups: Sequence[GroupRows], rows: Sequence[Row], version: int) -> dict[str, float]:
     ages = np.array([version - group.oldest_version for group in groups])
-    tokens = np.array([int(t.mask.sum()) for t in trajectories])
-    spans = np.array([t.newest_version > t.oldest_version for t in trajectories])
+    spanning = sum(row.tokens for row in rows if row.spans)
     return {
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        "staleness/spanning_token_share": float(tokens[spans].sum() / max(tokens.sum(), 1)),
+        "staleness/spanning_token_share": float(spanning / max(sum(row.tokens for row in rows), 1)),
     }

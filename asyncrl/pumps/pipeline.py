@@ -7,7 +7,7 @@ admitted group ends exactly once whichever pump notices first that it cannot be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -28,6 +28,8 @@ from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSi
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
+
+from .metrics import StepPart, alone
 
 T = TypeVar("T")
 
@@ -172,6 +174,7 @@ class Rooms:
     advantage: Estimator
     book: GroupBook
     ranks: int = 1
+    gather: Callable[[StepPart], Awaitable[list[StepPart]]] = alone  # of all ranks; a collective
     score_groups: bool = False  # all members of a group in one call of the reward functions, once the last one is done
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     reward_penalty: RewardPenalty | None = None  # KL to the reference, taken off the rewards

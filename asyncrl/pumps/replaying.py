@@ -54,16 +54,13 @@ class Replaying:
             for group in groups:
                 self._rooms.replay.add(group, advantages[group.group_id])
 
-    def metrics(self, replayed: dict[int, Group], version: int) -> dict[str, float]:
-        """`replay/groups`, `replay/size`, `replay/evicted` (so far) and the ages of the replayed groups in versions."""
+    def sums(self, replayed: dict[int, Group]) -> dict[str, float]:
+        """`replay/groups`, `replay/tokens`, `replay/size`, `replay/evicted` (so far): of this rank, to be added up."""
         buffer = self._rooms.replay
         if buffer is None:
             return {}
         found = {"replay/groups": float(len(replayed)), "replay/size": float(len(buffer))}
         found["replay/evicted"] = float(buffer.evicted)
         if replayed:
-            ages = [version - group.oldest_version for group in replayed.values()]
-            tokens = sum(int(t.mask.sum()) for group in replayed.values() for t in group.trajectories)
-            found |= {"replay/age_mean": float(np.mean(ages)), "replay/age_max": float(max(ages))}
-            found["replay/tokens"] = float(tokens)
+            found["replay/tokens"] = float(sum(int(t.mask.sum()) for g in replayed.values() for t in g.trajectories))
         return found

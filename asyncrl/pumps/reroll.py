@@ -58,8 +58,8 @@ class Reroll:
             self._rooms.counters[name] += number
             self._rooms.recorder.count(name, number)
 
-    def metrics(self, groups: Iterable[Group]) -> dict[str, float]:
-        """`reroll/groups`: groups of the step whose prompt was played before."""
+    def sums(self, groups: Iterable[Group]) -> dict[str, float]:
+        """`reroll/groups`: groups of the step whose prompt was played before. Of this rank, to be added up."""
         if self._prompts is None:
             return {}
         return {"reroll/groups": float(sum(attempt_of(group.group_id) > 0 for group in groups))}

@@ -27,7 +27,7 @@ from asyncrl.errors import DivergenceError
 from asyncrl.transport.queue import QueueReceiver, QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
-from .metrics import step_metrics
+from .metrics import COUNTED, StepPart, group_rows, step_metrics
 from .pipeline import Publication, Rooms, StepReport, hand_on
 from .reference import ReferenceAhead
 from .replaying import Replaying
@@ -280,7 +280,7 @@ class TrainPump:
             result = await self._apply(step, update)
         with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
             await self._commit(step)
-            self._report(step, result)
+            await self._report(step, result)
         self._check_divergence(result)
         await hand_on(self._publications, Publication(turn=turn, version=result.version))
 
@@ -310,18 +310,26 @@ class TrainPump:
         self._replaying.store(step.groups, step.advantages)  # before their rows are freed
         self._rooms.book.trained(group.group_id for group in step.groups)
 
-    def _report(self, step: _Step, result: StepResult) -> None:
-        rooms = self._rooms
-        metrics = step_metrics(
-            step.groups, step.advantages, step.version, result, anyio.current_time() - step.started, rooms.config
-        )
-        if rooms.reward_penalty is not None:  # of this rank's groups
-            tokens = sum(int(t.mask.sum()) for group in step.groups for t in group.trajectories)
-            metrics["kl"] = sum(step.kl) / max(tokens, 1)
-        metrics["train/groups"] -= len(step.replayed)
-        metrics |= self._replaying.metrics(step.replayed, step.version) | self._reroll.metrics(step.groups)
-        metrics["staleness/dropped"] = float(rooms.counters["staleness/dropped"])
+    async def _report(self, step: _Step, result: StepResult) -> None:
+        """Every rank comes here once after each step that it committed: the gathering is a collective, like the reduction
+        before it. The next one (of the time limit, of the next step) is asked for only afterwards."""
+        seconds = anyio.current_time() - step.started
+        parts = await self._rooms.gather(self._part(step))
+        metrics = step_metrics(parts, step.version, result, seconds)
         self._on_step(StepReport(result.version, result, metrics, tuple(step.groups), step.advantages))
+
+    def _part(self, step: _Step) -> StepPart:
+        """This rank's part of the step, and what it counted since its last one."""
+        rooms = self._rooms
+        sums = rooms.recorder.take_counts(COUNTED)
+        sums |= self._replaying.sums(step.replayed) | self._reroll.sums(step.groups)
+        sums["staleness/dropped"] = float(rooms.counters["staleness/dropped"])
+        return StepPart(
+            group_rows(step.groups),
+            sums,
+            tuple(step.version - group.oldest_version for group in step.replayed.values()),
+            None if rooms.reward_penalty is None else sum(step.kl),
+        )
 
     def _check_divergence(self, result: StepResult) -> None:
         gate = self._rooms.config.algorithm.mismatch_gate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +27,7 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
+from asyncrl.pumps.metrics import StepPart, alone
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool, RewardSpec
@@ -144,11 +145,23 @@ class Builder:
             advantage=build_advantage(algorithm.advantage),
             book=GroupBook(ledger, stash, store),
             ranks=self.world.world_size,
+            gather=self._gather(parts.lanes[0]),
             score_groups=self._scores_groups(environment),
             weights=self._weights(reward),
             replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates)
+
+    def _gather(self, lane: Any) -> Callable[[StepPart], Awaitable[list[StepPart]]]:
+        """On the lane of the trainer, whose collectives it must not cross."""
+        world = self.world
+        if world.world_size == 1:
+            return alone
+
+        async def gather(part: StepPart) -> list[StepPart]:
+            return await lane.run(lambda: world.all_gather_object(part), name="train/metrics", priority=1)  # type: ignore[no-any-return]
+
+        return gather
 
     def _scores_groups(self, environment: Environment) -> bool:
         batch = self.config.reward.batch

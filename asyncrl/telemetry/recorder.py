@@ -235,6 +235,14 @@ class Recorder:
             self._reset_metrics()
         return {**{name: entry.value() for name, entry in samples.items()}, **counts, **gauges}
 
+    def take_counts(self, prefixes: tuple[str, ...]) -> dict[str, float]:
+        """The counts since the last drain whose names begin so; `drain` will not give them again."""
+        with self._lock:
+            taken = {name: value for name, value in self._counts.items() if name.startswith(prefixes)}
+            for name in taken:
+                del self._counts[name]
+        return taken
+
     # ---- intervals of the step
 
     def register_lane(self, lane: str) -> None:

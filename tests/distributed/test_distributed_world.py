@@ -131,6 +131,32 @@ def start_rank(program: str, rank: int, size: int, port: int) -> subprocess.Pope
     )
 
 
+LEAVES = """
+import torch
+from asyncrl.distributed.world import World
+world = World.from_env()
+with world.open(torch.device("cpu"), timeout_s=60):
+    assert world.all_gather_object("x" * world.rank * 1000) == ["", "x" * 1000]
+    if world.rank == 0:
+        try:
+            world.all_gather_object({"step": 1})
+        except RuntimeError as error:
+            print("rank 0 ok", type(error).__name__, flush=True)
+    else:
+        world.leave()
+        print("rank 1 ok", flush=True)
+"""
+
+
+def test_a_rank_whose_partner_is_gone_hears_of_it_in_a_gathering() -> None:
+    port = free_port()
+    ranks = [start_rank(LEAVES, rank, 2, port) for rank in range(2)]
+    for rank, process in enumerate(ranks):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert f"rank {rank} ok" in out
+
+
 def test_two_ranks() -> None:
     port = free_port()
     ranks = [start_rank(PROGRAM, rank, 2, port) for rank in range(2)]

@@ -14,17 +14,29 @@ from asyncrl import Runtime, load_config
 
 async def main() -> None:
     groups: list[list[int]] = []
+    rows: list[list[tuple[float | None, int, int]]] = []  # by step: reward, completion and sampled tokens
+    metrics: list[dict[str, float]] = []
     async with Runtime(load_config([sys.argv[1]], sys.argv[2:])) as runtime:
         steps = runtime.steps()
         summary = await runtime.run()
         async for report in steps:
             groups.append([group.group_id for group in report.groups])
+            trained = [t for group in report.groups for t in group.trajectories]
+            rows.append([(t.reward, t.completion_length, int(t.mask.sum())) for t in trained])
+            metrics.append(dict(report.metrics))
         policy = runtime.built.policy
         assert policy is not None
         weights = {name: tensor.clone() for name, tensor in policy.flat.named_masters()}
     files = {name: tensor.contiguous() for name, tensor in weights.items()}
     torch.save(
-        {"version": summary.version, "weights": weights, "named": files, "groups": groups},
+        {
+            "version": summary.version,
+            "weights": weights,
+            "named": files,
+            "groups": groups,
+            "rows": rows,
+            "metrics": metrics,
+        },
         Path(os.environ["RANK_WEIGHTS"]) / f"rank_{os.environ['RANK']}.pt",
     )
     if os.environ["RANK"] == "0":

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -152,6 +153,31 @@ def test_two_ranks_share_the_groups_of_every_step(two_ranks: tuple[Path, Process
     assert len(trained) == len(set(trained)) == 6 * one["version"]
     assert any(one["groups"]) and any(other["groups"])
     assert {line["train/sequences"] for line in metrics_of(folder / "runs/run")} == {24}
+
+
+OVER_RANKS = ("reward/", "completions/", "staleness/", "frac_reward_zero_std", "train/", "reroll/")
+
+
+def test_two_ranks_report_the_figures_of_both(two_ranks: tuple[Path, Process]) -> None:
+    """Each rank, and the file: what one rank with the groups of both would report."""
+    folder, _ = two_ranks
+    one, other = (torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
+    lines = metrics_of(folder / "runs/run")
+    steps = zip(one["rows"], other["rows"], one["metrics"], other["metrics"], lines, strict=True)
+    uneven = 0
+    for mine, theirs, here, there, line in steps:
+        rewards, lengths, tokens = zip(*mine, *theirs, strict=True)
+        assert line["reward/mean"] == pytest.approx(np.mean(rewards), rel=1e-12)
+        assert line["completions/mean_length"] == pytest.approx(np.mean(lengths), rel=1e-12)
+        assert line["completions/max_length"] == max(lengths) and line["completions/min_length"] == min(lengths)
+        assert line["train/groups"] == 6 and line["train/tokens"] == sum(tokens)
+        assert line["perf/tokens_per_s"] == pytest.approx(sum(tokens) / line["time/step"])
+        names = {name for name in line if name.startswith(OVER_RANKS)}
+        assert {"reward/share/std", "frac_reward_zero_std", "staleness/dropped"} <= names
+        for name in names:
+            assert line[name] == here[name] == there[name], name
+        uneven += bool(mine) and abs(np.mean([reward for reward, _, _ in mine]) - line["reward/mean"]) > 1e-6
+    assert uneven > 0  # else a rank's own figures would have passed
 
 
 def test_only_the_first_rank_writes(two_ranks: tuple[Path, Process]) -> None:

@@ -1,0 +1,130 @@
+"""The figures of a step are those of all ranks' groups, wherever these lie; and one gathering for each committed step."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pumps_house import House, live
+from pumps_plan import Plan
+
+from asyncrl.pumps.metrics import GroupRows, Row, StepPart, step_metrics
+from asyncrl.types import StepResult
+
+VERSION = 7
+RESULT = StepResult(version=8, loss=0.5, grad_norm=1.0, lr=1e-3, tokens=9, sequences=3, microbatches=1)
+
+values = st.floats(-1e3, 1e3)
+rows = st.builds(
+    Row,
+    reward=st.none() | values | st.sampled_from([0.0, 1.0]),
+    components=st.dictionaries(st.sampled_from(["right", "short"]), st.none() | values, max_size=2),
+    length=st.integers(0, 500),
+    tokens=st.integers(0, 500),
+    clipped=st.booleans(),
+    spans=st.booleans(),
+)
+groups = st.lists(
+    st.tuples(st.integers(0, VERSION), st.lists(rows, min_size=1, max_size=4), st.integers(0, 3)), max_size=8
+)
+counts = st.dictionaries(st.sampled_from(["staleness/dropped", "reroll/groups"]), st.integers(0, 9).map(float))
+
+
+def metrics(parts: Sequence[StepPart]) -> dict[str, float]:
+    return step_metrics(parts, VERSION, RESULT, seconds=2.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn=groups, counted=st.lists(counts, min_size=4, max_size=4), order=st.randoms(use_true_random=False))
+def test_any_split_over_ranks_gives_the_metrics_of_the_whole(drawn: Any, counted: Any, order: Any) -> None:
+    """Four ranks, some of them with nothing; their groups in any order of arrival."""
+    everything = [(GroupRows(number, oldest, tuple(rows)), rank) for number, (oldest, rows, rank) in enumerate(drawn)]
+    replayed = [age for age, (_, rank) in enumerate(everything) if rank == 1]  # rank 1 replaced all of its own
+    parts = []
+    for rank in range(4):
+        mine = [group for group, owner in everything if owner == rank]
+        order.shuffle(mine)
+        parts.append(StepPart(tuple(mine), counted[rank], tuple(replayed) if rank == 1 else ()))
+    total = {name: sum(each.get(name, 0.0) for each in counted) for name in {n for each in counted for n in each}}
+    whole = StepPart(tuple(group for group, _ in everything), total, tuple(replayed))
+
+    assert metrics(parts) == metrics([whole])  # exactly: the same floats in the same order
+
+
+def test_the_figures_by_hand() -> None:
+    one = GroupRows(0, 5, (Row(1.0, {"a": 1.0}, 4, 4, True, True), Row(0.0, {"a": None}, 2, 1, False, False)))
+    other = GroupRows(1, 7, (Row(3.0, {"a": 2.0}, 6, 5, False, False), Row(3.0, {}, 8, 0, False, False)))
+    third = GroupRows(2, 6, (Row(None, {}, 1, 0, False, False),))
+    found = metrics(
+        [
+            StepPart((other,), {"replay/tokens": 3.0}, (2,), kl=0.5),
+            StepPart((one, third), {"staleness/dropped": 1.0}, (5, 4), kl=1.5),
+        ]
+    )
+    assert found["reward/mean"] == 7 / 4
+    assert found["reward/std"] == 0.25  # mean of 0.5 and 0, of the groups that have rewards
+    assert found["frac_reward_zero_std"] == 0.5
+    assert (found["reward/a/mean"], found["reward/a/applicable"]) == (1.5, 2 / 5)
+    assert found["reward/a/std"] == pytest.approx(np.std([1.0, 2.0], ddof=1))
+    lengths = [found[f"completions/{name}_length"] for name in ("mean", "min", "max", "trained_mean")]
+    assert lengths == pytest.approx([21 / 5, 1, 8, 2])
+    assert found["completions/clipped_ratio"] == pytest.approx(0.2)
+    assert (found["staleness/mean"], found["staleness/max"], found["staleness/dropped"]) == (1, 2, 1)
+    assert found["staleness/spanning_token_share"] == pytest.approx(0.4)
+    assert found["train/groups"] == 0 and found["perf/tokens_per_s"] == 5
+    assert found["kl"] == pytest.approx(0.2)
+    assert (found["replay/age_mean"], found["replay/age_max"], found["replay/tokens"]) == (pytest.approx(11 / 3), 5, 3)
+
+
+def test_a_part_travels() -> None:
+    part = StepPart((GroupRows(3, 1, (Row(1.0, {"a": None}, 4, 4, True, False),)),), {"reroll/groups": 1.0}, (2,), 0.25)
+    assert pickle.loads(pickle.dumps(part)) == part
+
+
+def with_another_rank(house: House, gathered: list[StepPart], fails_at: int | None = None) -> None:
+    """A run whose gathering answers for a second rank that has one group of its own in every step."""
+    theirs = StepPart((GroupRows(10_000, 0, (Row(10.0, {}, 2, 2, False, False),)),), {"staleness/dropped": 3.0})
+
+    async def gather(part: StepPart) -> list[StepPart]:
+        if len(gathered) == fails_at:
+            raise ConnectionError("the other rank is gone")
+        gathered.append(part)
+        return [part, theirs]
+
+    house.rooms.gather = gather
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_one_gathering_for_each_committed_step(updates: int) -> None:
+    gathered: list[StepPart] = []
+
+    async def body(house: House, supervisor: Any) -> None:
+        with_another_rank(house, gathered)
+        await house.graph.run(supervisor)
+
+    house = live(Plan(groups_per_step=2, max_steps=4, updates_per_batch=updates, reward=lambda g, m: 1.0), body=body)
+    assert house.error is None
+    assert [[group.group_id for group in part.groups] for part in gathered] == house.trained()
+    for report in house.reports:
+        mine = sum(len(group.trajectories) for group in report.groups)
+        assert report.metrics["reward/mean"] == pytest.approx((mine + 10) / (mine + 1))
+        assert report.metrics["train/groups"] == 3 and report.metrics["staleness/dropped"] == 3
+        assert len(report.groups) == 2  # its own: the others' trajectories do not travel
+
+
+def test_a_gathering_that_fails_ends_the_run_with_its_step_in_the_books() -> None:
+    """`live` checks the books: the step was applied, so its groups are trained."""
+    gathered: list[StepPart] = []
+
+    async def body(house: House, supervisor: Any) -> None:
+        with_another_rank(house, gathered, fails_at=1)
+        await house.graph.run(supervisor)
+
+    house = live(Plan(groups_per_step=2, max_steps=4), body=body)
+    assert isinstance(house.error, ConnectionError)
+    assert house.trainer.version == house.books.turn == 2 and len(house.reports) == 1
