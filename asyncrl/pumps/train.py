@@ -243,6 +243,8 @@ class TrainPump:
     async def _survey(self, step: _Step, batches: list[Microbatch]) -> list[Microbatch]:
         """Every rank comes here once before each optimizer step, or none does: it is a collective."""
         if self._surveys:
+            if self._rooms.ranks > 1:  # the publish has a collective too (time limit): in the same order on every rank
+                await self._published(self._rooms.ledger.turn)
             step.loss, batches = await self._rooms.trainer.survey(self._rooms.loss, batches)
         return batches
 

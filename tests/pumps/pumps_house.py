@@ -121,7 +121,12 @@ class House:
             reward=await stack.enter_async_context(ScriptedReward(self)),
             trainer=self.trainer,
             sinks=[engine] if plan.engine else self.sinks,
-            loss=build_loss(algorithm.loss, old_logprobs=algorithm.old_logprobs, kl_coef=algorithm.kl_coef),
+            loss=build_loss(
+                algorithm.loss,
+                old_logprobs=algorithm.old_logprobs,
+                kl_coef=algorithm.kl_coef,
+                top_entropy_quantile=algorithm.top_entropy_quantile,
+            ),
             advantage=Estimator("scripted", plan.advantage) if plan.advantage else build_advantage(algorithm.advantage),
             book=self.book,
             score_groups=plan.score_groups,

@@ -43,6 +43,10 @@ class RecordingTrainer:
         self._called("begin")
         await self.inner.begin_train_step(loss)
 
+    async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
+        self._called("survey")
+        return await self.inner.survey(loss, batches)
+
     async def train_microbatch(self, batch: Microbatch) -> None:
         groups = list(dict.fromkeys(batch.group_ids.tolist()))
         self.old_logprobs_given.append(batch.old_logprobs is not None)
