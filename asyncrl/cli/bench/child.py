@@ -13,6 +13,7 @@ sweep JOB.json         decode steps at chosen numbers of sequences and contexts 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -189,12 +190,12 @@ def peak_bytes() -> int:
     Not `ru_maxrss`: Linux hands the parent's peak down at the fork, so a small child of a large parent looks large.
     A child counts with the pages that it shares (the interpreter's), so the sum is a little too large.
     """
-    here = os.getpid()
-    children = [
-        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-    ]
+    children: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended: its children went to another one
+            children += [int(pid) for pid in (task / "children").read_text().split()]
     total = 0
-    for pid in (here, *children):
+    for pid in (os.getpid(), *children):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM"):
                 total += int(line.split()[1]) * 1024

@@ -4,6 +4,7 @@ Prints one JSON line at the end. It must not import asyncrl, and no file beside 
 vLLM samples without per-request seeds and returns no log-probs here: both would cost it time, and asyncrl gives both.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -34,7 +35,8 @@ def peak_bytes() -> int:
     pids = [os.getpid()]
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").iterdir():
-            pids += [int(child) for child in (task / "children").read_text().split()]
+            with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+                pids += [int(child) for child in (task / "children").read_text().split()]
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
