@@ -13,7 +13,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
   asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
-  asyncrl bench [step] [options]                            measure against other systems on this machine
+  asyncrl bench [step | generate | train | ...] [options]   measure against other systems and this machine's limits
 """
 
 

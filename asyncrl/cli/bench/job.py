@@ -59,6 +59,9 @@ class StepJob(_Job):
     lr: float = 1e-6
     overrides: tuple[str, ...] = ()  # asyncrl's side: `a.b=value`, after everything above
     gradient_checkpointing: bool = False  # TRL's side (its own default is True, which is slower)
+    float32_masters: bool = (
+        False  # TRL's side in bfloat16: float32 weights under autocast, else bfloat16 weights (faster)
+    )
     microbatch: int = 16  # TRL's side: sequences of one forward and backward
 
 

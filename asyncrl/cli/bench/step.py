@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=positive, help="prompts per step (8)")
     add("--group-size", type=positive, help="completions per prompt (8)")
     add("--max-tokens", type=positive, help="longest completion (128)")
-    add("--dtypes", help="float32,bfloat16: which of them. bfloat16 of asyncrl keeps float32 masters; TRL's does not")
+    add("--dtypes", help="float32,bfloat16: which of them. bfloat16 of asyncrl keeps float32 masters; TRL's with --trl-float32-masters")
     add("--lengths", help="natural,fixed: until the end-of-sequence token, or always --max-tokens")
     add("--threads", type=positive, help="torch threads of each side (2)")
     add("--repetitions", type=positive, help="alternating runs of each side; medians are shown (3)")
@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
     add("--trl-steps", type=positive, default=1, help="measured steps of a run of TRL (1; minutes each)")
     add("--trl-warmup-steps", type=int, default=1, help="steps before them (1)")
     add("--trl-microbatch", type=positive, default=16, help="TRL's per_device_train_batch_size (16)")
+    add(
+        "--trl-float32-masters",
+        action="store_true",
+        help="bfloat16 of TRL: float32 weights under autocast, as asyncrl's masters are",
+    )
     add("--trl-gradient-checkpointing", action="store_true", help="TRL's own default; slower, less memory. Off here")
     add("--peer", choices=("trl", "none"), help="trl (default), or asyncrl alone")
     add("--trl-python", help="interpreter or folder of an existing environment with TRL; else one is made in the cache")
@@ -136,6 +141,7 @@ class StepBench:
             steps=options.steps,
             overrides=tuple(options.overrides),
             gradient_checkpointing=options.trl_gradient_checkpointing,
+            float32_masters=options.trl_float32_masters,
             microbatch=options.trl_microbatch,
         )
 

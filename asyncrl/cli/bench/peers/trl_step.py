@@ -80,7 +80,8 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
+    weights = "float32" if job["float32_masters"] else job["dtype"]  # Trainer's `bf16=True` is autocast in either case
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, weights))
     rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
     sampled: list[int] = []  # tokens of each generation batch, which is one step
     prompt_tokens: list[int] = []  # tokens of its prompts, once per group
