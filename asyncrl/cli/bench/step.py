@@ -44,7 +44,10 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=positive, help="prompts per step (8)")
     add("--group-size", type=positive, help="completions per prompt (8)")
     add("--max-tokens", type=positive, help="longest completion (128)")
-    add("--dtypes", help="float32,bfloat16: which of them. bfloat16 of asyncrl keeps float32 masters; TRL's with --trl-float32-masters")
+    add(
+        "--dtypes",
+        help="float32,bfloat16: which of them. bfloat16 of asyncrl keeps float32 masters; TRL's with --trl-float32-masters",
+    )
     add("--lengths", help="natural,fixed: until the end-of-sequence token, or always --max-tokens")
     add("--threads", type=positive, help="torch threads of each side (2)")
     add("--repetitions", type=positive, help="alternating runs of each side; medians are shown (3)")
