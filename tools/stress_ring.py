@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
 
+import anyio  # noqa: E402
 from transport_records import planned, whole  # noqa: E402
 
 from asyncrl.errors import RingDetached, RingFull  # noqa: E402
@@ -150,8 +152,9 @@ async def _some(ring: RecordRing) -> list[Delivery]:
             batch.append(await ring.get())
     except TimeoutError:
         return batch
-    while len(batch) < 64 and ring._ready:
-        batch.append(await ring.get())
+    with contextlib.suppress(anyio.WouldBlock):
+        while len(batch) < 64:
+            batch.append(ring.get_nowait())
     return batch
 
 
