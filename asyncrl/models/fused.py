@@ -62,7 +62,7 @@ class _Kept(NamedTuple):
     qkv: Tensor  # [T, (H + 2K) D], rotated
     raw: Tensor | None  # [T, (H + K) D] before the norms of queries and keys
     attended: Tensor  # [T, H, D]
-    lse: Tensor  # [T, H]
+    lse: Tensor  # [T, H]; the weights of short rows where the plan goes by products: what `TreePlan.forward` gave
     middle: Tensor  # [T, E], after the attention half
     gate_up: Tensor  # [T, 2F]
 
@@ -80,7 +80,7 @@ class FusedDecoder:
 
     @classmethod
     def of(cls, module: nn.Module, flat: FlatWeights) -> FusedDecoder | None:
-        """None where the architecture is another, by its parts; whether the numbers agree is `agrees`."""
+        """None where the architecture is another, by its parts; whether the numbers agree is asked by `PolicyModel`."""
         decoder: Any = module.get_decoder()  # type: ignore[operator]
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
         if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
