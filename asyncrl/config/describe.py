@@ -31,6 +31,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "dry_run.*",
     "threads",
     "model.device",
+    "model.head_kernel",
     "data.eval",
     "reward.workers",
     "reward.timeout_s",

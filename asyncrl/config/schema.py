@@ -64,6 +64,11 @@ class ModelConfig(Section):
     random_init: bool = field(
         False, "Build the model from its config.json with random weights (seeded) instead of loading."
     )
+    head_kernel: Literal["auto", "torch", "liger"] = field(
+        "auto",
+        "Passes over the head's logits: `torch`; `liger`, Triton kernels (a GPU and the extra `liger`; float32 and "
+        "bfloat16); auto: those where they can be had.",
+    )
     lora: LoraConfig = LoraConfig()
 
 

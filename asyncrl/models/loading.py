@@ -17,8 +17,9 @@ from asyncrl.config.imports import load_object
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 
+from .liger_head import require_head_kernel
 from .lora import find_targets, require_peft
-from .policy import PolicyModel
+from .policy import DTYPES, PolicyModel
 from .tree_attention import TreePlan
 
 _PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.5}  # of the logits' own scale
@@ -31,13 +32,14 @@ def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: i
     """
     if config.lora.rank:
         require_peft()
+    require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
     else:
         module, tokenizer = _build_module(config, seed), None
     _check_tied(module)
     nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed)
+    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel)
     _probe(policy)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
 

@@ -10,6 +10,8 @@ gradient. Up to `KEEP_LOGITS` of them wait for it; more are computed again, so m
 Products are in the dtype of the weight; everything after them is float32 (float64 for float64 weights). On a CPU the
 softmax runs over a few rows at a time: they stay in cache between its passes, which makes it two to three times faster.
 
+Where Liger's kernels may be used (liger_head.py) they take the place of `TorchPasses`: the same function, the same results.
+
 Shape legend: S scored tokens, E hidden size, V vocabulary, C rows of a chunk, R rows of a block in cache.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,7 +56,35 @@ class Spare:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """Of all scored tokens, [S] each: target int64, the others float32 (float64 for float64 weights)."""
+
+    target: Tensor
+    inverse: Tensor  # 1 / temperature
+    lse: Tensor
+    entropy: Tensor
+
+
+class HeadPasses(Protocol):
+    """What happens to the logits [R, V] of the rows `first`, `first + 1`, ... between the products with the weight."""
+
+    def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
+        """Writes logp, `columns.lse` and `columns.entropy` of these rows. Reads the logits only."""
+
+    def gradient_(
+        self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
+    ) -> None:
+        """The logits become their gradient, in place. Gradients of the results are [S]; None: the entropy has none."""
+
+
+class HeadKernel(Protocol):
+    def passes(self, temperature_S: Tensor) -> HeadPasses | None:
+        """For rows at these temperatures (on the host); None where torch's are to be used."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Options:
+    passes: HeadPasses | None
     grad_buffer: Tensor | None
     entropy_grad: bool
     chunk: int
@@ -78,17 +108,20 @@ def token_logprobs(
     keep_logits: int = KEEP_LOGITS,
     project: Callable[[Tensor], Tensor] | None = None,
     spare: Spare | None = None,
+    kernel: HeadKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`log softmax(hidden @ weight.T / temperature)[target]` [S] and the entropy of that distribution [S], in nats.
 
-    hidden_SE and weight_VE share a dtype; target_S is int64; temperature_S is float, > 0. Results are float32, or float64
-    for float64 inputs. The entropy carries gradient only with `entropy_grad`.
+    hidden_SE and weight_VE share a dtype; target_S is int64; temperature_S is float, > 0, on any device.
+    Results are float32, or float64 for float64 inputs. The entropy carries gradient only with `entropy_grad`.
     grad_buffer: [V, E] in the accumulation dtype. Backward adds the gradient of the weight to it (float32 sums for a
     bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd.
     keep_logits: most logits that wait for backward, in `spare`. project: `hidden @ weight.T` of some rows, faster.
+    kernel: what does the passes over the logits instead of torch. It asks for temperatures on the host: there they cost no wait.
     """
     keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits
-    options = _Options(grad_buffer, entropy_grad, chunk, keep, project, spare or Spare())
+    passes = None if kernel is None else kernel.passes(temperature_S.cpu())
+    options = _Options(passes, grad_buffer, entropy_grad, chunk, keep, project, spare or Spare())
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, target_S, temperature_S, options)
     return result
 
@@ -100,19 +133,14 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         rows, vocabulary = hidden.shape[0], weight.shape[0]
-        inverse = temperature.to(wide).reciprocal()
+        inverse = temperature.to(hidden.device, wide).reciprocal()
         logp, lse, entropy = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3))
         kept = options.spare.take(rows, vocabulary, weight) if options.keep else None
-        block_rows = _block_rows(hidden, options.chunk)
-        scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=wide, device=hidden.device)
+        passes = options.passes or TorchPasses(hidden, vocabulary, options.chunk)
+        columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, _product_rows(hidden, options.chunk)):
             chunk = options.logits(hidden[first:last], weight)
-            for start, end in _ranges(last - first, block_rows):
-                here = slice(first + start, first + end)
-                _statistics(
-                    chunk[start:end], inverse[here], target[here], scratch[:, : end - start], logp[here], lse[here],
-                    entropy[here],
-                )  # fmt: skip
+            passes.statistics(chunk, first, columns, logp)
             if kept is not None:
                 kept[first:last].copy_(chunk)
         ctx.kept = kept  # becomes a gradient in place: one backward only, as everywhere else here
@@ -132,25 +160,19 @@ class _TokenLogprobs(torch.autograd.Function):
         buffer = options.grad_buffer
         if need_weight and buffer is None:
             buffer = torch.zeros_like(weight, dtype=lse.dtype)
-        slope = grad_logp * inverse
-        bend = grad_entropy * inverse if options.entropy_grad else None
+        bend = grad_entropy if options.entropy_grad else None
         kept, ctx.kept = ctx.kept, None
         fresh = None
         if kept is None:
             fresh = options.spare.take(min(options.chunk, rows), vocabulary, weight)  # not beside what once waited
-        block_rows = _block_rows(hidden, options.chunk)
-        scratch = torch.empty(2, min(block_rows, rows), vocabulary, dtype=lse.dtype, device=hidden.device)
+        passes = options.passes or TorchPasses(hidden, vocabulary, options.chunk)
+        columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, options.chunk):
             chunk = kept[first:last] if fresh is None else fresh[: last - first]
             if fresh is not None:
                 for start, end in _ranges(last - first, _product_rows(hidden, options.chunk)):
                     chunk[start:end].copy_(options.logits(hidden[first + start : first + end], weight))
-            for start, end in _ranges(last - first, block_rows):
-                here = slice(first + start, first + end)
-                _logits_gradient(
-                    chunk[start:end], inverse[here], target[here], lse[here], slope[here],
-                    None if bend is None else (bend[here], entropy[here]), scratch[:, : end - start],
-                )  # fmt: skip
+            passes.gradient_(chunk, first, columns, grad_logp, bend)
             if grad_hidden is not None:
                 torch.mm(chunk, weight, out=grad_hidden[first:last])
             if need_weight and buffer is not None:
@@ -158,6 +180,36 @@ class _TokenLogprobs(torch.autograd.Function):
         options.spare.give(kept if fresh is None else fresh)
         report = buffer if need_weight and options.grad_buffer is None else None
         return grad_hidden, None if report is None else report.to(weight.dtype), None, None, None
+
+
+class TorchPasses:
+    """Several passes of torch; on a CPU over a few rows at a time. Owns [2, R, V] of scratch, so it lives for one phase."""
+
+    def __init__(self, hidden: Tensor, vocabulary: int, chunk: int) -> None:
+        self._block = _block_rows(hidden, chunk)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        rows = min(self._block, hidden.shape[0])
+        self._scratch = torch.empty(2, rows, vocabulary, dtype=wide, device=hidden.device)
+
+    def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
+        for start, end in _ranges(logits.shape[0], self._block):
+            here = slice(first + start, first + end)
+            _statistics(
+                logits[start:end], columns.inverse[here], columns.target[here], self._scratch[:, : end - start],
+                logp[here], columns.lse[here], columns.entropy[here],
+            )  # fmt: skip
+
+    def gradient_(
+        self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
+    ) -> None:
+        for start, end in _ranges(logits.shape[0], self._block):
+            here = slice(first + start, first + end)
+            inverse = columns.inverse[here]
+            bend = None if grad_entropy is None else (grad_entropy[here] * inverse, columns.entropy[here])
+            _logits_gradient(
+                logits[start:end], inverse, columns.target[here], columns.lse[here], grad_logp[here] * inverse, bend,
+                self._scratch[:, : end - start],
+            )  # fmt: skip
 
 
 def _statistics(

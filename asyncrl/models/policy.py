@@ -21,12 +21,13 @@ from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .embedding import embed, is_plain
 from .flat import FlatParameters, FlatWeights
 from .fused import FusedDecoder
+from .liger_head import choose_head_kernel
 from .lora import LoraParameters
 from .norms import replace_norms
 from .packed import JoinedLinear, packing_works
 from .tree_attention import TreePlan
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class PolicyModel:
@@ -45,13 +46,15 @@ class PolicyModel:
         version: int = 0,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        head_kernel: str = "auto",
     ) -> None:
-        """`lora` with a rank freezes the weights and trains adapters, whose start is keyed by `seed` (lora.py)."""
+        """`lora` with a rank freezes the weights and trains adapters, whose start is keyed by `seed` (lora.py).
+        Errors: ConfigError for a model that is not supported, and for a `head_kernel` that cannot be had (liger_head.py)."""
         register()
         refuse_unsupported(module)
         module.set_attn_implementation(IMPLEMENTATION)
         self.module = module
-        self.dtype = _DTYPES[dtype]
+        self.dtype = DTYPES[dtype]
         self.version = version
         for buffer in module.buffers():  # rotary tables stay float32: they were computed so
             assert not buffer.requires_grad
@@ -74,6 +77,7 @@ class PolicyModel:
         self._embedding_index = index[id(embedding.weight)] if is_plain(embedding) else None
         pack = packing_works(self.dtype, self.weights.working.device)
         self._head_product = JoinedLinear(self.weights, [self.head], index, pack)
+        self.head_kernel = choose_head_kernel(head_kernel, self.device, self.dtype, self.head.weight.shape[0])
         self._checkpointing = False
         self.fused = FusedDecoder.of(module, self.weights)
         if self.fused is not None and not self._fused_agrees():

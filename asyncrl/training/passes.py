@@ -36,11 +36,12 @@ class Forward:
             hidden_TE.index_select(0, column(batch.source, policy.device)),
             policy.head.weight,
             column(batch.target, policy.device),
-            column(batch.temperature, policy.device),
+            torch.from_numpy(batch.temperature),
             grad_buffer=policy.head_gradient,
             entropy_grad=entropy_grad,
             project=policy.project,
             spare=self._spare,
+            kernel=policy.head_kernel,
         )
 
 
