@@ -205,11 +205,12 @@ class Stash(Generic[C]):
         """All members of one group that came together, as `add` of each would yield them. None, with nothing changed,
         where `add` has to look at each (some wait here, or a cap counts). Errors: ValueError for several groups."""
         group_id, size = trajectories[0].group_id, trajectories[0].group_size
-        if any(t.group_id != group_id for t in trajectories):
-            raise ValueError(f"stash: {sorted({t.group_id for t in trajectories})} are several groups")
+        given = [(t.group_id, t.member, t.group_size) for t in trajectories]
+        whole = len(given) == size and given == [(group_id, member, size) for member in range(size)]
+        if not whole and len(groups := {group for group, _, _ in given}) > 1:
+            raise ValueError(f"stash: {sorted(groups)} are several groups")
         key = GroupKey(epoch, group_id)
         capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
-        whole = [(t.member, t.group_size) for t in trajectories] == [(member, size) for member in range(size)]
         if capped or not whole or key in self._ended or key in self._waiting:
             return None
         self._accepted += size
@@ -361,10 +362,8 @@ class Stash(Generic[C]):
         self._bytes -= entry.bytes
         self._endings[ending] += 1
         self._bury(key)
-        members = [entry.members[member] for member in sorted(entry.members)]
-        return StashedGroup(
-            key, ending, entry.context, entry.size, tuple(t for t, _ in members), tuple(lease for _, lease in members)
-        )
+        trajectories, leases = zip(*[entry.members[member] for member in sorted(entry.members)], strict=True)
+        return StashedGroup(key, ending, entry.context, entry.size, trajectories, leases)
 
     def _bury(self, key: GroupKey) -> None:
         self._ended[key] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,15 @@ from .layout import (
     Axis,
     Section,
 )
+from .quick import quick
 
 _ROWS, _ROW_BYTES, _BYTES = int(Axis.ROWS), int(Axis.ROW_BYTES), int(Axis.BYTES)  # enum look-ups are slow here
 _LENGTHS, _MEMBERS, _TOKENS = int(Section.LENGTHS), int(Section.MEMBERS), int(Section.TOKENS)
-_FORMS = {int(section): (int(spec.axis), spec.dtypes, spec.inner) for section, spec in SPECS.items()}
+_FORMS = {
+    int(section): (int(spec.axis), {code: dtype for code, dtype in DTYPES.items() if dtype in spec.dtypes}, spec.inner)
+    for section, spec in SPECS.items()
+}
+_NO_CRC = bytes(4)
 
 Identity = tuple[int, int, int]  # (epoch, group, member)
 
@@ -38,7 +43,7 @@ Identity = tuple[int, int, int]  # (epoch, group, member)
 class Record:
     """`n` members of one group, as views of the buffer that was read: valid as long as the lease on that buffer.
 
-    Arrays of token sections are jagged: member `i` (by position) owns `starts[i] : starts[i + 1]` of the first dimension.
+    Arrays of token sections are jagged: member `i` (by position) owns `bounds[i] : bounds[i + 1]` of the first dimension.
     """
 
     group: int
@@ -51,7 +56,7 @@ class Record:
     version: int  # of the schema that wrote it
     members: npt.NDArray[np.int32]  # [n]
     lengths: npt.NDArray[np.int32]  # [n]
-    starts: npt.NDArray[np.int64]  # [n + 1]
+    bounds: tuple[int, ...]  # [n + 1]
     arrays: Mapping[int, npt.NDArray[Any]]  # ROWS [n, ...] and TOKENS [T, ...]
     strings: Mapping[int, memoryview]  # BYTES and ROW_BYTES, raw
     skipped: tuple[int, ...]  # sections of a newer schema
@@ -68,7 +73,7 @@ class Record:
     def column(self, section: int, position: int) -> npt.NDArray[Any] | None:
         """One member's part of a TOKENS section, without copying. None where the record lacks the section."""
         array = self.arrays.get(section)
-        return None if array is None else array[self.starts[position] : self.starts[position + 1]]
+        return None if array is None else array[self.bounds[position] : self.bounds[position + 1]]
 
     def row_bytes(self, section: int, position: int) -> bytes | None:
         """One member's byte string of a ROW_BYTES section, copied."""
@@ -79,6 +84,9 @@ class Record:
         base = 8 * self.size
         start = int(ends[position - 1]) if position else 0
         return bytes(raw[base + start : base + int(ends[position])])
+
+
+_record = quick(Record)
 
 
 def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None, checksum: bool = False) -> Record:
@@ -104,69 +112,65 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None,
             f"sizes do not agree: header {header_bytes}, {sections} entries of {entry_bytes}, record {record_bytes}, "
             f"{len(view)} bytes here"
         )
-    if _header_crc(view, table_end) != crc:
+    head = bytearray(view[:table_end])
+    head[CRC_OFFSET : CRC_OFFSET + 4] = _NO_CRC
+    if zlib.crc32(head) != crc:
         raise RecordError("the CRC32 of header and section table is wrong: torn or damaged")
     if sequence is not None and found != sequence:
         raise RecordError(f"sequence {sequence} expected here, found {found}")
     if checksum and flags & CHECKSUMMED and zlib.crc32(view[table_end:record_bytes]) != payload_crc:
         raise RecordError("the CRC32 of the payload is wrong: torn or damaged")
-    arrays: dict[int, npt.NDArray[Any]] = {}
-    strings: dict[int, memoryview] = {}
-    skipped: list[int] = []
-    whole = view[:record_bytes]
-    for index in range(sections):
-        entry = ENTRY.unpack_from(view, header_bytes + index * entry_bytes)
-        _section(whole, entry, n, tokens, arrays, strings, skipped)
-    members, lengths, starts = _members(arrays, n, group_size, tokens)
-    return Record(
-        group=group, epoch=epoch, group_size=group_size, policy_version=policy_version, producer=producer,
-        sequence=found, written_ns=written_ns, version=version, members=members, lengths=lengths, starts=starts,
-        arrays=arrays, strings=strings, skipped=tuple(skipped),
+    if entry_bytes == ENTRY.size:
+        entries = ENTRY.iter_unpack(memoryview(head)[header_bytes:])
+    else:  # of a newer writer
+        entries = (ENTRY.unpack_from(head, at) for at in range(header_bytes, table_end, entry_bytes))
+    arrays, strings, skipped = _sections(view[:record_bytes], entries, n, tokens)
+    members, lengths, bounds = _members(arrays, n, group_size, tokens)
+    return _record(
+        group, epoch, group_size, policy_version, producer, found, written_ns, version, members, lengths, bounds,
+        arrays, strings, skipped,
     )  # fmt: skip
 
 
-def _header_crc(view: memoryview, table_end: int) -> int:
-    crc = zlib.crc32(view[:CRC_OFFSET])
-    crc = zlib.crc32(b"\0\0\0\0", crc)
-    return zlib.crc32(view[CRC_OFFSET + 4 : table_end], crc)
-
-
-def _section(
-    view: memoryview,
-    entry: tuple[int, ...],
-    n: int,
-    tokens: int,
-    arrays: dict[int, npt.NDArray[Any]],
-    strings: dict[int, memoryview],
-    skipped: list[int],
-) -> None:
-    section, code, axis, flags, _, inner0, inner1, offset, nbytes = entry
-    if offset + nbytes > len(view):
-        raise RecordError(f"section {section} ends at {offset + nbytes}, behind the record's end at {len(view)}")
-    form = _FORMS.get(section)
-    if form is None:
-        if section in USER_SECTIONS and axis == _BYTES:
-            strings[section] = view[offset : offset + nbytes]
-        elif flags & NEEDED:
-            raise RecordError(f"section {section} is of a newer schema and must be understood; update this reader")
-        else:
-            skipped.append(section)
-        return
-    dtype = DTYPES.get(code)
-    if axis != form[0] or dtype not in form[1]:
-        raise RecordError(f"section {Section(section).name} has axis {axis} and dtype {code}: not as version 1 says")
-    if axis in (_BYTES, _ROW_BYTES):
-        strings[section] = raw = view[offset : offset + nbytes]
-        if axis == _ROW_BYTES:
-            _check_ends(section, raw, n)
-        return
-    first, itemsize, inner = n if axis == _ROWS else tokens, dtype.itemsize, form[2]
-    if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize:
-        raise RecordError(
-            f"section {Section(section).name}: [{first}, {inner0}, {inner1}] {dtype} is not {nbytes} bytes"
-        )
-    array = np.frombuffer(view, dtype, nbytes // itemsize, offset)
-    arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
+def _sections(
+    view: memoryview, entries: Iterable[tuple[int, ...]], n: int, tokens: int
+) -> tuple[dict[int, npt.NDArray[Any]], dict[int, memoryview], tuple[int, ...]]:
+    """Arrays, byte strings, and the ids that version 1 does not know. One frame for all: every record pays for it."""
+    arrays: dict[int, npt.NDArray[Any]] = {}
+    strings: dict[int, memoryview] = {}
+    skipped: list[int] = []
+    end = len(view)
+    for section, code, axis, flags, _, inner0, inner1, offset, nbytes in entries:
+        if offset + nbytes > end:
+            raise RecordError(f"section {section} ends at {offset + nbytes}, behind the record's end at {end}")
+        form = _FORMS.get(section)
+        if form is None:
+            if section in USER_SECTIONS and axis == _BYTES:
+                strings[section] = view[offset : offset + nbytes]
+            elif flags & NEEDED:
+                raise RecordError(f"section {section} is of a newer schema and must be understood; update this reader")
+            else:
+                skipped.append(section)
+            continue
+        wanted, dtypes, inner = form
+        dtype = dtypes.get(code)
+        if dtype is None or axis != wanted:
+            raise RecordError(
+                f"section {Section(section).name} has axis {axis} and dtype {code}: not as version 1 says"
+            )
+        if axis in (_BYTES, _ROW_BYTES):
+            strings[section] = raw = view[offset : offset + nbytes]
+            if axis == _ROW_BYTES:
+                _check_ends(section, raw, n)
+            continue
+        first, itemsize = n if axis == _ROWS else tokens, dtype.itemsize
+        if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize:
+            raise RecordError(
+                f"section {Section(section).name}: [{first}, {inner0}, {inner1}] {dtype} is not {nbytes} bytes"
+            )
+        array = np.frombuffer(view, dtype, nbytes // itemsize, offset)
+        arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
+    return arrays, strings, tuple(skipped)
 
 
 def _check_ends(section: int, raw: memoryview, n: int) -> None:
@@ -180,14 +184,14 @@ def _check_ends(section: int, raw: memoryview, n: int) -> None:
 
 def _members(
     arrays: dict[int, npt.NDArray[Any]], n: int, group_size: int, tokens: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    for section in (_LENGTHS, _MEMBERS, _TOKENS):
-        if section not in arrays:
-            raise RecordError(f"the record lacks the section {Section(section).name}")
-    members, lengths = arrays.pop(_MEMBERS), arrays.pop(_LENGTHS)
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], tuple[int, ...]]:
+    members, lengths = arrays.pop(_MEMBERS, None), arrays.pop(_LENGTHS, None)
+    if members is None or lengths is None or _TOKENS not in arrays:
+        missing = _MEMBERS if members is None else _LENGTHS if lengths is None else _TOKENS
+        raise RecordError(f"the record lacks the section {Section(missing).name}")
     listed, sizes = members.tolist(), lengths.tolist()
     if n < 1 or len(set(listed)) != n or min(listed) < 0 or max(listed) >= group_size:
         raise RecordError(f"members {listed} are not distinct numbers below the group size {group_size}")
     if min(sizes) < 0 or sum(sizes) != tokens:
         raise RecordError(f"lengths {sizes} do not add up to {tokens} tokens")
-    return members, lengths, np.array([0, *itertools.accumulate(sizes)], np.int64)
+    return members, lengths, (0, *itertools.accumulate(sizes))

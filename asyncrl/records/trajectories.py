@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,15 @@ import numpy as np
 from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
+from .quick import quick
 from .read import Record
 from .write import Draft
 
-_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
+_CODES = {reason: code for code, reason in _REASONS.items()}
+_TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)  # enum look-ups are slow here
+_SAMPLED, _VERSIONS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS)
+_trajectory = quick(Trajectory)
 
 
 def draft_of(
@@ -48,7 +53,7 @@ def draft_of(
         Section.REWARDS: [reward_number(t.reward, "reward") for t in trajectories],
         Section.TEMPERATURES: [t.temperature for t in trajectories],
         Section.PROMPT_LENGTHS: [t.prompt_length for t in trajectories],
-        Section.FINISH_REASONS: [_REASONS.index(t.finish_reason) + 1 for t in trajectories],
+        Section.FINISH_REASONS: [_CODES[t.finish_reason] for t in trajectories],
         Section.MESSAGES: [json_bytes(t.completion, "completion") for t in trajectories],
         Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in trajectories],
     }
@@ -68,18 +73,22 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     version where the mask is 1, temperature 1.
     """
     columns = _columns(record, copy)
+    n = record.size
+    rewards = _rows(record, Section.REWARDS, None)
+    if None not in rewards:
+        rewards = [None if reward != reward else reward for reward in rewards]  # NaN: not scored
     rows = [
         _rows(record, Section.PROMPT_LENGTHS, 0),
         _rows(record, Section.TEMPERATURES, 1.0),
         _reasons(record),
-        _texts(record, Section.MESSAGES, lambda: ""),
-        [None if math.isnan(reward) else reward for reward in _rows(record, Section.REWARDS, math.nan)],
+        _texts(record, Section.MESSAGES) or [""] * n,
+        rewards,
         _components(record),
-        _texts(record, Section.METADATA, dict),
+        _texts(record, Section.METADATA) or [{} for _ in range(n)],
     ]
     group, size = record.group, record.group_size
     return [
-        Trajectory(
+        _trajectory(
             group, member, size, prompt_length, tokens, mask, logprobs, sampled, versions, temperature, reason, completion,
             reward, components, metadata,
         )
@@ -96,50 +105,48 @@ def group_metadata(record: Record) -> dict[str, Any]:
 def _columns(record: Record, copy: bool) -> tuple[list[Any], ...]:
     """Tokens, mask, log-probs, sampled log-probs and versions of every member. A whole column at a time: a group is read
     in a fraction of the time that member by member would take."""
-    ends = record.starts.tolist()
-    pieces = list(itertools.starmap(slice, itertools.pairwise(ends)))
+    arrays = record.arrays
+    pieces = list(itertools.starmap(slice, itertools.pairwise(record.bounds)))
 
-    def split(section: Section, copy: bool = copy) -> list[Any] | None:
-        array = record.arrays.get(section)
-        if array is None:
-            return None
-        parts = list(map(array.__getitem__, pieces))
+    def split(section: int, copy: bool = copy) -> list[Any]:
+        """Nothing where the record lacks the section."""
+        if section not in arrays:
+            return []
+        parts = list(map(arrays[section].__getitem__, pieces))
         return [part.copy() for part in parts] if copy else parts
 
-    lengths = record.lengths.tolist()
-    raw = record.arrays.get(Section.MASK)
-    if raw is None:
+    booleans = _MASK in arrays and arrays[_MASK].dtype == np.bool_
+    masks = split(_MASK, copy and booleans)
+    if not masks:
         prompts = _rows(record, Section.PROMPT_LENGTHS, 0)
-        masks = [np.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)]
-    elif raw.dtype == np.bool_:
-        masks = split(Section.MASK) or []
-    else:
-        masks = [part != 0 for part in split(Section.MASK, False) or []]
-    versions = split(Section.VERSIONS)
-    if versions is None:
-        versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in masks]
-    logprobs = split(Section.LOGPROBS)
-    if logprobs is None:
-        logprobs = [np.zeros(length, np.float32) for length in lengths]
-    return split(Section.TOKENS) or [], masks, logprobs, split(Section.SAMPLED_LOGPROBS) or logprobs, versions
+        masks = [np.arange(length) >= prompt for length, prompt in zip(record.lengths.tolist(), prompts, strict=True)]
+    elif not booleans:
+        masks = [part != 0 for part in masks]
+    versions = split(_VERSIONS) or [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in masks]
+    logprobs = split(_LOGPROBS) or [np.zeros(length, np.float32) for length in record.lengths.tolist()]
+    return split(_TOKENS), masks, logprobs, split(_SAMPLED) or logprobs, versions
 
 
-def _rows(record: Record, section: Section, default: float) -> list[Any]:
+def _rows(record: Record, section: int, default: Any) -> list[Any]:
     array = record.arrays.get(section)
     return [default] * record.size if array is None else array.tolist()
 
 
 def _reasons(record: Record) -> list[FinishReason]:
-    codes = _rows(record, Section.FINISH_REASONS, 1)
-    if not 1 <= min(codes) <= max(codes) <= len(_REASONS):
-        wrong = next(code for code in codes if not 1 <= code <= len(_REASONS))
-        raise RecordError(f"finish reason {wrong} is unknown")
-    return [_REASONS[code - 1] for code in codes]
+    array = record.arrays.get(Section.FINISH_REASONS)
+    if array is None:
+        return [FinishReason.STOP] * record.size
+    try:
+        return list(map(_REASONS.__getitem__, array.tolist()))
+    except KeyError as unknown:
+        raise RecordError(f"finish reason {unknown} is unknown") from None
 
 
-def _texts(record: Record, section: Section, default: Callable[[], Any]) -> list[Any]:
-    found = [record.row_bytes(section, position) for position in range(record.size if section in record.strings else 0)]
-    return [json.loads(raw) for raw in found if raw is not None] or [default() for _ in range(record.size)]
+def _texts(record: Record, section: int) -> list[Any]:
+    """Of every member; an empty list where the record has none."""
+    if section not in record.strings:
+        return []
+    return [json.loads(record.row_bytes(section, position) or b"") for position in range(record.size)]
 
 
 def _components(record: Record) -> list[dict[str, float | None]]:

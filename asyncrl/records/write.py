@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import RecordError
 from .layout import (
+    ALIGNMENT,
     CHECKSUMMED,
     CODES,
     CRC_OFFSET,
@@ -34,8 +35,10 @@ from .layout import (
 )
 
 _BYTES = Spec(Axis.BYTES, (np.dtype("<u1"),))
+_PER_TOKEN, _PER_ROW, _ROW_BYTES = Axis.TOKENS, Axis.ROWS, Axis.ROW_BYTES  # enum look-ups are slow here
+_TOKENS, _LENGTHS, _MEMBERS = int(Section.TOKENS), int(Section.LENGTHS), int(Section.MEMBERS)
 _I4 = np.dtype("<i4")
-_EXACT = frozenset({Section.LENGTHS, Section.MEMBERS})
+_FLAT = (1, 1)  # inner dimensions where there are none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,16 +58,8 @@ class Draft:
     producer: bytes = bytes(16)
 
 
-@dataclass(slots=True, eq=False)
-class _Part:
-    section: int
-    spec: Spec
-    dtype: np.dtype[Any]
-    data: Any
-    inner: tuple[int, int]
-    count: int  # first dimension, or bytes
-    offset: int = 0
-    bytes: int = 0
+# One section: its id, form, dtype; bytes, or the arrays that follow each other; inner dimensions; size in bytes.
+_Part = tuple[int, Spec, np.dtype[Any], Any, tuple[int, int], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +72,10 @@ class Plan:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        offset = HEADER.size + ENTRY.size * len(self.parts)
+        size = _body(len(self.parts))
         for part in self.parts:
-            part.offset = offset = aligned(offset)
-            offset += part.bytes
-        self.size = aligned(offset)
+            size += (part[5] + ALIGNMENT - 1) & -ALIGNMENT
+        self.size = size
 
     def write(
         self,
@@ -95,14 +89,19 @@ class Plan:
 
         `checksum` adds the CRC32 of the payload. `fault(where)` is called between the stores: tests crash there.
         """
-        for part in self.parts:
-            _fill(part, buffer)
+        entries: list[int] = []
+        offset = _body(len(self.parts))
+        for section, spec, dtype, data, inner, size in self.parts:
+            if type(data) is bytes:
+                buffer[offset : offset + size] = data
+            elif size:
+                into = np.frombuffer(buffer, dtype, size // dtype.itemsize, offset)
+                np.concatenate(data, out=into.reshape(-1, *inner[: spec.inner]) if spec.inner else into)
+            entries += (section, CODES[dtype], spec.axis, 0, 0, *inner, offset, size)
+            offset += (size + ALIGNMENT - 1) & -ALIGNMENT
             if fault is not None:
                 fault("section")
         draft = self.draft
-        entries: list[int] = []
-        for part in self.parts:
-            entries += (part.section, CODES[part.dtype], part.spec.axis, 0, 0, *part.inner, part.offset, part.bytes)
         table = _table(len(self.parts)).pack(*entries)
         start = HEADER.size + len(table)
         payload_crc = zlib.crc32(buffer[start : self.size]) if checksum else 0
@@ -129,45 +128,44 @@ class Plan:
 
 def plan(draft: Draft) -> Plan:
     """Check a draft. Errors: RecordError that names the section, what it should be and what it is."""
-    n = len(draft.members)
-    _check_members(draft, n)
-    if Section.TOKENS not in draft.sections:
+    members, given = list(draft.members), draft.sections
+    n = len(members)
+    _check_members(draft, members)
+    if _TOKENS not in given:
         raise RecordError(f"group {draft.group}: a record needs the section TOKENS")
-    tokens = draft.sections[Section.TOKENS]
-    lengths = [len(t) for t in tokens]
+    lengths = list(map(len, given[_TOKENS]))
     if len(lengths) != n:
         raise RecordError(f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays")
     total = sum(lengths)
-    parts = [
-        _own(Section.LENGTHS, lengths, n),
-        _own(Section.MEMBERS, list(draft.members), n),
-    ]
-    for section, data in draft.sections.items():
-        if section in _EXACT:
-            raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
+    parts = [_own(Section.LENGTHS, lengths), _own(Section.MEMBERS, members)]
+    for section, data in given.items():
         spec = SPECS.get(section)
         if spec is None:
             if section not in USER_SECTIONS:
                 raise RecordError(f"section {section} is reserved; your own start at {USER_SECTIONS.start}")
             spec = _BYTES
+        elif section in (_LENGTHS, _MEMBERS):
+            raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
         axis = spec.axis
-        if axis is Axis.TOKENS:
+        if axis is _PER_TOKEN:
             parts.append(_jagged(section, spec, data, lengths, total))
-        elif axis is Axis.ROWS:
+        elif axis is _PER_ROW:
             parts.append(_rows(section, spec, data, n))
-        elif axis is Axis.ROW_BYTES:
+        elif axis is _ROW_BYTES:
             parts.append(_row_bytes(section, spec, data, n))
         else:
-            parts.append(_Part(section, spec, spec.dtypes[0], bytes(data), (1, 1), len(data), bytes=len(bytes(data))))
+            raw = bytes(data)
+            parts.append((section, spec, spec.dtypes[0], raw, _FLAT, len(raw)))
     return Plan(draft, total, parts)
 
 
-def _check_members(draft: Draft, n: int) -> None:
+def _check_members(draft: Draft, members: list[int]) -> None:
+    n = len(members)
     if n < 1:
         raise RecordError(f"group {draft.group}: a record holds at least one member")
-    if len(set(draft.members)) != n or min(draft.members) < 0 or max(draft.members) >= draft.group_size:
+    if len(set(members)) != n or min(members) < 0 or max(members) >= draft.group_size:
         raise RecordError(
-            f"group {draft.group}: members must be distinct and in 0..{draft.group_size - 1}, found {list(draft.members)}"
+            f"group {draft.group}: members must be distinct and in 0..{draft.group_size - 1}, found {members}"
         )
     if not -1 <= draft.policy_version < 2**31:
         raise RecordError(f"a policy version is -1 (unknown) or a count below 2^31, found {draft.policy_version}")
@@ -186,7 +184,7 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
             break  # the slow way, which says what is wrong
     else:
         if not spec.inner and len(data) == len(lengths):
-            return _Part(section, spec, dtype, data, (1, 1), total, bytes=total * dtype.itemsize)
+            return section, spec, dtype, data, _FLAT, total * dtype.itemsize
     if [len(a) for a in data] != lengths:
         raise RecordError(
             f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths}, "
@@ -196,13 +194,13 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
         dtype = data[0].dtype  # the narrower form, where the section allows it
     arrays = [conform(a, dtype, section) for a in data]
     inner = _inner(section, spec, arrays)
-    return _Part(section, spec, dtype, arrays, inner, total, bytes=total * inner[0] * inner[1] * dtype.itemsize)
+    return section, spec, dtype, arrays, inner, total * inner[0] * inner[1] * dtype.itemsize
 
 
-def _own(section: Section, numbers: list[int], n: int) -> _Part:
+def _own(section: int, numbers: list[int]) -> _Part:
     """A [n] int32 section that is made here."""
-    raw = struct.pack(f"<{n}i", *numbers)
-    return _Part(section, SPECS[section], _I4, raw, (1, 1), n, bytes=4 * n)
+    n = len(numbers)
+    return section, SPECS[section], _I4, _integers(n).pack(*numbers), _FLAT, 4 * n
 
 
 def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:
@@ -210,7 +208,7 @@ def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:
     if array.ndim != 1 + spec.inner or array.shape[0] != n:
         raise RecordError(f"section {_name(section)}: shape [{n}{', m' * spec.inner}] expected, found {array.shape}")
     inner = _inner(section, spec, [array])
-    return _Part(section, spec, array.dtype, [array], inner, n, bytes=array.nbytes)
+    return section, spec, array.dtype, [array], inner, array.nbytes
 
 
 def _row_bytes(section: int, spec: Spec, data: Sequence[bytes], n: int) -> _Part:
@@ -218,7 +216,7 @@ def _row_bytes(section: int, spec: Spec, data: Sequence[bytes], n: int) -> _Part
         raise RecordError(f"section {_name(section)}: {n} byte strings expected, found {len(data)}")
     ends = np.cumsum([len(b) for b in data], dtype="<i8")
     whole = ends.tobytes() + b"".join(data)
-    return _Part(section, spec, spec.dtypes[0], whole, (1, 1), n, bytes=len(whole))
+    return section, spec, spec.dtypes[0], whole, _FLAT, len(whole)
 
 
 def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:
@@ -248,18 +246,16 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
     return array.astype(dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _table(entries: int) -> struct.Struct:
     return struct.Struct("<" + ENTRY.format[1:] * entries)
 
 
-def _fill(part: _Part, buffer: memoryview) -> None:
-    if type(part.data) is bytes:
-        buffer[part.offset : part.offset + part.bytes] = part.data
-        return
-    if not part.bytes:
-        return
-    into = np.frombuffer(buffer, part.dtype, part.bytes // part.dtype.itemsize, part.offset)
-    if part.spec.inner:
-        into = into.reshape(part.count, *part.inner[: part.spec.inner])
-    np.concatenate(part.data, out=into)
+@functools.lru_cache(maxsize=256)
+def _integers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}i")
+
+
+def _body(parts: int) -> int:
+    """Where the sections begin."""
+    return aligned(HEADER.size + ENTRY.size * parts)

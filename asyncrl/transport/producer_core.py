@@ -14,6 +14,7 @@ from ..records.write import Plan
 from . import rendezvous
 from .rendezvous import Attachment
 from .ring import RingMemory, RingWriter
+from .ring_watch import KNOCK
 from .segment import Segment, path_of
 from .words import fault
 
@@ -102,7 +103,8 @@ class Core:
             return Need.OWNER
         if self._attachment is None and not ownerless:
             return Need.OWNER
-        if not writer.try_put(plan, checksum=self._checksum):
+        knock = self._knock if self._attachment is not None and plan.size in KNOCK else None
+        if not writer.try_put(plan, checksum=self._checksum, knock=knock):
             return Need.SPACE if self._attachment is not None else Need.OWNER
         fault("producer.notify")
         self.unannounced = True
@@ -115,6 +117,12 @@ class Core:
         self.puts += 1
         self.bytes += plan.size
         return Need.NOTHING
+
+    def _knock(self) -> None:
+        """A record is being written: whoever sleeps may wake up meanwhile."""
+        fault("producer.knock")
+        if self._attachment is not None:
+            os.eventfd_write(self._attachment.data, 1)
 
     def space(self) -> list[int]:
         """The descriptors that become readable when there may be room, or when the owner is gone."""

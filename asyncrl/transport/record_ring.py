@@ -38,6 +38,7 @@ from .queue import _wait_in, _wake_all, _wake_one
 from .ring import TAG
 from .ring_link import Link
 from .ring_types import Memory, RingCounters, RingSettings, RingStatistics
+from .ring_watch import Watch
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -81,8 +82,8 @@ class RecordRing:
         self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
         self.recorder = recorder
         self._known = Memory(self.settings.remembered)
-        for identity in trained:
-            self._known.forget(identity)
+        for epoch, group, member in trained:
+            self._known.leave((epoch, group), (member,))
         self._counts = RingCounters()
         self._links: dict[bytes, Link] = {}
         self._visitors: set[socket.socket] = set()  # connected, not yet introduced
@@ -97,9 +98,8 @@ class RecordRing:
         if self._state != "new":
             raise LifecycleError(f"record ring {self.name!r} was opened before; make a new one")
         self._loop = asyncio.get_running_loop()
-        s = self.settings
         # Allocation fills the pages with zeros: too long for the loop.
-        opening = self._loop.run_in_executor(None, lambda: Arena.create_or_adopt(self.name, s.size))
+        opening = self._loop.run_in_executor(None, lambda: Arena.create_or_adopt(self.name, self.settings.size))
         cancelled = await wait_shielded(opening)
         if cancelled is not None:
             if opening.exception() is None:
@@ -121,6 +121,7 @@ class RecordRing:
         arena.segment.keep_at_exit(True)
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._door = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
+        self._watch_closely = Watch(self._loop, self._look)
         self._loop.add_reader(self._data, self._on_data)
         self._loop.add_reader(self._door.fileno(), self._on_door)
         found = []
@@ -156,8 +157,7 @@ class RecordRing:
         if hasattr(self, "_door"):
             self._loop.remove_reader(self._door.fileno())
             self._door.close()
-        # A producer that stores its head after this look sees the seal, and puts its record again elsewhere.
-        for link in list(self._links.values()):
+        for link in list(self._links.values()):  # who stores a head later sees the seal: he puts it again elsewhere
             self._gather(link)
         left = any(link.reader.outstanding for link in self._links.values())
         for link in self._links.values():
@@ -187,7 +187,8 @@ class RecordRing:
                 self._counts.torn += 1
                 self._let_go(link, slot, sequence)
                 continue
-            fresh = self._remember(record)
+            fresh = self._known.fresh((record.epoch, record.group), record.members.tolist())
+            self._counts.duplicates += record.size - len(fresh)
             if fresh:
                 self._counts.records += 1
                 return Delivery(self, link, slot, record, fresh)
@@ -196,8 +197,10 @@ class RecordRing:
     async def get(self) -> Delivery:
         """Wait for a record. A cancelled get took nothing. Errors: anyio.ClosedResourceError."""
         while True:
-            with contextlib.suppress(anyio.WouldBlock):
+            try:
                 return self.get_nowait()
+            except anyio.WouldBlock:
+                pass
             with self._waiting():
                 await _wait_in(self._getters)
 
@@ -241,21 +244,10 @@ class RecordRing:
         who = task.get_name() if (task := asyncio.current_task()) else "?"
         return self.recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
 
-    def _remember(self, record: Record) -> tuple[int, ...]:
-        fresh = []
-        for position, identity in enumerate(record.identities()):
-            if identity in self._known.here or identity in self._known.gone:
-                self._counts.duplicates += 1
-            else:
-                self._known.here.add(identity)
-                fresh.append(position)
-        return tuple(fresh)
-
     def _release(self, link: Link, slot: int, record: Record) -> None:
         if self._state != "open":
             return  # the next owner gets it again
-        for identity in record.identities():
-            self._known.forget(identity)
+        self._known.leave((record.epoch, record.group), record.members.tolist())
         self._counts.released += 1
         self._let_go(link, slot, record.sequence)
 
@@ -268,8 +260,16 @@ class RecordRing:
     def _on_data(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._data)
+        if self._look():
+            self._watch_closely.begin()
+
+    def _look(self) -> bool:
+        """Take what is there. True where nothing is, somebody waits, and a record is being written at this moment."""
+        if self._state != "open":
+            return False
         for link in self._links.values():
             self._gather(link)
+        return bool(self._getters) and not self._ready and any(link.writing() for link in self._links.values())
 
     def _gather(self, link: Link) -> None:
         for slot, sequence in link.reader.poll():
@@ -285,12 +285,12 @@ class RecordRing:
             except OSError:  # nobody waits any more, or gave up already
                 return
             connection.setblocking(False)
-            if rendezvous.peer(connection)[1] != os.geteuid():
+            if rendezvous.peer(connection)[1] == os.geteuid():
+                self._visitors.add(connection)
+                self._loop.add_reader(connection.fileno(), self._on_hello, connection)
+            else:
                 self._counts.refused += 1
                 connection.close()
-                continue
-            self._visitors.add(connection)
-            self._loop.add_reader(connection.fileno(), self._on_hello, connection)
 
     def _on_hello(self, connection: socket.socket) -> None:
         try:

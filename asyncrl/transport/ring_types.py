@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from ..records.read import Identity
+_Group = tuple[int, int]  # (epoch, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,42 @@ class RingSettings:
     first_position: int = 0  # where new rings begin to count
 
 
-@dataclass(slots=True)
 class Memory:
-    """Which members came before: those that lie in the ring, and the latest that left it."""
+    """Which members came before: those that lie in the ring, and the latest `most` that left it. Kept group by
+    group: one is as old as its latest member."""
 
-    most: int
-    here: set[Identity] = field(default_factory=set)
-    gone: OrderedDict[Identity, None] = field(default_factory=OrderedDict)
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._here: dict[_Group, set[int]] = {}
+        self._gone: OrderedDict[_Group, dict[int, None]] = OrderedDict()  # in the order in which they left
+        self._left = 0  # members in `_gone`
 
-    def forget(self, identity: Identity) -> None:
-        self.here.discard(identity)
-        self.gone[identity] = None
-        while len(self.gone) > self.most:
-            self.gone.popitem(last=False)
+    def fresh(self, group: _Group, members: Sequence[int]) -> tuple[int, ...]:
+        """Positions of the members that had not come before; they are here from now on."""
+        here, gone = self._here.get(group), self._gone.get(group)
+        if here is None and gone is None:
+            self._here[group] = set(members)
+            return tuple(range(len(members)))
+        here = self._here.setdefault(group, set())
+        before = here.union(gone or ())
+        here.update(member for member in members if member not in before)
+        return tuple([position for position, member in enumerate(members) if member not in before])
+
+    def leave(self, group: _Group, members: Iterable[int]) -> None:
+        """They left the ring, or had left it before this memory began."""
+        here = self._here.get(group)
+        if here is not None:
+            here.difference_update(members)
+            if not here:
+                del self._here[group]
+        gone = self._gone.setdefault(group, {})
+        self._gone.move_to_end(group)
+        before = len(gone)
+        gone.update(dict.fromkeys(members))
+        self._left += len(gone) - before
+        while self._left > self._most:
+            oldest = next(iter(self._gone.values()))
+            del oldest[next(iter(oldest))]
+            self._left -= 1
+            if not oldest:
+                self._gone.popitem(last=False)

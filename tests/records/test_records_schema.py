@@ -207,7 +207,7 @@ def test_garbage_is_a_record_error_and_nothing_else(data: st.DataObject) -> None
         record = read(raw)
     except RecordError:
         return
-    assert record.starts[-1] == len(record.arrays[Section.TOKENS])
+    assert record.bounds[-1] == len(record.arrays[Section.TOKENS])
 
 
 def forge(version: int, oldest: int, section: int, flags: int) -> bytes:
