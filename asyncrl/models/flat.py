@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from . import native
+
 ALIGNMENT = 64  # elements: every parameter starts on a cache line in every dtype
 
 _BLOCK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in cache
@@ -29,6 +31,9 @@ def add_wider_(target: Tensor, source: Tensor) -> None:
         target.add_(source)
         return
     into, values = target.view(-1), source.contiguous().view(-1)
+    if native.takes(values) and target.dtype == torch.float32:
+        native.add_widened(into, values)
+        return
     scratch = torch.empty(min(_BLOCK, values.numel()), dtype=target.dtype)
     for start in range(0, values.numel(), _BLOCK):
         block = values[start : start + _BLOCK]

@@ -2,7 +2,8 @@
 
 Written over preallocated buffers: a fresh buffer of some megabytes costs more in page faults than what is computed into
 it, and an operation over the whole of it reads and writes main memory where a block of rows would stay in cache. Results
-are in the dtype of the inputs; norms and their gradients are computed in float32 or wider.
+are in the dtype of the inputs; norms and their gradients are computed in float32 or wider. Where the native kernels were
+built they do it in one pass.
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from . import native
 
 _BLOCK_BYTES = 1 << 20  # of the widest operand
 
@@ -49,6 +52,9 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     """x [N, E], weight [E] -> out [N, E] = weight * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4)."""
+    if native.takes(x, weight, out, size=x.shape[-1]):
+        native.rms_norm(x, weight, eps, out)
+        return out
     dtype = wide(x.dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
@@ -64,6 +70,9 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor
 ) -> None:
     """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight, if trained."""
+    if native.takes(grad, x, weight, out, size=x.shape[-1]):
+        native.rms_norm_backward(grad, x, weight, eps, grad_weight, out)
+        return
     dtype = wide(x.dtype)
     total = torch.zeros_like(weight, dtype=dtype)
     wide_weight = weight.to(dtype)
@@ -88,6 +97,9 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: 
     """
     half = heads.shape[-1] // 2
     sign = -1.0 if inverse else 1.0
+    if native.takes(heads, cos, sin, size=half) and heads.stride(1) == heads.shape[-1]:
+        native.rotate_(heads, cos, sin, sign)
+        return
     for rows in blocks(heads):
         first, second = heads[rows, :, :half], heads[rows, :, half:]
         c, s = cos[rows].unsqueeze(1), sin[rows].unsqueeze(1)
@@ -100,6 +112,9 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: 
 def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
     """gate_up [N, 2F] -> out [N, F] = silu(gate) * up (Shazeer, arXiv:2002.05202)."""
     size = out.shape[1]
+    if native.takes(gate_up, out, size=size):
+        native.swiglu(gate_up, out)
+        return out
     for rows in blocks(gate_up):
         gate, up = gate_up[rows, :size], gate_up[rows, size:]
         torch.ops.aten.silu.out(gate, out=out[rows])
@@ -110,6 +125,9 @@ def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
     """`gate_up` [N, 2F] becomes its own gradient, `product` [N, F] the forward's result; `grad` [N, F] is used up."""
     size = grad.shape[1]
+    if native.takes(gate_up, grad, product, size=size):
+        native.swiglu_backward_(gate_up, grad, product)
+        return
     for rows in blocks(gate_up):
         gate, up, own = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
         active = scratch.take("silu", own.shape[0], size, own)

@@ -8,9 +8,10 @@ gradient. Up to `KEEP_LOGITS` of them wait for it; more are computed again, so m
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
 
 Products are in the dtype of the weight; everything after them is float32 (float64 for float64 weights). On a CPU the
-softmax runs over a few rows at a time: they stay in cache between its passes, which makes it two to three times faster.
+softmax runs over a few rows at a time: they stay in cache between its passes, which makes it two to three times faster; the
+native kernels, where they were built, go over each row twice.
 
-Where Liger's kernels may be used (liger_head.py) they take the place of `TorchPasses`: the same function, the same results.
+Where Liger's kernels may be used (liger_head.py) they take the place of `own_passes`: the same function, the same results.
 
 Shape legend: S scored tokens, E hidden size, V vocabulary, C rows of a chunk, R rows of a block in cache.
 """
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from . import native
 from .flat import add_wider_
 
 CHUNK_ROWS = 512  # of backward: fewer would add to the whole weight gradient more often
@@ -136,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
         inverse = temperature.to(hidden.device, wide).reciprocal()
         logp, lse, entropy = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3))
         kept = options.spare.take(rows, vocabulary, weight) if options.keep else None
-        passes = options.passes or TorchPasses(hidden, vocabulary, options.chunk)
+        passes = options.passes or own_passes(hidden, vocabulary, options.chunk)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, _product_rows(hidden, options.chunk)):
             chunk = options.logits(hidden[first:last], weight)
@@ -165,7 +167,7 @@ class _TokenLogprobs(torch.autograd.Function):
         fresh = None
         if kept is None:
             fresh = options.spare.take(min(options.chunk, rows), vocabulary, weight)  # not beside what once waited
-        passes = options.passes or TorchPasses(hidden, vocabulary, options.chunk)
+        passes = options.passes or own_passes(hidden, vocabulary, options.chunk)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, options.chunk):
             chunk = kept[first:last] if fresh is None else fresh[: last - first]
@@ -180,6 +182,28 @@ class _TokenLogprobs(torch.autograd.Function):
         options.spare.give(kept if fresh is None else fresh)
         report = buffer if need_weight and options.grad_buffer is None else None
         return grad_hidden, None if report is None else report.to(weight.dtype), None, None, None
+
+
+def own_passes(hidden: Tensor, vocabulary: int, chunk: int) -> HeadPasses:
+    """Those of no kernel package: native on a CPU where they were built, torch's elsewhere."""
+    return NativePasses() if native.takes(hidden) else TorchPasses(hidden, vocabulary, chunk)
+
+
+class NativePasses:
+    """Two passes of a native kernel over each row. float32 or bfloat16 on a CPU."""
+
+    def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
+        here = slice(first, first + logits.shape[0])
+        out = logp[here], columns.lse[here], columns.entropy[here]
+        native.head_statistics(logits, columns.inverse[here], columns.target[here], *out)
+
+    def gradient_(
+        self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
+    ) -> None:
+        here = slice(first, first + logits.shape[0])
+        inverse, lse = columns.inverse[here], columns.lse[here]
+        bend = None if grad_entropy is None else (grad_entropy[here] * inverse, columns.entropy[here])
+        native.head_gradient_(logits, inverse, columns.target[here], lse, grad_logp[here] * inverse, bend)
 
 
 class TorchPasses:

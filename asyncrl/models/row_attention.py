@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import native
+
 _BIN_BYTES = 4 << 20  # float32 scores of one bin: about what the cores' caches hold
 _ROW_BYTES = 32 << 20  # a row with more scores than this is better off with a kernel that never holds them
 _PADDING = 1.25  # most padded scores per real score in a bin
@@ -36,6 +38,8 @@ class _Bin:
     queries: Tensor  # [R * L] packed index
     keys: Tensor  # [R * C] packed index
     mask: Tensor  # [R, 1, L, 1, C] 0 or -inf
+    prefixes: Tensor  # [R] length of each row's prefix
+    lengths: Tensor  # [R] own tokens of each row
     padding: Tensor  # positions in `queries` that are padding
     real: Tensor  # positions in `queries` that are not
     target: Tensor  # packed index of `real`
@@ -67,7 +71,7 @@ class RowAttention:
         kept = torch.empty(self._scores * query.shape[1], dtype=query.dtype)
         for own, weights in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
             q, k = _queries(query, own, kv_heads), _keys(key, own)
-            weights.copy_(_weights(q, k, own, scaling))
+            _weights(q, k, own, scaling, weights)
             _put(out, own, torch.bmm(weights, _keys(value, own)), kv_heads)
         return out, kept
 
@@ -98,10 +102,13 @@ class RowAttention:
         for own, narrow in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
             q, k, v = _queries(query, own, kv_heads), _keys(key, own), _keys(value, own)
             g = _queries(grad, own, kv_heads, zero_padding=True)
-            weights = narrow.to(own.mask.dtype)
-            of_weights = torch.bmm(g, v.transpose(1, 2)).to(weights.dtype)
-            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            of_scores = of_scores.mul_(scaling).to(dtype)
+            of_scores = torch.bmm(g, v.transpose(1, 2))
+            if native.takes(narrow, of_scores):
+                native.row_softmax_backward_(narrow, of_scores, scaling)
+            else:
+                weights = narrow.to(own.mask.dtype)
+                wide = torch._softmax_backward_data(of_scores.to(weights.dtype), weights, -1, weights.dtype)
+                of_scores = wide.mul_(scaling).to(dtype)
             _put(for_query, own, torch.bmm(of_scores, k), kv_heads)
             _add(sums[0], own, torch.bmm(of_scores.transpose(1, 2), q))
             _add(sums[1], own, torch.bmm(narrow.transpose(1, 2), g))
@@ -109,12 +116,15 @@ class RowAttention:
         for_value.copy_(sums[1])
 
 
-def _weights(q: Tensor, k: Tensor, own: _Bin, scaling: float) -> Tensor:
-    """softmax(q k' scaling + mask): [R K, L G, D] and [R K, C, D] -> [R K, L G, C] in the dtype of the mask."""
+def _weights(q: Tensor, k: Tensor, own: _Bin, scaling: float, out: Tensor) -> None:
+    """`out` = softmax(q k' scaling + mask): [R K, L G, D] and [R K, C, D] -> [R K, L G, C]; computed in the mask's dtype."""
     wide = own.mask.dtype
     scores = torch.bmm(q.to(wide).mul(scaling), k.to(wide).transpose(1, 2))
+    if native.takes(scores) and native.takes(out):
+        native.row_softmax(scores, out, own.prefixes, own.lengths, scores.shape[0] // own.rows, own.length)
+        return
     scores.view(own.rows, -1, own.length, scores.shape[1] // own.length, scores.shape[2]).add_(own.mask)
-    return torch.softmax(scores, -1)
+    out.copy_(torch.softmax(scores, -1))
 
 
 def _queries(tensor: Tensor, own: _Bin, kv_heads: int, zero_padding: bool = False) -> Tensor:
@@ -180,7 +190,8 @@ def _make_bin(rows: list[Row], dtype: torch.dtype) -> _Bin:
     keys = np.concatenate([prefix, queries], 1)
     return _Bin(
         rows=len(rows), length=length, context=context, queries=_index(queries), keys=_index(keys),
-        mask=mask[:, None, :, None], padding=_index(np.flatnonzero(~real)), real=_index(np.flatnonzero(real)),
+        mask=mask[:, None, :, None], prefixes=_index(prefix_length), lengths=_index(lengths),
+        padding=_index(np.flatnonzero(~real)), real=_index(np.flatnonzero(real)),
         target=_index(queries.reshape(-1)[real]),
     )  # fmt: skip
 

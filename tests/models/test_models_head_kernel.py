@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.models import liger_head
 from asyncrl.models.liger_head import choose_head_kernel, disagreement
 from asyncrl.models.loading import load_policy
-from asyncrl.models.logprobs import Columns, HeadPasses, TorchPasses, token_logprobs
+from asyncrl.models.logprobs import Columns, HeadPasses, own_passes, token_logprobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 V = 31
@@ -29,7 +29,7 @@ class Kernel:
 
     def passes(self, temperature_S: Tensor) -> HeadPasses:
         self.asked.append(temperature_S)
-        torch_passes = TorchPasses(torch.zeros(len(temperature_S), 1), V, 8)
+        torch_passes = own_passes(torch.zeros(len(temperature_S), 1), V, 8)
         spoil = self.spoil
 
         class Passes:

@@ -162,6 +162,7 @@ async def measure_steps(job: StepJob) -> dict[str, Any]:
     """Leaves the run by cancellation, as Ctrl-C does: its tail, which generates nothing new, is not part of the figures."""
     import anyio
 
+    from asyncrl.models import native
     from asyncrl.runtime.runtime import Runtime
 
     window = Window(job.warmup_steps, job.steps)
@@ -180,7 +181,7 @@ async def measure_steps(job: StepJob) -> dict[str, Any]:
             await runtime.run()
     if not peak:
         raise RuntimeError(f"the run ended after {len(window.times)} of {job.warmup_steps + job.steps} steps")
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")} | {"kernels": native.build()}
     return {**window.result(), "peak_bytes": peak, "versions": versions}
 
 

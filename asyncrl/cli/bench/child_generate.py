@@ -22,6 +22,7 @@ from asyncrl.generation.embedded.cache import CacheShape, KVCache
 from asyncrl.generation.embedded.core import Core
 from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
 from asyncrl.generation.embedded.sequences import Sequences
+from asyncrl.models import native
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import GenerationRequest, Int32Array, SamplingParams
@@ -99,7 +100,7 @@ async def generate(job: GenerateJob, rows: list[Int32Array]) -> dict[str, Any]:
         "peak_bytes": peak_bytes(),
         "decode_steps": after["decode_steps"] - before["decode_steps"],
         "prefill_tokens": after["prefill_tokens"] - before["prefill_tokens"],
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers")},
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers")} | {"kernels": native.build()},
     }
 
 

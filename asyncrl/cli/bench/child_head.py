@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from asyncrl.algorithms.base import Loss, LossInputs
 from asyncrl.algorithms.registry import build_loss
+from asyncrl.models import native
 from asyncrl.models.flat import FlatParameters, FlatWeights
 from asyncrl.models.logprobs import token_logprobs
 from asyncrl.models.packed import JoinedLinear, packing_works
@@ -80,7 +81,7 @@ def run_head(job: HeadJob) -> dict[str, Any]:
         small.step(side, loss)  # libraries and threads are there before anything is measured
     del small
     heads = Heads(job, trained)
-    answer: dict[str, Any] = {"versions": {"torch": metadata.version("torch")}}
+    answer: dict[str, Any] = {"versions": {"torch": metadata.version("torch"), "kernels": native.build()}}
     if not trained:
         answer["head_bytes"] = naive_head.peak_above(lambda: heads.step(job.side, loss))  # type: ignore[no-untyped-call]
         return answer

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
+from asyncrl.models import native
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import FinishReason, Group, Int32Array, Prompt, Ticket, Trajectory
@@ -130,7 +131,7 @@ def run_training(job: TrainJob) -> dict[str, Any]:
         "gemm_flops": gemm,
         "peak_bytes": peak_bytes(),
         **steps.sizes(job),
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers")},
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers")} | {"kernels": native.build()},
     }
     return {**answer, "breakdown": breakdown(steps) if job.profile else {}}
 

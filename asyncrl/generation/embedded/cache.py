@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from asyncrl.models import native
 from asyncrl.types import Int64Array
 
 SPLIT_GAIN_BYTES = (
@@ -129,6 +130,10 @@ class DecodePlan:
     def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int]) -> None:
         self.cache = cache
         shape = cache.shape
+        self.native = native.attends(shape.head_size, cache.data)  # reads each row's own length: no runs, no masks
+        self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
+        if self.native:
+            return
         rows = np.arange(position_n.size)[:, None] * shape.heads + np.arange(shape.heads)
         place = rows * shape.positions + position_n[:, None]  # [n, K] rows of the flat buffer
         self.place = torch.from_numpy(place.reshape(-1)).to(cache.device)
@@ -146,6 +151,10 @@ class DecodePlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         cache = self.cache
         size = cache.shape.head_size
+        if self.native:
+            return native.decode_attention(
+                query, key, value, cache.keys[layer], cache.values[layer], self.position_n, scaling
+            )
         cache.flat_keys[layer].index_copy_(0, self.place, key.reshape(-1, size))
         cache.flat_values[layer].index_copy_(0, self.place, value.reshape(-1, size))
         n, heads = query.shape[0], query.shape[1]

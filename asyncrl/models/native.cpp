@@ -1,0 +1,487 @@
+// Elementwise kernels, the softmax of the head and the attention of decoding, for x86-64 with AVX2 or AVX-512.
+//
+// Optional: where this was not built, or for another dtype or size, the torch code of the callers runs; it is the
+// reference of the tests. What is won is passes over memory: torch needs three to eight for each function here, and in
+// bfloat16 a conversion before and after each. All arithmetic is float32; bfloat16 is rounded once, at the end.
+//
+// Built twice, for x86-64-v3 and -v4 (setup.py); native.py picks. Plain C interface, called through ctypes, so that it
+// depends neither on Python's nor on torch's ABI. Row sizes (E, F, D, D / 2) are multiples of 16 except the vocabulary.
+// No function allocates, keeps state or throws; the work of one row does not depend on the number of threads.
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int W = 16;  // lanes of a vector, whatever the registers hold
+typedef float v16 __attribute__((vector_size(64)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint32_t u16 __attribute__((vector_size(64)));
+typedef uint16_t h16 __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline v16 all(float x) { return v16{} + x; }
+
+inline v16 load(const float* p) {
+  v16 x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline v16 load(const bf16* p) {
+  h16 x;
+  std::memcpy(&x, p, sizeof x);
+  return (v16)(__builtin_convertvector(x, u16) << 16);
+}
+inline void store(float* p, v16 x) { std::memcpy(p, &x, sizeof x); }
+inline void store(bf16* p, v16 x) {  // to nearest, ties to even; NaN stays NaN
+  u16 bits = (u16)x;
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  bits = x == x ? bits : u16{} + 0x7fc0;
+  h16 narrow = __builtin_convertvector(bits, h16);
+  std::memcpy(p, &narrow, sizeof narrow);
+}
+inline float get(float x) { return x; }
+inline float get(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <class T>
+inline v16 load_some(const T* p, long count, float rest) {
+  T lanes[W];
+  std::memcpy(lanes, p, count * sizeof(T));
+  float values[W];
+  for (int i = 0; i < W; ++i) values[i] = i < count ? get(lanes[i]) : rest;
+  return load(values);
+}
+template <class T>
+inline void store_some(T* p, long count, v16 x) {
+  T lanes[W];
+  store(lanes, x);
+  std::memcpy(p, lanes, count * sizeof(T));
+}
+
+inline float sum(v16 x) {
+  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  return x[0] + x[1];
+}
+inline float largest(v16 x) {
+  float most = x[0];
+  for (int i = 1; i < W; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+inline v16 max(v16 a, v16 b) { return a > b ? a : b; }
+
+// exp to 2 units in the last place (the polynomial of Cephes' expf, Moshier); below -87 it is 1.6e-38, above 88 it stays
+// finite; NaN stays NaN.
+inline v16 exp(v16 x) {
+  x = x < -87.0f ? all(-87.0f) : x;
+  x = x > 88.0f ? all(88.0f) : x;
+  const v16 round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  v16 n = x * 1.44269504088896341f + round - round;
+  v16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  v16 y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  i16 power = (__builtin_convertvector(n, i16) + 127) << 23;
+  return y * (v16)power;
+}
+
+inline float root_scale(float squares, long size, float eps) { return 1.0f / __builtin_sqrtf(squares / size + eps); }
+
+template <class T>
+float squares_of(const T* x, long size) {
+  v16 total = {};
+  for (long i = 0; i < size; i += W) {
+    v16 v = load(x + i);
+    total += v * v;
+  }
+  return sum(total);
+}
+
+template <class T>
+void norm_rows(const T* x, long ldx, const T* weight, float eps, T* out, long ldo, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; ++r) {
+    const T* in = x + r * ldx;
+    float scale = root_scale(squares_of(in, size), size, eps);
+    for (long i = 0; i < size; i += W) store(out + r * ldo + i, load(in + i) * scale * load(weight + i));
+  }
+}
+
+// `parts` [threads, size]: the weight's gradient of each thread's rows, added to; null where the weight is frozen.
+template <class T>
+void norm_backward_rows(const T* grad, long ldg, const T* x, long ldx, const T* weight, float eps, float* parts, T* out,
+                        long ldo, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int t = 0; t < threads; ++t) {
+    float* own = parts ? parts + t * size : nullptr;
+    for (long r = rows * t / threads; r < rows * (t + 1) / threads; ++r) {
+      const T *in = x + r * ldx, *g = grad + r * ldg;
+      v16 squares = {}, dots = {};
+      for (long i = 0; i < size; i += W) {
+        v16 v = load(in + i);
+        squares += v * v;
+        dots += load(g + i) * load(weight + i) * v;
+      }
+      float scale = root_scale(sum(squares), size, eps);
+      float mean = sum(dots) * scale / size;
+      T* into = out + r * ldo;
+      for (long i = 0; i < size; i += W) {
+        v16 normed = load(in + i) * scale, slope = load(g + i);
+        if (own) store(own + i, load(own + i) + slope * normed);
+        store(into + i, load(into + i) + (slope * load(weight + i) - normed * mean) * scale);
+      }
+    }
+  }
+}
+
+template <class T>
+void rotate_rows(T* heads, long ld, long count, long half, const T* cosine, const T* sine, float sign, long rows,
+                 int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; ++r)
+    for (long h = 0; h < count; ++h) {
+      T *first = heads + r * ld + h * 2 * half, *second = first + half;
+      for (long i = 0; i < half; i += W) {
+        v16 c = load(cosine + r * half + i), s = load(sine + r * half + i) * sign;
+        v16 a = load(first + i), b = load(second + i);
+        store(first + i, a * c - b * s);
+        store(second + i, b * c + a * s);
+      }
+    }
+}
+
+template <class T>
+void swiglu_rows(const T* gate_up, long ld, T* out, long ldo, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; ++r) {
+    const T *gate = gate_up + r * ld, *up = gate + size;
+    for (long i = 0; i < size; i += W) {
+      v16 g = load(gate + i);
+      store(out + r * ldo + i, g * (1.0f / (1.0f + exp(-g))) * load(up + i));
+    }
+  }
+}
+
+template <class T>
+void swiglu_backward_rows(T* gate_up, long ld, const T* grad, long ldg, T* product, long ldp, long rows, long size,
+                          int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; ++r) {
+    T *gate = gate_up + r * ld, *up = gate + size;
+    for (long i = 0; i < size; i += W) {
+      v16 g = load(gate + i), u = load(up + i), slope = load(grad + r * ldg + i);
+      v16 gateway = 1.0f / (1.0f + exp(-g));
+      v16 active = g * gateway;
+      store(product + r * ldp + i, active * u);
+      store(up + i, active * slope);
+      store(gate + i, slope * u * gateway * (1.0f + g * (1.0f - gateway)));
+    }
+  }
+}
+
+// z = logits / T: log softmax at the target, log-sum-exp and entropy of each row.
+template <class T>
+void head_statistics_rows(const T* logits, long ld, const float* inverse, const int64_t* target, float* logp, float* lse,
+                          float* entropy, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; ++r) {
+    const T* in = logits + r * ld;
+    const float turn = inverse[r];
+    const long whole = size / W * W;
+    v16 most = all(-__builtin_inff());
+    for (long i = 0; i < whole; i += W) most = max(load(in + i) * turn, most);
+    if (whole < size) most = max(load_some(in + whole, size - whole, get(in[0])) * turn, most);
+    const float top = largest(most);
+    v16 total = {}, mean = {};
+    for (long i = 0; i < whole; i += W) {
+      v16 shifted = load(in + i) * turn - top, weight = exp(shifted);
+      total += weight;
+      mean += weight * shifted;
+    }
+    float sums = sum(total), means = sum(mean);
+    for (long i = whole; i < size; ++i) {
+      float shifted = get(in[i]) * turn - top, weight = __builtin_expf(shifted);
+      sums += weight;
+      means += weight * shifted;
+    }
+    const float log_total = __builtin_logf(sums);
+    logp[r] = get(in[target[r]]) * turn - top - log_total;
+    lse[r] = log_total + top;
+    entropy[r] = log_total - means / sums;
+  }
+}
+
+// Logits become their gradient: -p (outer (log p + entropy) + slope), + slope at the target. `outer` may be null.
+template <class T>
+void head_gradient_rows(T* logits, long ld, const float* inverse, const int64_t* target, const float* lse,
+                        const float* slope, const float* outer, const float* entropy, long rows, long size,
+                        int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; ++r) {
+    T* in = logits + r * ld;
+    const float turn = inverse[r], base = lse[r], own = slope[r];
+    const float bend = outer ? outer[r] : 0.0f, bulk = outer ? entropy[r] : 0.0f;
+    auto gradient = [&](v16 x) {
+      v16 log_weight = x * turn - base, weight = exp(log_weight);
+      return outer ? -weight * ((log_weight + bulk) * bend + own) : -weight * own;
+    };
+    const float at_target = gradient(all(get(in[target[r]])))[0] + own;
+    const long whole = size / W * W;
+    for (long i = 0; i < whole; i += W) store(in + i, gradient(load(in + i)));
+    if (whole < size) store_some(in + whole, size - whole, gradient(load_some(in + whole, size - whole, 0.0f)));
+    v16 last = all(at_target);
+    store_some(in + target[r], 1, last);
+  }
+}
+
+void add_widened_range(float* into, const bf16* from, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long i = 0; i < size / W; ++i) store(into + i * W, load(into + i * W) + load(from + i * W));
+  for (long i = size / W * W; i < size; ++i) into[i] += get(from[i]);
+}
+
+// Softmax of the scores of rows behind a shared prefix, as `RowAttention` lays them out: [count, heads, length, group, P + L].
+// Query l of row r sees the first `prefix[r]` keys and own keys 0..l of `own[r]`; what it does not see gets weight 0.
+template <class T>
+void row_softmax(const float* scores, T* out, const int64_t* prefix, const int64_t* own, long count, long heads,
+                 long length, long group, long context, int threads) {
+  const long size = context + length, queries = length * group;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long q = 0; q < count * heads * queries; ++q) {
+    const long r = q / (heads * queries), l = q / group % length;
+    const long end = l + 1 < own[r] ? l + 1 : own[r];
+    const struct {
+      long first, count;
+    } seen[2] = {{0, prefix[r]}, {context, end}};
+    const float* in = scores + q * size;
+    T* into = out + q * size;
+    v16 most = all(-__builtin_inff());
+    for (auto& part : seen) {
+      const float* p = in + part.first;
+      long i = 0;
+      for (; i + W <= part.count; i += W) most = max(load(p + i), most);
+      if (i < part.count) most = max(load_some(p + i, part.count - i, -__builtin_inff()), most);
+    }
+    const float top = largest(most);
+    v16 total = {};
+    float line[2048 + W];  // exponentials wait here, so that each is computed once
+    const bool fits = size <= 2048;
+    for (auto& part : seen)
+      for (long i = 0; i < part.count; i += W) {
+        const long some = part.count - i < W ? part.count - i : W;
+        const float* p = in + part.first + i;
+        v16 e = exp((some == W ? load(p) : load_some(p, some, -__builtin_inff())) - top);
+        if (some < W)
+          for (long j = some; j < W; ++j) e[j] = 0;
+        if (fits) store(line + part.first + i, e);
+        total += e;
+      }
+    const float share = 1.0f / sum(total);
+    for (auto& part : seen)
+      for (long i = 0; i < part.count; i += W) {
+        const long some = part.count - i < W ? part.count - i : W;
+        const float* p = in + part.first + i;
+        v16 e = fits ? load(line + part.first + i) : exp((some == W ? load(p) : load_some(p, some, 0)) - top);
+        if (some == W)
+          store(into + part.first + i, e * share);
+        else
+          store_some(into + part.first + i, some, e * share);
+      }
+    std::memset(into + prefix[r], 0, (context - prefix[r]) * sizeof(T));
+    std::memset(into + context + end, 0, (length - end) * sizeof(T));
+  }
+}
+
+// `slope` [rows, size], the gradient of softmax weights, becomes that of the scores times `scale`.
+template <class T>
+void row_softmax_backward(const T* weights, T* slope, float scale, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long r = 0; r < rows; ++r) {
+    const T* w = weights + r * size;
+    T* g = slope + r * size;
+    const long whole = size / W * W, rest = size - whole;
+    v16 dots = {};
+    for (long i = 0; i < whole; i += W) dots += load(w + i) * load(g + i);
+    if (rest) dots += load_some(w + whole, rest, 0) * load_some(g + whole, rest, 0);
+    const float mean = sum(dots);
+    for (long i = 0; i < whole; i += W) store(g + i, load(w + i) * (load(g + i) - mean) * scale);
+    if (rest)
+      store_some(g + whole, rest, load_some(w + whole, rest, 0) * (load_some(g + whole, rest, 0) - mean) * scale);
+  }
+}
+
+// One query head group over one row's keys and values: softmax over blocks of positions, rescaled as the maximum grows
+// (Milakov and Gimelshein, arXiv:1805.02867). G queries share every key that is read.
+template <class T, int D, int G>
+void attend_group(const T* query, const T* keys, const T* values, long length, float scale, T* out) {
+  constexpr int V = D / W, BLOCK = 64;
+  v16 q[G][V], sums[G][V];
+  float most[G], total[G];
+  for (int g = 0; g < G; ++g) {
+    most[g] = -__builtin_inff();
+    total[g] = 0;
+    for (int i = 0; i < V; ++i) {
+      q[g][i] = load(query + g * D + i * W) * scale;
+      sums[g][i] = all(0);
+    }
+  }
+  float scores[G][BLOCK];
+  for (long start = 0; start < length; start += BLOCK) {
+    const int count = length - start < BLOCK ? length - start : BLOCK;
+    for (int j = 0; j < count; ++j) {
+      const T* key = keys + (start + j) * D;
+      v16 dots[G];
+      for (int g = 0; g < G; ++g) dots[g] = all(0);
+      for (int i = 0; i < V; ++i) {
+        const v16 k = load(key + i * W);
+        for (int g = 0; g < G; ++g) dots[g] += q[g][i] * k;
+      }
+      for (int g = 0; g < G; ++g) scores[g][j] = sum(dots[g]);
+    }
+    for (int g = 0; g < G; ++g) {
+      for (int j = count; j < BLOCK; ++j) scores[g][j] = -__builtin_inff();
+      v16 high = all(most[g]);
+      for (int j = 0; j < BLOCK; j += W) high = max(load(&scores[g][j]), high);
+      const float top = largest(high), shrink = exp(all(most[g] - top))[0];
+      v16 added = {};
+      for (int j = 0; j < BLOCK; j += W) {
+        v16 weight = exp(load(&scores[g][j]) - top);
+        store(&scores[g][j], weight);
+        added += weight;
+      }
+      total[g] = total[g] * shrink + sum(added);
+      most[g] = top;
+      for (int i = 0; i < V; ++i) sums[g][i] *= shrink;
+    }
+    for (int j = 0; j < count; ++j) {
+      const T* value = values + (start + j) * D;
+      for (int i = 0; i < V; ++i) {
+        const v16 v = load(value + i * W);
+        for (int g = 0; g < G; ++g) sums[g][i] += v * scores[g][j];
+      }
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < V; ++i) store(out + g * D + i * W, sums[g][i] / total[g]);
+}
+
+template <class T, int D>
+void attend_heads(const T* query, const T* keys, const T* values, long length, long group, float scale, T* out) {
+  while (group) {  // by at most four: more would not fit the registers
+    const long now = group > 4 ? 4 : group;
+    if (now == 4) attend_group<T, D, 4>(query, keys, values, length, scale, out);
+    if (now == 3) attend_group<T, D, 3>(query, keys, values, length, scale, out);
+    if (now == 2) attend_group<T, D, 2>(query, keys, values, length, scale, out);
+    if (now == 1) attend_group<T, D, 1>(query, keys, values, length, scale, out);
+    query += now * D, out += now * D, group -= now;
+  }
+}
+
+// Row r writes its key and value at `position[r]` and attends over [0..position[r]].
+template <class T>
+void decode_rows(const T* query, long ldq, const T* key, long ldk, const T* value, long ldv, T* keys, T* values,
+                 long row_stride, long head_stride, const int64_t* position, float scale, T* out, long rows, long heads,
+                 long group, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+  for (long item = 0; item < rows * heads; ++item) {
+    const long r = item / heads, h = item % heads, here = position[r];
+    T *k = keys + r * row_stride + h * head_stride, *v = values + r * row_stride + h * head_stride;
+    std::memcpy(k + here * size, key + r * ldk + h * size, size * sizeof(T));
+    std::memcpy(v + here * size, value + r * ldv + h * size, size * sizeof(T));
+    const T* q = query + r * ldq + h * group * size;
+    T* into = out + (r * heads + h) * group * size;
+    if (size == 16) attend_heads<T, 16>(q, k, v, here + 1, group, scale, into);
+    if (size == 32) attend_heads<T, 32>(q, k, v, here + 1, group, scale, into);
+    if (size == 64) attend_heads<T, 64>(q, k, v, here + 1, group, scale, into);
+    if (size == 128) attend_heads<T, 128>(q, k, v, here + 1, group, scale, into);
+  }
+}
+
+}  // namespace
+
+// `narrow`: the tensors are bfloat16, else float32. Strides and sizes count elements.
+#define BOTH(function, ...)       \
+  if (narrow) {                   \
+    typedef bf16 T;               \
+    function<T>(__VA_ARGS__);     \
+  } else {                        \
+    typedef float T;              \
+    function<T>(__VA_ARGS__);     \
+  }
+
+extern "C" {
+
+uint32_t asyncrl_source() { return ASYNCRL_SOURCE; }  // checksum of this file, from setup.py
+
+void asyncrl_rms_norm(int narrow, const void* x, long ldx, const void* weight, float eps, void* out, long ldo,
+                      long rows, long size, int threads) {
+  BOTH(norm_rows, (const T*)x, ldx, (const T*)weight, eps, (T*)out, ldo, rows, size, threads)
+}
+
+void asyncrl_rms_norm_backward(int narrow, const void* grad, long ldg, const void* x, long ldx, const void* weight,
+                               float eps, float* parts, void* out, long ldo, long rows, long size, int threads) {
+  BOTH(norm_backward_rows, (const T*)grad, ldg, (const T*)x, ldx, (const T*)weight, eps, parts, (T*)out, ldo, rows,
+       size, threads)
+}
+
+void asyncrl_rotate(int narrow, void* heads, long ld, long count, long half, const void* cosine, const void* sine,
+                    float sign, long rows, int threads) {
+  BOTH(rotate_rows, (T*)heads, ld, count, half, (const T*)cosine, (const T*)sine, sign, rows, threads)
+}
+
+void asyncrl_swiglu(int narrow, const void* gate_up, long ld, void* out, long ldo, long rows, long size, int threads) {
+  BOTH(swiglu_rows, (const T*)gate_up, ld, (T*)out, ldo, rows, size, threads)
+}
+
+void asyncrl_swiglu_backward(int narrow, void* gate_up, long ld, const void* grad, long ldg, void* product, long ldp,
+                             long rows, long size, int threads) {
+  BOTH(swiglu_backward_rows, (T*)gate_up, ld, (const T*)grad, ldg, (T*)product, ldp, rows, size, threads)
+}
+
+void asyncrl_head_statistics(int narrow, const void* logits, long ld, const float* inverse, const int64_t* target,
+                             float* logp, float* lse, float* entropy, long rows, long size, int threads) {
+  BOTH(head_statistics_rows, (const T*)logits, ld, inverse, target, logp, lse, entropy, rows, size, threads)
+}
+
+void asyncrl_head_gradient(int narrow, void* logits, long ld, const float* inverse, const int64_t* target,
+                           const float* lse, const float* slope, const float* outer, const float* entropy, long rows,
+                           long size, int threads) {
+  BOTH(head_gradient_rows, (T*)logits, ld, inverse, target, lse, slope, outer, entropy, rows, size, threads)
+}
+
+void asyncrl_row_softmax(int narrow, const float* scores, void* out, const int64_t* prefix, const int64_t* own,
+                         long count, long heads, long length, long group, long context, int threads) {
+  BOTH(row_softmax, scores, (T*)out, prefix, own, count, heads, length, group, context, threads)
+}
+
+void asyncrl_row_softmax_backward(int narrow, const void* weights, void* slope, float scale, long rows, long size,
+                                  int threads) {
+  BOTH(row_softmax_backward, (const T*)weights, (T*)slope, scale, rows, size, threads)
+}
+
+void asyncrl_add_widened(float* into, const void* from, long size, int threads) {
+  add_widened_range(into, (const bf16*)from, size, threads);
+}
+
+void asyncrl_decode_attention(int narrow, const void* query, long ldq, const void* key, long ldk, const void* value,
+                              long ldv, void* keys, void* values, long row_stride, long head_stride,
+                              const int64_t* position, float scale, void* out, long rows, long heads, long group,
+                              long size, int threads) {
+  BOTH(decode_rows, (const T*)query, ldq, (const T*)key, ldk, (const T*)value, ldv, (T*)keys, (T*)values, row_stride,
+       head_stride, position, scale, (T*)out, rows, heads, group, size, threads)
+}
+
+}  // extern "C"
