@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config.describe import help_text
@@ -80,10 +80,10 @@ def run(config: Config) -> int:
 async def _run(config: Config) -> int:
     import anyio
 
-    from asyncrl.runtime.door import ring_of
     from asyncrl.runtime.runtime import Runtime
 
     stopped: list[signal.Signals] = []
+    ring: RecordRing | None = None
     loop = asyncio.get_running_loop()
     scope = anyio.CancelScope()
     runtime = Runtime(config, hard_exit=True)
@@ -94,6 +94,8 @@ async def _run(config: Config) -> int:
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
         runtime.expect_end(received.name)
+        if ring is not None:
+            ring.end_intake()  # now, and not behind the checkpoint: producers that wait hear it
         scope.cancel()
         print(
             f"\nasyncrl: {received.name}: aborting the open step and writing a checkpoint; once more ends at once",
@@ -104,40 +106,63 @@ async def _run(config: Config) -> int:
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, stop, each)
     with scope:
-        ring = None if config.door.ring is None else ring_of(config)
         # The ring closes last: a step that is committed while the run is being stopped still releases its records.
-        async with contextlib.nullcontext() if ring is None else ring, runtime:
+        async with _ring(config) as ring, runtime:
             runtime.announce()
             if ring is not None:
                 runtime.start("door", _open_doors, runtime, ring)
             summary = await runtime.run()
-            left = 0 if ring is None else ring.statistics().outstanding
         _print_summary(summary, runtime)
-        if left:
-            print(
-                f"{left} records that were not trained wait in ring {config.door.ring} (see `asyncrl shm`) for the next run"
-            )
     return 128 + stopped[0] if stopped else 0
 
 
+@contextlib.asynccontextmanager
+async def _ring(config: Config) -> AsyncIterator[RecordRing | None]:
+    """What producers attach to, where `door.ring` is set. However the run ends, it says what is left for the next one."""
+    from asyncrl.runtime.door import ring_of
+
+    if config.door.ring is None:
+        yield None
+        return
+    async with ring_of(config) as ring:
+        try:
+            yield ring
+        finally:
+            ring.end_intake()  # what came until here is counted
+            left = ring.statistics().outstanding
+            if left:
+                print(
+                    f"{left} records that were not trained wait in ring {ring.name} (see `asyncrl shm`) for the next run"
+                )
+
+
 async def _open_doors(runtime: Runtime, ring: RecordRing) -> None:
-    """Feed the run from `door.ring`, and over HTTP where `door.http_port` says so, until the training ends."""
+    """Feed the run from `door.ring`, and over HTTP where `door.http_port` says so, until the training ends.
+
+    Every rank has a ring of its own. The first rank of a machine listens, and spreads what comes over the rings there.
+    """
     from functools import partial
 
     import anyio
 
-    from asyncrl.runtime.door import serve
+    from asyncrl.runtime.door import rings_here, serve
 
-    door, leader = runtime.config.door, runtime.world.is_first
-    runtime.note(f"waiting for producers at the record ring {ring.name!r} (asyncrl.client)")
-    if door.http_port is None or not leader:
-        await serve(runtime, ring)
-        return
-    from asyncrl.http.atropos import serve as serve_http
+    door, world = runtime.config.door, runtime.world
+    here = rings_here(runtime.config, world)
+    ranks = f" and {', '.join(repr(name) for name in here[1:])} (one a rank)" if len(here) > 1 else ""
+    runtime.note(f"waiting for producers at the record ring {here[0]!r}{ranks} (asyncrl.client)")
+    try:
+        if door.http_port is None or world.local_rank != 0:
+            await serve(runtime, ring)
+            return
+        from asyncrl.http.atropos import serve as serve_http
 
-    async with anyio.create_task_group() as tasks:
-        http = await tasks.start(partial(serve_http, runtime, ring, host=door.http_host, port=door.http_port))
-        runtime.note(f"waiting for Atropos environments at {http.url}")
+        async with anyio.create_task_group() as tasks:
+            listen = partial(serve_http, runtime, ring, others=here[1:], host=door.http_host, port=door.http_port)
+            http = await tasks.start(listen)
+            runtime.note(f"waiting for Atropos environments at {http.url}")
+    finally:
+        ring.end_intake()  # the training is over: producers hear it before the last checkpoint is written
 
 
 def _print_summary(summary: RunSummary, runtime: Runtime) -> None:

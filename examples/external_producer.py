@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.client import Client, Scored
-from asyncrl.errors import RingFull
+from asyncrl.errors import RingDetached, RingFull
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quickstart_model import LETTERS, VOCABULARY
@@ -52,11 +52,11 @@ def main(ring: str = "external", seed: int = 0, timeout: float = 60.0) -> int:
             asked, count, version = draw.choice(LETTERS), draw.randint(1, 9), max(client.policy_version, 0)
             try:
                 client.push(group, [member(asked, count, version, draw) for _ in range(MEMBERS)], timeout=5.0)
-            except RingFull:
+            except (RingFull, RingDetached):
                 if client.statistics().attached:  # the run has no room yet: play anew, by the policy of now
                     continue
                 print(f"the run is over at version {client.policy_version}; {group} groups were accepted")
-                return group
+                return group  # pushing on would wait for the next run of this name
             group += 1
 
 

@@ -8,8 +8,9 @@
             client.push(group, [Scored(tokens=r.ids, mask=r.mask, logprobs=r.logprobs, reward=r.score) for r in rollouts])
 
 `AsyncClient` is the same with `await`. `push` returned means accepted: the trajectories lie in shared memory and survive
-the death of either process. A full ring makes `push` wait (RingFull at its deadline, with nothing pushed). If the run
-restarts, the client attaches to the new one by itself.
+the death of either process. A full ring makes `push` wait (RingFull at its deadline, with nothing pushed). When the run ends
+or is stopped, one `push` raises RingDetached, at once also where it waits; pushing on waits for the next run of that name, to
+which the client attaches by itself.
 
 Needs numpy and the standard library, nothing else: `pip install asyncrl-client` brings this module without torch (from a
 checkout: `pip install ./client`). It is part of asyncrl too; install one of the two, not both.

@@ -71,7 +71,8 @@ class Client(_Numbering):
     ) -> None:
         """Hand over trajectories of one group: all of them, or `members` of `group_size`. Returns when accepted.
 
-        Errors: RecordError (what is wrong with them), RingFull after `timeout` seconds, RingDetached, RecordTooLarge.
+        Errors: RecordError (what is wrong with them), RecordTooLarge, RingFull after `timeout` seconds, RingDetached: the run
+        ended (push them again to wait, `timeout` seconds, for the next one; members that it has already are removed).
         """
         self._producer.put(self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout)
 

@@ -52,7 +52,7 @@ class DoorConfig(Section):
     ring: str | None = field(
         None,
         "Open a record ring of this name in shared memory; every group comes through it and none from data.train. With "
-        "several ranks, rank r > 0 opens `name-r`.",
+        "several ranks each has its own, rank r > 0 `name-r`; all members of a group go to one of them.",
     )
     ring_mib: int = field(256, "Shared memory of the ring in MiB, for all producers together.", ge=1)
     producer_mib: int = field(16, "Part of one producer in MiB; no record can be larger: it is refused.", ge=1)
@@ -70,7 +70,11 @@ class DoorConfig(Section):
         ge=0,
     )
     http_port: int | None = field(
-        None, "Speak Atropos' API on this port too, into the same ring (extra [http]); 0: any free one.", ge=0, le=65535
+        None,
+        "Speak Atropos' API on this port too (extra [http]); 0: any free one. One port a machine; what comes is spread "
+        "over the rings of the ranks there.",
+        ge=0,
+        le=65535,
     )
     http_host: str = field(
         "127.0.0.1", "The address of that port. Nobody is asked for a password: only addresses that you trust."

@@ -28,7 +28,8 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError, 
 from asyncrl.runtime import door as ring_door
 
 from .scored_data import read_group
+from .spread import Spread
 
 try:
     from aiohttp import web
@@ -99,13 +101,13 @@ class _Environment:
 
 
 class AtroposDoor:
-    """`async with AtroposDoor(client, terms) as door`: listens at `door.url`. The client stays the caller's."""
+    """`async with AtroposDoor(Spread([client]), terms) as door`: listens at `door.url`. The clients stay the caller's."""
 
     def __init__(
-        self, client: AsyncClient, terms: Terms, *, host: str = "127.0.0.1", port: int = 8000, wait_s: float = 240.0
+        self, rings: Spread, terms: Terms, *, host: str = "127.0.0.1", port: int = 8000, wait_s: float = 240.0
     ) -> None:
         """`port` 0: a free one. `wait_s`: below Atropos' own 300 s, after which it would send the group again."""
-        self._client = client
+        self._rings = rings
         self._terms = terms
         self._address = (host, port)
         self._wait_s = wait_s
@@ -208,13 +210,13 @@ class AtroposDoor:
 
     async def _push(self, item: Any) -> str:
         """Empty where it was accepted, else why there is no room. Errors: DataError, RecordError, RecordTooLarge."""
-        group = read_group(item, self._terms.limits, max(self._client.policy_version, 0))
+        group = read_group(item, self._terms.limits, max(self._rings.policy_version, 0))
         number, self._next_group = self._next_group, self._next_group + 1
         scope = anyio.CancelScope()
         self._pushing.add(scope)
         try:
             with scope:
-                await self._client.push(number, group.scored, timeout=self._wait_s)
+                await self._rings.push(number, group.scored, timeout=self._wait_s)
         except (RecordError, RecordTooLarge):
             raise
         except TransportError as error:  # full, or nobody owns the ring
@@ -237,7 +239,7 @@ class AtroposDoor:
 
     def _held(self) -> deque[tuple[int | None, int]]:
         """The groups that were accepted and are not trained or dropped: as many as the ring still holds, the newest."""
-        held = self._client.statistics().records_held
+        held = self._rings.records_held
         while len(self._accepted) > held:
             self._accepted.popleft()
         return self._accepted
@@ -260,7 +262,7 @@ class AtroposDoor:
             env_id=len(self._environments) - 1,
             wandb_name=self._environments[-1].name,
             checkpoint_dir=self._terms.checkpoint_dir,
-            starting_step=max(self._client.policy_version, 0),
+            starting_step=max(self._rings.policy_version, 0),
             checkpoint_interval=-1,
             num_steps=NO_END if self._terms.steps is None else self._terms.steps,
         )
@@ -284,7 +286,7 @@ class AtroposDoor:
         size = max(own, default=max((sequences for _, sequences in held), default=1))
         return _reply(
             200,
-            current_step=max(self._client.policy_version, 0),
+            current_step=max(self._rings.policy_version, 0),
             queue_size=sum(sequences for _, sequences in held) // size,
             unallocated_fraction=1.0,
             self_queue_size=sum(own) // size,
@@ -317,8 +319,9 @@ class AtroposDoor:
         counts = self.statistics
         return _reply(
             200,
-            current_step=max(self._client.policy_version, 0),
+            current_step=max(self._rings.policy_version, 0),
             queue_size=len(self._held()),
+            waiting=len(self._pushing),  # for room
             accepted=counts.groups,
             refused=counts.refused,
             last_refusal=counts.last_refusal,
@@ -366,6 +369,7 @@ async def serve(
     runtime: Runtime,
     ring: RecordRing,
     *,
+    others: Sequence[str] = (),
     host: str = "127.0.0.1",
     port: int = 8000,
     statistics: ring_door.DoorStatistics | None = None,
@@ -373,7 +377,8 @@ async def serve(
 ) -> ring_door.DoorStatistics:
     """`asyncrl.runtime.door.serve` with an HTTP door into the same ring, until the training ends or the ring is closed.
 
-    Other processes may push through shared memory meanwhile. Reports the open door to the task group's `start`.
+    Other processes may push through shared memory meanwhile. `others`: the rings of further ranks on this machine, among
+    which the groups are spread. Reports the open door to the task group's `start`.
     Errors: ConfigError where it cannot listen.
     """
     counts = statistics or ring_door.DoorStatistics()
@@ -385,8 +390,9 @@ async def serve(
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(feed)
-        async with await AsyncClient.attach(ring.name) as client:
-            async with AtroposDoor(client, Terms.of(runtime), host=host, port=port) as door:
+        async with AsyncExitStack() as clients:
+            rings = [await clients.enter_async_context(await AsyncClient.attach(name)) for name in (ring.name, *others)]
+            async with AtroposDoor(Spread(rings), Terms.of(runtime), host=host, port=port) as door:
                 task_status.started(door)
                 await anyio.sleep_forever()
     return counts

@@ -283,13 +283,25 @@ def _release(leases: tuple[Delivery, ...]) -> None:
         delivery.release()
 
 
+def ring_name(config: Config, rank: int) -> str:
+    """Each rank trains what comes through a ring of its own. Errors: ConfigError."""
+    ring = config.door.ring
+    if ring is None:
+        raise ConfigError("door.ring is not set: name the ring that producers attach to")
+    return ring if rank == 0 else f"{ring}-{rank}"
+
+
+def rings_here(config: Config, world: World) -> list[str]:
+    """The rings of all ranks of this machine, that of its first rank first. Errors: ConfigError."""
+    first = world.rank - world.local_rank
+    return [ring_name(config, rank) for rank in range(first, first + world.local_world_size)]
+
+
 def ring_of(config: Config) -> RecordRing:
     """The ring that `door.*` asks this rank for; open it with `async with`. Errors: ConfigError."""
-    settings, rank = config.door, World.from_env().rank
-    if settings.ring is None:
-        raise ConfigError("door.ring is not set: name the ring that producers attach to")
+    settings = config.door
     return RecordRing(
-        settings.ring if rank == 0 else f"{settings.ring}-{rank}",
+        ring_name(config, World.from_env().rank),
         RingSettings(
             size=settings.ring_mib << 20,
             slots=settings.producer_records,

@@ -3,7 +3,8 @@
 `put()` returned means accepted: the record is in shared memory and survives the death of either process (not a reboot).
 A full ring is backpressure: `put` sleeps in the kernel until the owner released something, and raises `RingFull` at its
 deadline, with nothing put. Where the owner dies, records are accepted as long as there is room, the producer attaches to
-the next owner by itself, and that one finds everything. Where the owner closed in good order, `put` waits for another one.
+the next owner by itself, and that one finds everything. Where the owner closed in good order, the `put` that waits, or the
+next one, hears it at once (`RingDetached`); a `put` after that waits for another owner.
 A `put` that raised `RingDetached` may have left its record behind: put the same one again, the owner removes duplicates by
 (epoch, group, member).
 
@@ -55,7 +56,7 @@ class Producer:
         """Returns when the record is accepted. Errors: RingFull, RingDetached, RecordTooLarge, LifecycleError."""
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
-            raise self._core.full(plan, timeout)
+            raise self._core.late(plan, timeout)
         try:
             self._put(plan, deadline, timeout)
         finally:
@@ -71,7 +72,7 @@ class Producer:
                 return
             left = deadline - time.monotonic()
             if left <= 0:
-                raise core.full(plan, timeout)
+                raise core.late(plan, timeout)
             if need is Need.SPACE:
                 core.waits += 1
                 _wait_readable(core.space(), left)
@@ -80,6 +81,8 @@ class Producer:
             if ownerless:  # nobody listened a moment ago, and the ring as it lies there cannot take it
                 time.sleep(min(pause.next(), left))
             ownerless = _attach_once(core, deadline) is None
+            if ownerless:
+                core.hear_end()
 
     @property
     def policy_version(self) -> int:
@@ -132,7 +135,7 @@ class AsyncProducer:
             async with asyncio.timeout(timeout):
                 await self._lock.acquire()
         except TimeoutError:
-            raise self._core.full(plan, timeout) from None
+            raise self._core.late(plan, timeout) from None
         try:
             await self._put(plan, deadline, timeout)
         finally:
@@ -148,7 +151,7 @@ class AsyncProducer:
                 return
             left = deadline - time.monotonic()
             if left <= 0:
-                raise core.full(plan, timeout)
+                raise core.late(plan, timeout)
             if need is Need.SPACE:
                 core.waits += 1
                 await _readable(core.space(), left)
@@ -157,6 +160,8 @@ class AsyncProducer:
             if ownerless:  # see the synchronous one
                 await asyncio.sleep(min(pause.next(), left))
             ownerless = await _in_thread(lambda: _attach_once(core, deadline)) is None
+            if ownerless:
+                core.hear_end()
 
     @property
     def policy_version(self) -> int:

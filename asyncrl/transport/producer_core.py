@@ -9,7 +9,7 @@ import select
 from dataclasses import dataclass
 from enum import Enum
 
-from ..errors import LifecycleError, RingFull
+from ..errors import LifecycleError, RingDetached, RingFull
 from ..records.write import Plan
 from . import rendezvous
 from .rendezvous import Attachment
@@ -54,6 +54,7 @@ class Core:
         self._segment: Segment | None = None
         self._writer: RingWriter | None = None
         self._attachment: Attachment | None = None
+        self._heard = False  # that the owner ended
         self._poll = select.poll()
         self._pid = os.getpid()
         self._checksum = False
@@ -83,6 +84,7 @@ class Core:
             self._drop_unless_current(segment)
             return None
         self._attachment = found
+        self._heard = False
         self.unannounced = False  # whoever lets us in looks at the ring
         self._checksum = found.checksum
         self.attachments += 1
@@ -135,7 +137,22 @@ class Core:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._attachment.space)
 
-    def full(self, plan: Plan, timeout: float) -> RingFull:
+    def hear_end(self) -> None:
+        """Errors: RingDetached where the owner closed in good order, once for each end: the next put waits for another one."""
+        if self._segment is not None and self._segment.sealed and not self._heard:
+            self._heard = True
+            raise RingDetached(
+                f"the owner of ring {self.name!r} ended in good order and takes no records any more; what it accepted is "
+                "trained, dropped or kept for the next owner. Put this one again to wait for that"
+            )
+
+    def late(self, plan: Plan, timeout: float) -> RingFull | RingDetached:
+        """The error of a put whose time is up."""
+        if self._segment is not None and self._segment.sealed:
+            return RingDetached(
+                f"nobody owns ring {self.name!r}: its owner ended in good order, and no other came within {timeout:g} s. "
+                "Put this one again once the next run is there"
+            )
         records, used = self._writer.used() if self._writer is not None else (0, 0)
         slots = self._writer.memory.slots if self._writer is not None else 0
         capacity = self._writer.capacity if self._writer is not None else 0

@@ -12,7 +12,8 @@ Guarantees
 * Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
   once its records were released. A stopped producer is not dead: its ring waits for it.
 * Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
-* `close` keeps the segment if records in it are not released, for the next owner; `discard=True` drops them.
+* `end_intake` lets producers go; `close`, which does so too, keeps the segment if records in it are not released, for the
+  next owner; `discard=True` drops them.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class RecordRing:
         self._ready: deque[tuple[Link, int, int]] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
         self._arena: Arena | None = None
+        self._door: socket.socket | None = None
         self._state = "new"
 
     # -- life
@@ -103,7 +105,7 @@ class RecordRing:
         cancelled = await wait_shielded(opening)
         if cancelled is not None:
             if opening.exception() is None:
-                opening.result().close(keep=True)
+                opening.result().close(keep=bool(opening.result().blocks()))
             raise cancelled
         self._arena = opening.result()
         try:
@@ -143,22 +145,30 @@ class RecordRing:
         """Stop. True where records were left for the next owner (`discard` drops them instead). Twice is fine."""
         return self._close(keep=not discard)
 
+    def end_intake(self) -> None:
+        """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
+        if self._state != "open" or self._arena is None:
+            return
+        self._arena.segment.seal()
+        for connection in list(self._visitors):
+            self._dismiss(connection)
+        if self._door is not None:
+            self._loop.remove_reader(self._door.fileno())
+            self._door.close()
+            self._door = None
+        # A producer that stores its head after this look sees the seal, and puts its record again elsewhere.
+        for link in list(self._links.values()):
+            self._gather(link)
+            link.disconnect(self._loop)
+
     def _close(self, *, keep: bool) -> bool:
         if self._state != "open" or self._arena is None:
             if self._arena is not None:
                 self._arena.close(keep=keep)
             self._state = "closed"
             return False
-        self._state = "closed"
-        arena = self._arena
-        arena.segment.seal()
-        for connection in list(self._visitors):
-            self._dismiss(connection)
-        if hasattr(self, "_door"):
-            self._loop.remove_reader(self._door.fileno())
-            self._door.close()
-        for link in list(self._links.values()):  # who stores a head later sees the seal: he puts it again elsewhere
-            self._gather(link)
+        self.end_intake()
+        self._state, arena = "closed", self._arena
         left = any(link.reader.outstanding for link in self._links.values())
         for link in self._links.values():
             link.close(self._loop)
@@ -220,15 +230,7 @@ class RecordRing:
         self._arena.segment.board.store(VERSION_WORD, version + 1)
 
     def statistics(self) -> RingStatistics:
-        c, links = self._counts, self._links.values()
-        return RingStatistics(
-            records=c.records, released=c.released, outstanding=sum(link.reader.outstanding for link in links),
-            duplicates=c.duplicates, torn=c.torn + sum(link.reader.counts.lost for link in links),
-            half_written=c.half_written,
-            passed_over=c.passed_over + sum(link.reader.counts.passed_over for link in links), replayed=c.replayed,
-            producers=sum(link.connection is not None for link in links), rings=len(links), deaths=c.deaths,
-            reclaimed=c.reclaimed, refused=c.refused,
-        )  # fmt: skip
+        return self._counts.statistics(self._links.values())
 
     # -- inside
 
@@ -279,7 +281,7 @@ class RecordRing:
     # -- producers come and go
 
     def _on_door(self) -> None:
-        while True:
+        while self._door is not None:
             try:
                 connection, _ = self._door.accept()
             except OSError:  # nobody waits any more, or gave up already

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .ring_link import Link
 
 _Group = tuple[int, int]  # (epoch, group)
 
@@ -38,6 +42,24 @@ class RingCounters:
     deaths: int = 0
     reclaimed: int = 0
     refused: int = 0
+
+    def statistics(self, links: Collection[Link]) -> RingStatistics:
+        """With what the rings that exist count themselves."""
+        return RingStatistics(
+            records=self.records,
+            released=self.released,
+            outstanding=sum(link.reader.outstanding for link in links),
+            duplicates=self.duplicates,
+            torn=self.torn + sum(link.reader.counts.lost for link in links),
+            half_written=self.half_written,
+            passed_over=self.passed_over + sum(link.reader.counts.passed_over for link in links),
+            replayed=self.replayed,
+            producers=sum(link.connection is not None for link in links),
+            rings=len(links),
+            deaths=self.deaths,
+            reclaimed=self.reclaimed,
+            refused=self.refused,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from asyncrl.client import Scored
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.telemetry.sinks import read_jsonl
@@ -39,6 +41,18 @@ DRY: dict[str, Any] = {
     "dry_run": {"decode_step_s": 0.0005, "finish_s": 0.0005},
     "telemetry": {"live": "off"},
 }
+# Fed through `door.ring`, which the test names.
+FED: dict[str, Any] = {
+    **{key: value for key, value in REAL.items() if key not in ("reward", "data")},
+    "data": {"max_prompt_tokens": 12},
+    "rollout": {**REAL["rollout"], "groups_per_step": 2},
+    "telemetry": {"live": "plain"},
+    "door": {"ring_mib": 4, "producer_mib": 1, "producer_records": 64},
+}
+
+
+def scored(token: int = 5, reward: float = 0.0, version: int = 0) -> Scored:
+    return Scored([4, 5, token], reward, [0, 1, 1], [0, -1, -1], versions=[-1, version, version], prompt_length=1)
 
 
 def write_yaml(folder: Path, tree: dict[str, Any], name: str = "run.yaml") -> Path:
@@ -136,8 +150,9 @@ class Process:
         self._popen.send_signal(number)
 
     def kill(self) -> None:
-        """The process and everything it started, at once."""
-        os.killpg(self._popen.pid, signal.SIGKILL)
+        """The process and everything it started, at once. Where they have ended that is fine."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
 
 

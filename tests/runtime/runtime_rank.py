@@ -10,14 +10,19 @@ from pathlib import Path
 import torch
 
 from asyncrl import Runtime, load_config
+from asyncrl.main import _open_doors, _ring
 
 
 async def main() -> None:
     groups: list[list[int]] = []
     rows: list[list[tuple[float | None, int, int]]] = []  # by step: reward, completion and sampled tokens
     metrics: list[dict[str, float]] = []
-    async with Runtime(load_config([sys.argv[1]], sys.argv[2:])) as runtime:
+    config = load_config([sys.argv[1]], sys.argv[2:])
+    async with _ring(config) as ring, Runtime(config) as runtime:
         steps = runtime.steps()
+        if ring is not None:
+            runtime.announce()
+            runtime.start("door", _open_doors, runtime, ring)
         summary = await runtime.run()
         async for report in steps:
             groups.append([group.group_id for group in report.groups])

@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
-from runtime_helpers import DRY, REAL, ROOT, Process, config_of, metrics_of, write_yaml
+from runtime_helpers import DRY, FED, ROOT, Process, config_of, metrics_of, scored, write_yaml
 
 from asyncrl import Runtime
 from asyncrl.client import AsyncClient, Scored
@@ -32,10 +32,6 @@ client = Client.attach(sys.argv[1], timeout=60, epoch=int(sys.argv[2]))
 client.push(0, [Scored([4, 5], 1.0, [0, 1], [0, -1], prompt_length=1)], members=[0], group_size=2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def scored(token: int = 5, reward: float = 0.0, version: int = 0) -> Scored:
-    return Scored([4, 5, token], reward, [0, 1, 1], [0, -1, -1], versions=[-1, version, version], prompt_length=1)
 
 
 @dataclass
@@ -232,22 +228,13 @@ async def test_the_time_limit_trains_what_is_here(tmp_path: Path, name: str) -> 
 
 async def test_without_prompts_and_without_a_ring_there_is_nothing_to_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train is not set.*or door\.ring"):
-        resolve(config_of(tmp_path, base={key: value for key, value in RUN.items() if key != "door"}))
+        resolve(config_of(tmp_path, base={key: value for key, value in FED.items() if key != "door"}))
     with pytest.raises(ConfigError, match=r"door\.ring is not set"):
         ring_of(config_of(tmp_path, base=DRY))
 
 
-RUN: dict[str, Any] = {
-    **{key: value for key, value in REAL.items() if key not in ("reward", "data")},
-    "data": {"max_prompt_tokens": 12},
-    "rollout": {**REAL["rollout"], "groups_per_step": 2},
-    "telemetry": {"live": "plain"},
-    "door": {"ring_mib": 4, "producer_mib": 1, "producer_records": 64},
-}
-
-
 async def test_a_run_from_yaml_is_fed_by_other_processes_to_its_last_step(tmp_path: Path, name: str) -> None:
-    file = write_yaml(tmp_path, RUN)
+    file = write_yaml(tmp_path, FED)
     run = Process(tmp_path, str(file), f"door.ring={name}", "train.max_steps=2", "rollout.max_staleness=1")
     try:
         async with await AsyncClient.attach(name, timeout=200) as client:

@@ -190,8 +190,10 @@ async def test_close_can_discard_and_a_producer_hears_that_the_owner_is_gone(nam
         await producer.put(planned(0))
         assert ring.close(discard=True) is False
         assert not names(name)
-        with pytest.raises(RingFull, match="owner: gone"):
-            await producer.put(planned(1), timeout=0.1)
+        with pytest.raises(RingDetached, match=r"'.*' ended in good order.*kept for the next owner"):
+            await producer.put(planned(1))
+        with pytest.raises(RingDetached, match=r"no other came within 0.05 s"):
+            await producer.put(planned(1), timeout=0.05)
         with pytest.raises(RingDetached, match="nobody owns a ring named"):
             await AsyncProducer.attach(name, timeout=0.05)
         async with RecordRing(name, SMALL) as other:
@@ -199,6 +201,51 @@ async def test_close_can_discard_and_a_producer_hears_that_the_owner_is_gone(nam
             assert (await other.get()).record.group == 1
             assert producer.statistics().attachments == 2
             other.close(discard=True)
+
+
+@both_loops
+async def test_producers_that_wait_hear_of_the_end_while_what_they_put_is_still_trained(name: str) -> None:
+    """One in a loop, one in a thread, each with a full ring of its own."""
+    async with RecordRing(name, SMALL) as ring:
+        held, heard = [], []
+        both = await AsyncProducer.attach(name), await asyncio.to_thread(Producer.attach, name)
+
+        async def waits_in_the_loop() -> None:
+            with pytest.raises(RingDetached, match="ended in good order"):
+                await both[0].put(planned(8), timeout=600)
+            heard.append(0)
+
+        def waits() -> None:
+            with pytest.raises(RingDetached, match="ended in good order"):
+                both[1].put(planned(108), timeout=600)
+            heard.append(1)
+
+        for group in range(8):
+            await both[0].put(planned(group))
+            await asyncio.to_thread(both[1].put, planned(100 + group))
+            held += [await ring.get(), await ring.get()]
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(waits_in_the_loop)
+                tasks.start_soon(anyio.to_thread.run_sync, waits)
+                while not both[0].statistics().waits or not both[1].statistics().waits:
+                    await anyio.lowlevel.checkpoint()
+                ring.end_intake()
+                ring.end_intake()
+        assert sorted(heard) == [0, 1] and ring.statistics().producers == 0
+        with pytest.raises(RingDetached, match="nobody owns a ring"):
+            await AsyncProducer.attach(name, timeout=0.05)
+        for delivery in held[1:]:  # a step that was under way is committed meanwhile
+            delivery.release()
+        assert ring.statistics().released == 15 and ring.close() is True
+    async with RecordRing(name, SMALL) as other:
+        await both[0].put(planned(8))
+        again = [await other.get() for _ in range(2)]
+        assert sorted(groups(again)) == [0, 8] and both[0].statistics().attachments == 2
+        for delivery in again:
+            delivery.release()
+        await both[0].close()
+        await asyncio.to_thread(both[1].close)
 
 
 @both_loops
