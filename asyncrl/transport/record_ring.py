@@ -12,8 +12,7 @@ Guarantees
 * Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
   once its records were released. A stopped producer is not dead: its ring waits for it.
 * Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
-* `end_intake` lets producers go; `close`, which does so too, keeps the segment if records in it are not released, for the
-  next owner; `discard=True` drops them.
+* `end_intake` lets producers go. So does `close`, which keeps the segment for the next owner where records are left.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class RecordRing:
         try:
             self._open(self._arena)
         except BaseException:
-            self._close(keep=True)
+            self.close()
             raise
         return self
 
@@ -141,42 +140,38 @@ class RecordRing:
             self._tell_if_gone(link)
             self._free_if_done(link)  # closed in good order while nobody owned it, and nothing left in it
 
-    def close(self, *, discard: bool = False) -> bool:
-        """Stop. True where records were left for the next owner (`discard` drops them instead). Twice is fine."""
-        return self._close(keep=not discard)
-
     def end_intake(self) -> None:
         """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
-        if self._state != "open" or self._arena is None:
+        if self._arena is None or self._door is None:
             return
+        self._look()
+        # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
         self._arena.segment.seal()
         for connection in list(self._visitors):
             self._dismiss(connection)
-        if self._door is not None:
-            self._loop.remove_reader(self._door.fileno())
-            self._door.close()
-            self._door = None
-        # A producer that stores its head after this look sees the seal, and puts its record again elsewhere.
-        for link in list(self._links.values()):
-            self._gather(link)
+        self._loop.remove_reader(self._door.fileno())
+        self._door.close()
+        self._door = None
+        for link in self._links.values():
             link.disconnect(self._loop)
 
-    def _close(self, *, keep: bool) -> bool:
+    def close(self, *, discard: bool = False) -> bool:
+        """Stop. True where records were left for the next owner (`discard` drops them instead). Twice is fine."""
         if self._state != "open" or self._arena is None:
             if self._arena is not None:
-                self._arena.close(keep=keep)
+                self._arena.close(keep=not discard)
             self._state = "closed"
             return False
         self.end_intake()
         self._state, arena = "closed", self._arena
-        left = any(link.reader.outstanding for link in self._links.values())
+        keep = not discard and any([*link.reader.poll()] or link.reader.outstanding for link in self._links.values())
         for link in self._links.values():
             link.close(self._loop)
         self._loop.remove_reader(self._data)
         os.close(self._data)
         _wake_all(self._getters)
-        arena.close(keep=keep and left)
-        return keep and left
+        arena.close(keep=keep)
+        return keep
 
     # -- records
 
@@ -267,13 +262,15 @@ class RecordRing:
 
     def _look(self) -> bool:
         """Take what is there. True where nothing is, somebody waits, and a record is being written at this moment."""
-        if self._state != "open":
+        if self._door is None:
             return False
         for link in self._links.values():
             self._gather(link)
         return bool(self._getters) and not self._ready and any(link.writing() for link in self._links.values())
 
     def _gather(self, link: Link) -> None:
+        if self._door is None:  # the intake ended
+            return
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
             _wake_one(self._getters)
@@ -391,7 +388,8 @@ class RecordRing:
             _wake_one(self._getters)
 
     def _free_if_done(self, link: Link) -> None:
-        if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
+        done = link.ended() and not link.reader.outstanding and self._links.get(link.producer) is link
+        if not done or self._door is None:  # the intake ended: what was not looked at may lie in it
             return
         assert self._arena is not None
         self._counts.passed_over += link.reader.counts.passed_over

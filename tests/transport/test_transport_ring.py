@@ -237,7 +237,10 @@ async def test_producers_that_wait_hear_of_the_end_while_what_they_put_is_still_
             await AsyncProducer.attach(name, timeout=0.05)
         for delivery in held[1:]:  # a step that was under way is committed meanwhile
             delivery.release()
-        assert ring.statistics().released == 15 and ring.close() is True
+        assert ring.statistics().released == 15 and ring.statistics().rings == 2
+        with pytest.raises(anyio.WouldBlock):
+            ring.get_nowait()
+        assert ring.close() is True
     async with RecordRing(name, SMALL) as other:
         await both[0].put(planned(8))
         again = [await other.get() for _ in range(2)]
@@ -246,6 +249,44 @@ async def test_producers_that_wait_hear_of_the_end_while_what_they_put_is_still_
             delivery.release()
         await both[0].close()
         await asyncio.to_thread(both[1].close)
+
+
+async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next_owner(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its producer may have seen the seal, and puts it again: were it trained here, it would be trained twice."""
+    async with RecordRing(name, SMALL) as ring:
+        producer = await AsyncProducer.attach(name)
+        (link,) = ring._links.values()
+        await producer.put(planned(0))
+        assert ring._arena is not None and producer._core._writer is not None
+        segment, writer = ring._arena.segment, producer._core._writer
+        seal = segment.seal
+
+        def late() -> None:
+            assert writer.try_put(planned(1), checksum=True)
+            seal()
+
+        monkeypatch.setattr(segment, "seal", late)
+        ring.end_intake()
+        first = ring.get_nowait()
+        assert first.record.group == 0
+        with pytest.raises(anyio.WouldBlock):
+            ring.get_nowait()
+        first.release()
+        link.dead = True  # and were the producer dead by now, its ring would stay all the same
+        ring._free_if_done(link)
+        assert ring.close() is True
+    async with RecordRing(name, SMALL) as other:
+        delivery = await other.get()
+        assert delivery.record.group == 1 and other.statistics().replayed == 1
+        await producer.put(planned(1))
+        await producer.put(planned(2))
+        last = await other.get()
+        assert last.record.group == 2 and other.statistics().duplicates == 1
+        delivery.release()
+        last.release()
+        await producer.close()
 
 
 @both_loops
