@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from asyncrl.cli.bench import head, main
+from asyncrl.cli.bench import child_head, head, main
+from asyncrl.cli.bench.child_head import run_head
 from asyncrl.cli.bench.head import HeadRun, summarise, table
-from asyncrl.cli.bench.job import PEERS, HeadJob
+from asyncrl.cli.bench.job import LIGER, PEERS, HeadJob
 from asyncrl.cli.bench.processes import run_child
 
 PEER = """\
@@ -92,6 +95,51 @@ def test_the_defaults_are_the_published_size(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         head.parse(["--sequences", "3"])
     assert "--sequences 3 does not divide 4096 tokens" in capsys.readouterr().err
+
+
+def test_the_head_by_liger_is_a_side_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU a stand-in for its kernels says that it was asked, and leaves the work to torch."""
+    asked: list[int] = []
+
+    class Kernel:
+        def passes(self, temperature_S: Tensor) -> None:
+            asked.append(len(temperature_S))
+
+    wanted: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(child_head, "choose_head_kernel", lambda *given: wanted.append(given) or Kernel())
+    monkeypatch.setattr(child_head.metadata, "version", lambda name: "1")
+    job = HeadJob(
+        tokens=16, hidden=4, vocabulary=50, dtype="float32", threads=1, measure="time", side="token", loss="dapo", steps=2,
+        sequences=4, liger=True,
+    )  # fmt: skip
+    found = run_head(job)
+    assert set(found["times"]) == {"naive", "asyncrl", LIGER} and set(found["versions"]) >= {"torch", "liger-kernel"}
+    assert asked == [4, 16, 16] and wanted == [("liger", torch.device("cpu"), torch.float32, 50)]
+    assert "head_bytes" in run_head(job.of(measure="memory", side=LIGER)) and asked[3:] == [4, 16]
+    run_head(job.of(liger=False))
+    assert len(asked) == 5
+    times = {side: {"seconds": [1.0], "cpu_seconds": [1.0]} for side in ("naive", LIGER)}
+    text = table(summarise([HeadRun("float32", 0, "time", "token", 0.1, result(times=times))]))
+    assert "| asyncrl, liger | 1.00 |" in text
+
+
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        head.parse(["--device", "cuda"])
+    assert "--device cuda: the environment with TRL that is made here has no CUDA" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+        assert main(["head", "--quick", "--device", "cuda", *places]) == 1
+        assert "--device cuda: torch finds no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_whole_tool_on_a_gpu(tmp_path: Path) -> None:
+    places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    assert main(["head", "--quick", "--device", "cuda", *places]) == 0
+    (entry,) = json.loads((tmp_path / "out" / "bench_head.json").read_text())["summary"]
+    assert {"naive", "asyncrl"} <= set(entry["head_bytes"]) and min(entry["head_bytes"].values()) > 0
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])

@@ -4,7 +4,7 @@
     train.py      training alone; generate.py: generation alone; sweep.py: decode steps by sequences and context
     head.py       the LM head alone: memory and time
     overlap.py    dry runs on two devices: the runtime by itself (in this process: nothing is computed)
-    shares.py     what these three share: options, medians, shares of the limit, the document
+    shares.py     what these share: options; medians, shares of the limit, the document of train and generate
     job.py        one side's task as data; prompts and models, made once and cached
     processes.py  one child process per run; the peers' own virtual environments
     child.py      what runs in asyncrl's own child processes (with child_train, child_head, child_generate and models: all that

@@ -1,9 +1,12 @@
-"""`child.py head`: memory and time of asyncrl's head and of full logits, in this process; `peers/trl_head.py` is TRL's."""
+"""`child.py head`: memory and time of asyncrl's head and of full logits, in this process; `peers/trl_head.py` is TRL's.
+
+`asyncrl` are the head's passes by torch, `asyncrl_liger` the same by Liger's kernels, which need a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -14,22 +17,24 @@ from asyncrl.algorithms.base import Loss, LossInputs
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.models import native
 from asyncrl.models.flat import FlatParameters, FlatWeights
-from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.liger_head import choose_head_kernel
+from asyncrl.models.logprobs import HeadKernel, token_logprobs
 from asyncrl.models.packed import JoinedLinear, packing_works
 
-from .job import HeadJob
+from .job import LIGER, HeadJob
 from .peers import naive_head
 
 
 class Heads:
-    """Both heads over the same inputs. asyncrl's adds the weight's gradient to a flat buffer, as in training."""
+    """All heads over the same inputs. asyncrl's add the weight's gradient to a flat buffer, as in training."""
 
-    def __init__(self, job: HeadJob, trained: bool, tokens: int | None = None) -> None:
+    def __init__(self, job: HeadJob, trained: bool, liger: HeadKernel | None, tokens: int | None = None) -> None:
         """`trained`: the weight has a gradient. `tokens`: other than the job's."""
-        self.inputs: Any = naive_head.Inputs(asdict(job), tokens)
+        self.inputs = naive_head.Inputs(asdict(job), tokens)
+        self.kernels = {"asyncrl": None, LIGER: liger}
         rows = self.inputs.target.numel()
         self.temperature = torch.full((rows,), job.temperature)
-        self.sequence = torch.arange(rows) * job.sequences // rows
+        self.sequence = torch.arange(rows, device=job.device) * job.sequences // rows
         self.sequences = job.sequences
         head = nn.Linear(job.hidden, job.vocabulary, bias=False, dtype=self.inputs.weight.dtype, device="meta")
         head.weight = nn.Parameter(self.inputs.weight)
@@ -40,22 +45,21 @@ class Heads:
         pack = packing_works(flat.working.dtype, flat.working.device)
         self.project = JoinedLinear(flat, [head], {id(head.weight): 0}, pack)
 
-    def asyncrl(self) -> tuple[Tensor, Tensor]:
+    def results(self, side: str) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [S]."""
         inputs = self.inputs
+        if side == "naive":
+            return naive_head.naive(inputs)
         return token_logprobs(
             inputs.hidden, inputs.weight, inputs.target, self.temperature, grad_buffer=self.buffer, entropy_grad=True,
-            project=self.project,
+            project=self.project, kernel=self.kernels[side],
         )  # fmt: skip
-
-    def naive(self) -> tuple[Tensor, Tensor]:
-        logp, entropy = naive_head.naive(self.inputs)  # type: ignore[no-untyped-call]
-        return logp, entropy
 
     def step(self, side: str, loss: Loss) -> None:
         """Forward, loss and backward."""
         inputs = self.inputs
         inputs.hidden.grad = None
-        logp, entropy = getattr(self, side)()
+        logp, entropy = self.results(side)
         logp, entropy = logp.float(), entropy.float()
         sums = loss(
             LossInputs(
@@ -72,22 +76,28 @@ class Heads:
 
 
 def run_head(job: HeadJob) -> dict[str, Any]:
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch finds no CUDA device here")
     torch.set_num_threads(job.threads)
     loss = build_loss(job.loss, entropy_coef=naive_head.ENTROPY_COEF)
     trained = job.measure == "time"
-    sides = ("naive", "asyncrl") if trained else (job.side,)
-    small = Heads(job, trained, job.sequences)
+    sides = ("naive", "asyncrl", *((LIGER,) if job.liger else ())) if trained else (job.side,)
+    liger = None
+    if LIGER in sides:
+        liger = choose_head_kernel("liger", torch.device(job.device), getattr(torch, job.dtype), job.vocabulary)
+    small = Heads(job, trained, liger, job.sequences)
     for side in sides:
-        small.step(side, loss)  # libraries and threads are there before anything is measured
+        small.step(side, loss)  # libraries, kernels and threads are there before anything is measured
     del small
-    heads = Heads(job, trained)
-    answer: dict[str, Any] = {"versions": {"torch": metadata.version("torch"), "kernels": native.build()}}
-    if not trained:
-        answer["head_bytes"] = naive_head.peak_above(lambda: heads.step(job.side, loss))  # type: ignore[no-untyped-call]
-        return answer
-
-    def step_of(side: str) -> Callable[[], None]:
-        return lambda: heads.step(side, loss)
-
-    answer["times"] = naive_head.alternate({side: step_of(side) for side in sides}, job.steps)  # type: ignore[no-untyped-call]
+    heads = Heads(job, trained, liger)
+    packages = ("torch", "liger-kernel", "triton") if liger is not None else ("torch",)
+    versions = {name: metadata.version(name) for name in packages} | {"kernels": native.build()}
+    if job.device == "cuda":
+        versions["gpu"] = torch.cuda.get_device_name()
+    answer: dict[str, Any] = {"versions": versions}
+    steps = {side: partial(heads.step, side, loss) for side in sides}
+    if trained:
+        answer["times"] = naive_head.alternate(steps, job.steps, job.device)
+    else:
+        answer["head_bytes"] = naive_head.peak_above(steps[job.side], job.device)
     return answer

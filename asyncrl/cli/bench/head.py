@@ -5,14 +5,16 @@
         time of asyncrl and of full logits in turns, in each dtype, for a token-level and for a sequence-level loss
         time of TRL's and of full logits in turns, in each dtype
 
-Memory: most resident bytes during forward, loss and backward above those before them, entropy bonus and temperature on, the weight
-frozen (so without its gradient); asyncrl's packed copy of the weight counts. Time: the same with the gradient of the weight. Full
-logits keep the softmax in the dtype of the products, the cheapest form of them. The JSON is written after every run.
+Memory: most resident bytes (on a GPU: allocated ones) during forward, loss and backward above those before them, entropy bonus
+and temperature on, the weight frozen (so without its gradient); asyncrl's packed copy of the weight counts. Time: the same with
+the gradient of the weight. Full logits keep the softmax in the dtype of the products, the cheapest form of them. On a GPU with
+liger-kernel, asyncrl's head by Liger's kernels is one more side of both. The JSON is written after every run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -24,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from . import report, shares
-from .job import PEERS, BenchError, HeadJob
+from .job import LIGER, PEERS, BenchError, HeadJob
 from .processes import environment, run_child, run_json, trl_python
-from .shares import DTYPES, Place, positive
+from .shares import Place, positive
 
 LOSSES = {
     "token": "dapo",
@@ -34,16 +36,25 @@ LOSSES = {
 }  # a loss of each level; both divide nothing here, so the level is all that differs
 TIME_BOUNDS = {"token": 1.10, "sequence": 1.40}  # of full logits
 MEMORY_BOUND = 1 / 8
+LABELS = {"naive": "full logits", LIGER: "asyncrl, liger"}
 _PEER_SIDES = ("trl", "trl_logits")
-_SIZES = ("tokens", "hidden", "vocabulary", "sequences", "threads", "steps")  # what runs of one file have in common
+_SIZES = (
+    "tokens",
+    "hidden",
+    "vocabulary",
+    "sequences",
+    "threads",
+    "steps",
+    "device",
+)  # what runs of one file have in common
 _PLACES = ("--trl-python", "--cache", "--out")
 _QUICK: dict[str, Any] = {
     "tokens": 64, "hidden": 16, "vocabulary": 512, "sequences": 4, "steps": 1, "repetitions": 1, "dtypes": "float32",
-    "peer": "none", "threads": 1,
+    "peer": "none", "threads": 1, "device": "cpu",
 }  # fmt: skip
 _DEFAULTS: dict[str, Any] = {
     "tokens": 4096, "hidden": 576, "vocabulary": 49_152, "sequences": 32, "steps": 3, "repetitions": 1,
-    "dtypes": "float32,bfloat16", "peer": "trl", "threads": 2,
+    "dtypes": "float32,bfloat16", "peer": "trl", "threads": 2, "device": "cpu",
 }  # fmt: skip
 
 
@@ -71,29 +82,27 @@ def parser() -> argparse.ArgumentParser:
     add("--vocabulary", type=positive, help="rows of the head (49152)")
     add("--sequences", type=positive, help="of equal length; divides --tokens (32)")
     add("--steps", type=positive, help="measured steps of a side in a run; the median of their ratios counts (3)")
-    add("--repetitions", type=positive, help="of everything; medians are shown (1)")
-    add("--dtypes", help="float32,bfloat16: which of them")
-    add("--threads", type=positive, help="torch threads of each side (2)")
-    add("--peer", choices=("trl", "none"), help="trl (default), or full logits alone")
-    add("--trl-python", help="interpreter or folder of an existing environment with TRL; else one is made in the cache")
-    add("--cache", help="where environments are kept (~/.cache/asyncrl/bench)")
-    add("--out", default="tools/results", help="folder of the results (tools/results)")
-    add("--name", default="bench_head", help="name of the result files (bench_head)")
-    add("--timeout", type=float, help="seconds that one run may take")
+    add("--device", choices=("cpu", "cuda"), help="cpu (default), or the GPU: there TRL needs --trl-python")
+    shares.common_options(
+        parser,
+        "bench_head",
+        model=False,
+        repetitions="of everything; medians are shown (1)",
+        without_trl="full logits alone",
+    )
     return parser
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     complain = parser()
-    options = complain.parse_args(arguments)
-    for name, value in (_QUICK if options.quick else _DEFAULTS).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    options.dtypes = tuple(dict.fromkeys(part.strip() for part in options.dtypes.split(",")))
-    if unknown := [value for value in options.dtypes if value not in DTYPES]:
-        complain.error(f"--dtypes: {', '.join(unknown)} is not among {', '.join(DTYPES)}")
+    given = complain.parse_args(arguments)
+    options = shares.fill(complain, given, _QUICK if given.quick else _DEFAULTS)
     if options.tokens % options.sequences:
         complain.error(f"--sequences {options.sequences} does not divide {options.tokens} tokens")
+    if options.device == "cuda" and options.peer == "trl" and options.trl_python is None:
+        complain.error(
+            "--device cuda: the environment with TRL that is made here has no CUDA; --trl-python, or --peer none"
+        )
     return options
 
 
@@ -121,10 +130,15 @@ def measure(place: Place, command: str) -> str:
 def _cases(options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """(measure, what, dtype) in the order of the runs."""
     peers = _PEER_SIDES if options.peer == "trl" else ()
-    parts = [("memory", side) for side in ("asyncrl", "naive", *peers)] + [("time", level) for level in LOSSES]
+    own = ("asyncrl", LIGER) if _liger(options) else ("asyncrl",)
+    parts = [("memory", side) for side in (*own, "naive", *peers)] + [("time", level) for level in LOSSES]
     if peers:
         parts.append(("time", "trl"))
     return [(kind, what, dtype) for kind, what in parts for dtype in options.dtypes]
+
+
+def _liger(options: argparse.Namespace) -> bool:
+    return options.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
 def _run(place: Place, job: HeadJob, python: Path | None, label: str) -> dict[str, Any]:
@@ -145,10 +159,9 @@ def _earlier(options: argparse.Namespace) -> list[HeadRun]:
         return []
     content = json.loads(path.read_text())
     for name in _SIZES:
-        if content["options"][name] != getattr(options, name):
-            raise BenchError(
-                f"--resume: {path} has --{name} {content['options'][name]}, this call {getattr(options, name)}"
-            )
+        there = content["options"].get(name, _DEFAULTS[name])
+        if there != getattr(options, name):
+            raise BenchError(f"--resume: {path} has --{name} {there}, this call {getattr(options, name)}")
     return [HeadRun(**run) for run in content["runs"]]
 
 
@@ -164,6 +177,8 @@ def _job(options: argparse.Namespace, dtype: Any, kind: Any, what: str) -> HeadJ
         loss=LOSSES.get(what, LOSSES["token"]),
         steps=options.steps,
         sequences=options.sequences,
+        device=options.device,
+        liger=_liger(options),
     )
 
 
@@ -206,7 +221,7 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
         for side, value in entry["head_bytes"].items():
             share = entry["memory_share"].get(side)
             text = "" if not share else f"1/{1 / share:.1f}"
-            lines.append(f"| {entry['dtype']} | {side} | {value / (1 << 20):.0f} | {text} |")
+            lines.append(f"| {entry['dtype']} | {LABELS.get(side, side)} | {value / (1 << 20):.0f} | {text} |")
     lines += [
         "",
         "| dtype | loss | side | s | full logits, s | ratio | ratio of CPU seconds |",
@@ -217,7 +232,7 @@ def table(entries: Sequence[dict[str, Any]]) -> str:
             level = f"{what}-level ({LOSSES[what]})" if what in LOSSES else "reinforce"
             for side, f in sides.items():
                 lines.append(
-                    f"| {entry['dtype']} | {level} | {side} | {f['seconds']:.2f} | {f['naive_seconds']:.2f} "
+                    f"| {entry['dtype']} | {level} | {LABELS.get(side, side)} | {f['seconds']:.2f} | {f['naive_seconds']:.2f} "
                     f"| {f['ratio']:.2f} | {f['cpu_ratio']:.2f} |"
                 )
     return "\n".join(lines)
@@ -256,8 +271,7 @@ def write_plot(path: Path, entries: Sequence[dict[str, Any]]) -> bool:
     for number, side in enumerate(sides):
         places = [i + (number - (len(sides) - 1) / 2) * width for i in range(len(entries))]
         heights = [entry["head_bytes"].get(side, 0) / (1 << 20) for entry in entries]
-        label = "full logits" if side == "naive" else side
-        axes.bar_label(axes.bar(places, heights, width * 0.92, label=label), fmt="%.0f", fontsize=8)
+        axes.bar_label(axes.bar(places, heights, width * 0.92, label=LABELS.get(side, side)), fmt="%.0f", fontsize=8)
     for i, entry in enumerate(entries):
         bound = entry["head_bytes"].get("naive", 0) * MEMORY_BOUND / (1 << 20)
         axes.hlines(bound, i - 0.42, i + 0.42, colors="black", linestyles="dashed", linewidth=1)

@@ -16,6 +16,7 @@ PEERS = Path(__file__).parent / "peers"
 REWARD = PEERS / "letter_reward.py"
 REWARD_FUNCTION = "vowel_share"
 MODELS = ("smollm2", "tiny")
+LIGER = "asyncrl_liger"  # side of `bench head`
 Dtype = Literal["float32", "bfloat16"]
 Lengths = Literal["natural", "fixed"]
 
@@ -101,6 +102,8 @@ class HeadJob(_Job):
     sequences: int  # of equal length
     temperature: float = 0.8
     seed: int = 0
+    device: str = "cpu"
+    liger: bool = False  # of `time`: asyncrl's head by Liger's kernels, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What `bench train` and `bench generate` share: options, one call's runs, medians per side, the document. Pure but for JSON.
+"""What the benches share: options; and `bench train` and `bench generate`: runs, medians per side, the document. Pure but for JSON.
 
 The limit of a run is the time that its needed FLOP take at the best GEMM rate that the whole call has seen in the dtype.
 """
@@ -133,13 +133,30 @@ def positive(text: str) -> int:
     return value
 
 
-def common_options(parser: argparse.ArgumentParser, name: str) -> None:
+def common_options(
+    parser: argparse.ArgumentParser,
+    name: str,
+    *,
+    model: bool = True,
+    dtypes: str = "which of them",
+    repetitions: str = "alternating runs; medians are shown (3)",
+    without_trl: str | None = None,
+) -> None:
+    """What every bench with runs has. `without_trl`: what is measured then; None: TRL is no peer of this bench."""
     add = parser.add_argument
-    add("--model", help="smollm2 (default), tiny, or a model directory")
-    add("--dtypes", help="float32,bfloat16: which of them")
+    if model:
+        add("--model", help="smollm2 (default), tiny, or a model directory")
+    add("--dtypes", help=f"float32,bfloat16: {dtypes}")
     add("--threads", type=positive, help="torch threads of each side (2)")
-    add("--repetitions", type=positive, help="alternating runs; medians are shown (3)")
-    add("--cache", help="where models and environments are kept (~/.cache/asyncrl/bench)")
+    add("--repetitions", type=positive, help=repetitions)
+    if without_trl is not None:
+        add("--peer", choices=("trl", "none"), help=f"trl (default), or {without_trl}")
+        add(
+            "--trl-python",
+            help="interpreter or folder of an existing environment with TRL; else one is made in the cache",
+        )
+    kept = "models and environments" if model else "environments"
+    add("--cache", help=f"where {kept} are kept (~/.cache/asyncrl/bench)")
     add("--out", default="tools/results", help="folder of the results (tools/results)")
     add("--name", default=name, help=f"name of the result files ({name})")
     add("--timeout", type=float, help="seconds that one run may take")
@@ -149,16 +166,23 @@ def fill(
     parser: argparse.ArgumentParser,
     options: argparse.Namespace,
     values: Mapping[str, Any],
+    **lists: Sequence[str],
 ) -> argparse.Namespace:
-    """`values` where an option was not given; the dtypes as a tuple. Exits with 2 and a sentence where they make no sense."""
+    """`values` where an option was not given; the dtypes, and each of `lists`, as a tuple of known words.
+
+    Exits with 2 and a sentence where they make no sense.
+    """
     for name, value in values.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    options.dtypes = tuple(dict.fromkeys(part.strip() for part in options.dtypes.split(",")))
-    if unknown := [value for value in options.dtypes if value not in DTYPES]:
-        parser.error(f"--dtypes: {', '.join(unknown)} is not among {', '.join(DTYPES)}")
-    if options.model not in MODELS and not Path(options.model).is_dir():
-        parser.error(f"--model: {options.model!r} is neither a directory nor one of {', '.join(MODELS)}")
+    for name, known in {"dtypes": DTYPES, **lists}.items():
+        words = tuple(dict.fromkeys(part.strip() for part in getattr(options, name).split(",")))
+        if unknown := [word for word in words if word not in known]:
+            parser.error(f"--{name}: {', '.join(unknown)} is not among {', '.join(known)}")
+        setattr(options, name, words)
+    model = getattr(options, "model", None)
+    if model is not None and model not in MODELS and not Path(model).is_dir():
+        parser.error(f"--model: {model!r} is neither a directory nor one of {', '.join(MODELS)}")
     return options
 
 

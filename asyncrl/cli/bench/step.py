@@ -40,17 +40,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="smoke test: tiny random model, 2 prompts x 2 x 8 tokens, asyncrl alone")
-    add("--model", help="smollm2 (default), tiny, or a model directory")
     add("--prompts", type=positive, help="prompts per step (8)")
     add("--group-size", type=positive, help="completions per prompt (8)")
     add("--max-tokens", type=positive, help="longest completion (128)")
-    add(
-        "--dtypes",
-        help="float32,bfloat16: which of them. bfloat16 of asyncrl keeps float32 masters; TRL's with --trl-float32-masters",
-    )
     add("--lengths", help="natural,fixed: until the end-of-sequence token, or always --max-tokens")
-    add("--threads", type=positive, help="torch threads of each side (2)")
-    add("--repetitions", type=positive, help="alternating runs of each side; medians are shown (3)")
     add(
         "--steps",
         type=positive,
@@ -66,12 +59,13 @@ def parser() -> argparse.ArgumentParser:
         help="bfloat16 of TRL: float32 weights under autocast, as asyncrl's masters are",
     )
     add("--trl-gradient-checkpointing", action="store_true", help="TRL's own default; slower, less memory. Off here")
-    add("--peer", choices=("trl", "none"), help="trl (default), or asyncrl alone")
-    add("--trl-python", help="interpreter or folder of an existing environment with TRL; else one is made in the cache")
-    add("--cache", help="where models and environments are kept (~/.cache/asyncrl/bench)")
-    add("--out", default="tools/results", help="folder of the results (tools/results)")
-    add("--name", default="bench_step", help="name of the result files (bench_step)")
-    add("--timeout", type=float, help="seconds that one run may take")
+    shares.common_options(
+        parser,
+        "bench_step",
+        dtypes="which of them. bfloat16 of asyncrl keeps float32 masters; TRL's with --trl-float32-masters",
+        repetitions="alternating runs of each side; medians are shown (3)",
+        without_trl="asyncrl alone",
+    )
     add("overrides", nargs="*", metavar="a.b=c", help="settings of asyncrl's side, after the job's own")
     return parser
 
@@ -84,23 +78,14 @@ def public_command(arguments: Sequence[str]) -> str:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options with `--quick` or the defaults filled in. Exits with 2 and a sentence where they make no sense."""
     complain = parser()
-    options = complain.parse_intermixed_args(arguments)
-    for name, value in (_QUICK if options.quick else _DEFAULTS).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    for name, known in (("dtypes", ("float32", "bfloat16")), ("lengths", ("natural", "fixed"))):
-        values = tuple(dict.fromkeys(part.strip() for part in getattr(options, name).split(",")))
-        if unknown := [value for value in values if value not in known]:
-            complain.error(f"--{name}: {', '.join(unknown)} is not among {', '.join(known)}")
-        setattr(options, name, values)
+    given = complain.parse_intermixed_args(arguments)
+    options = shares.fill(complain, given, _QUICK if given.quick else _DEFAULTS, lengths=("natural", "fixed"))
     if options.trl_warmup_steps < 0:
         complain.error("--trl-warmup-steps: at least 0")
     sequences = options.prompts * options.group_size
     options.trl_microbatch = min(options.trl_microbatch, sequences)
     if sequences % options.trl_microbatch:
         complain.error(f"--trl-microbatch {options.trl_microbatch} does not divide {sequences} sequences")
-    if options.model not in MODELS and not Path(options.model).is_dir():
-        complain.error(f"--model: {options.model!r} is neither a directory nor one of {', '.join(MODELS)}")
     return options
 
 

@@ -3,20 +3,27 @@
 Prints one JSON line: the peak above the inputs of `job["side"]`, or the seconds of both beside the naive head.
 """
 
+from __future__ import annotations
+
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import naive_head
 import torch
 import trl
+from naive_head import Inputs
+from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, selective_log_softmax_and_entropy
 
 OUTPUTS = ("log_probs", "entropy")
 
 
-def chunked(inputs):  # type: ignore[no-untyped-def]
+def chunked(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """As `add_fused_lm_head` calls it for GRPO."""
     logp, entropy, *_ = ChunkedLogProbFunction.apply(
         inputs.hidden, inputs.weight, None, inputs.target, inputs.temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0,
@@ -25,7 +32,7 @@ def chunked(inputs):  # type: ignore[no-untyped-def]
     return logp, entropy
 
 
-def full_logits(inputs):  # type: ignore[no-untyped-def]
+def full_logits(inputs: Inputs) -> tuple[Tensor, Tensor]:
     logits = inputs.hidden @ inputs.weight.t()
     rows = inputs.sequences  # TRL's tensors are [sequences, tokens, V], and it goes over them one by one
     logp, entropy = selective_log_softmax_and_entropy(
@@ -34,30 +41,33 @@ def full_logits(inputs):  # type: ignore[no-untyped-def]
     return logp.view(-1), entropy.view(-1)
 
 
-SIDES = {"naive": naive_head.naive, "trl": chunked, "trl_logits": full_logits}
+SIDES: dict[str, Callable[[Inputs], tuple[Tensor, Tensor]]] = {
+    "naive": naive_head.naive,
+    "trl": chunked,
+    "trl_logits": full_logits,
+}
 
 
-def step(side, inputs):  # type: ignore[no-untyped-def]
+def step(side: str, inputs: Inputs) -> None:
     inputs.hidden.grad = inputs.weight.grad = None
     naive_head.plain_loss(inputs, *SIDES[side](inputs)).backward()
 
 
-def main():  # type: ignore[no-untyped-def]
-    job = json.loads(Path(sys.argv[1]).read_text())
+def main() -> None:
+    job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
-    small, inputs = naive_head.Inputs(job, job["sequences"]), naive_head.Inputs(job)
-    small.sequences = inputs.sequences = job["sequences"]
-    answer = {"versions": {"trl": trl.__version__, "torch": torch.__version__}}
+    small, inputs = Inputs(job, job["sequences"]), Inputs(job)
+    answer: dict[str, Any] = {"versions": {"trl": trl.__version__, "torch": torch.__version__}}
     if job["measure"] == "memory":
         step(job["side"], small)  # libraries and threads are there before the count begins
-        answer["head_bytes"] = naive_head.peak_above(lambda: step(job["side"], inputs))
+        answer["head_bytes"] = naive_head.peak_above(lambda: step(job["side"], inputs), job["device"])
     else:
         small.weight.requires_grad_()
         inputs.weight.requires_grad_()
         for side in SIDES:
             step(side, small)
-        sides = {side: lambda side=side: step(side, inputs) for side in SIDES}
-        answer["times"] = naive_head.alternate(sides, job["steps"])
+        sides = {side: partial(step, side, inputs) for side in SIDES}
+        answer["times"] = naive_head.alternate(sides, job["steps"], job["device"])
     print(json.dumps(answer), flush=True)
 
 
