@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
-from .quick import quick
+from .quick import quick_rows
 from .read import Record
 from .write import Draft
 
@@ -24,7 +24,7 @@ _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
 _CODES = {reason: code for code, reason in _REASONS.items()}
 _TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)  # enum look-ups are slow here
 _SAMPLED, _VERSIONS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS)
-_trajectory = quick(Trajectory)
+_trajectories = quick_rows(Trajectory)
 
 
 def draft_of(
@@ -72,29 +72,28 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     Columns that a foreign producer left out: mask all ones behind the prompt, log-probs 0, versions the record's policy
     version where the mask is 1, temperature 1.
     """
-    columns = _columns(record, copy)
     n = record.size
+    tokens, masks, logprobs, sampled, versions = _columns(record, copy)
     rewards = _rows(record, Section.REWARDS, None)
     if None not in rewards:
         rewards = [None if reward != reward else reward for reward in rewards]  # NaN: not scored
-    rows = [
+    return _trajectories(
+        [record.group] * n,
+        record.members.tolist(),
+        [record.group_size] * n,
         _rows(record, Section.PROMPT_LENGTHS, 0),
+        tokens,
+        masks,
+        logprobs,
+        sampled,
+        versions,
         _rows(record, Section.TEMPERATURES, 1.0),
         _reasons(record),
         _texts(record, Section.MESSAGES) or [""] * n,
         rewards,
         _components(record),
         _texts(record, Section.METADATA) or [{} for _ in range(n)],
-    ]
-    group, size = record.group, record.group_size
-    return [
-        _trajectory(
-            group, member, size, prompt_length, tokens, mask, logprobs, sampled, versions, temperature, reason, completion,
-            reward, components, metadata,
-        )
-        for member, tokens, mask, logprobs, sampled, versions, prompt_length, temperature, reason, completion, reward,
-            components, metadata in zip(record.members.tolist(), *columns, *rows, strict=True)
-    ]  # fmt: skip
+    )
 
 
 def group_metadata(record: Record) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Guarantees
 * A member is delivered once: duplicates by (epoch, group, member), among them those in `trained`, are released and counted.
 * Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
   once its records were released. A stopped producer is not dead: its ring waits for it.
-* Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
+* Waiting costs nothing but what `ring_watch` says: eventfds for records, pidfds and connections for deaths, all in the loop.
 * `end_intake` lets producers go. So does `close`, which keeps the segment for the next owner where records are left.
 """
 

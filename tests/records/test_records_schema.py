@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import struct
 import zlib
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
 from asyncrl.records.layout import CODES, CRC_OFFSET, ENTRY, HEADER, Section
+from asyncrl.records.quick import quick, quick_rows
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import draft_of, group_metadata, trajectories_of
 from asyncrl.records.write import Draft, plan
@@ -244,3 +247,21 @@ def test_version_1_says_why_it_cannot_read_a_record() -> None:
 def test_the_wrong_sequence_is_a_stale_block() -> None:
     with pytest.raises(RecordError, match="sequence 5 expected here, found 4"):
         read(plan(draft_of([trajectory(0, 3)])).to_bytes(sequence=4), sequence=5)
+
+
+def test_quickly_made_values_are_what_their_constructor_makes() -> None:
+    given = trajectory(3, 5)
+    values = [getattr(given, name) for name in Trajectory.__dataclass_fields__]
+    (one, other), single = quick_rows(Trajectory)(*[[value, value] for value in values]), quick(Trajectory)(*values)
+    for made in (one, other, single):
+        assert type(made) is Trajectory
+        same(made, given)
+        same(pickle.loads(pickle.dumps(made)), given)
+        same(dataclasses.replace(made, reward=0.5), dataclasses.replace(given, reward=0.5))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            made.reward = 1.0  # type: ignore[misc]
+    with pytest.raises(ValueError, match="all are of one length"):
+        quick_rows(Trajectory)(*[[value] * (2 - (i == 3)) for i, value in enumerate(values)])
+    for unfit in (RecordError, dataclasses.make_dataclass("WithDict", ["a"])):
+        with pytest.raises(TypeError, match=r"with slots|must be called with a dataclass"):
+            quick(unfit)
