@@ -78,11 +78,15 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def read_trainer(directory: Path) -> dict[str, Any]:
     """The dictionary of `trainer.pt`, tensors on the host; runs no pickled code. Errors: `CheckpointError`."""
+    return read_tensors(directory / STATE / "trainer.pt")
+
+
+def read_tensors(path: Path, *, lazily: bool = False) -> dict[str, Any]:
+    """A file of `torch.save` in the same way; `lazily`: tensors are read from it when they are used."""
     import torch
 
-    path = directory / STATE / "trainer.pt"
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # torch raises OSError, RuntimeError, EOFError and UnpicklingError here
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(loaded, dict):

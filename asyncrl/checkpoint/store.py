@@ -4,6 +4,7 @@
       step_40/                 model and tokenizer in Hugging Face form (`from_pretrained` takes it as it is)
         state/trainer.pt       optimizer, schedule, random state          (state.py)
         state/run.json         version, turn, prompt cursor, counters, configuration
+        state/shard_1.pt       the part of rank 1, where the model is cut (shards.py)
         state/manifest.json    size of every file, checked when it is loaded
       latest -> step_40
       .tmp-...                 a save in progress, or what a killed one left: ignored, removed by the next save
@@ -36,6 +37,7 @@ import orjson
 from asyncrl.errors import CheckpointError
 
 from .atomic import point_at, put_in_place, remove_tree, sync_directory, sync_tree
+from .shards import joined
 from .state import STATE, Writer, read_run, read_trainer
 
 T = TypeVar("T")
@@ -67,8 +69,9 @@ class Checkpoint:
     run: dict[str, Any]  # run.json; empty where the save wrote none
 
     def trainer(self) -> dict[str, Any]:
-        """The dictionary of trainer.pt, tensors on the host (blocking; large). Errors: `CheckpointError`."""
-        return read_trainer(self.path)
+        """The dictionary of trainer.pt, tensors on the host (blocking; large), with the parts of other ranks where it was cut.
+        Errors: `CheckpointError`."""
+        return joined(self.path, read_trainer(self.path))
 
 
 class CheckpointStore:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.errors import ConfigError
 
+from .check_distributed import check_distributed
 from .check_losses import check_losses, warn_algorithm
 from .schema import LONELY_ADVANTAGES, STEP_ADVANTAGES, Config
 
@@ -390,4 +391,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_parts,
     _check_deadlines,
     _check_door,
+    check_distributed,
 )

@@ -253,6 +253,18 @@ class TrainConfig(Section):
     )
 
 
+class DistributedConfig(Section):
+    """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
+    the embedded engine, whose weights each rank holds whole, in `model.dtype`. Refused with it: adapters (model.lora), a
+    second gradient buffer, models with experts, dry runs. All ranks must see the run directory."""
+
+    sharding: Literal["replicate", "fsdp"] = field(
+        "replicate",
+        "`replicate`: every rank holds all masters, gradients and optimizer state; gradients are summed once a step. `fsdp`: "
+        "each rank holds its part of them, and each microbatch is a collective.",
+    )
+
+
 class EvaluateConfig(Section):
     every: int | None = field(
         None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1
@@ -326,6 +338,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    distributed: DistributedConfig = DistributedConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

@@ -34,6 +34,7 @@ class World:
     _store: dist.Store | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
+    _owns_group: bool = field(default=False, repr=False)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
@@ -65,17 +66,23 @@ class World:
         """True on the rank that writes files and prints."""
         return self.rank == 0
 
-    def open(self, device: torch.device, timeout_s: float = 600.0) -> World:
-        """Join the others: nccl on cuda, gloo elsewhere. `timeout_s` bounds every collective. No-op with one rank.
+    def open(self, device: torch.device, timeout_s: float = 600.0, *, alone: bool = False) -> World:
+        """Join the others: nccl on cuda, gloo elsewhere. `timeout_s` bounds every collective. No-op with one rank, unless
+        `alone` asks for a process group all the same (a sharded model needs one).
 
         Errors: LifecycleError when opened twice, PlatformError when the others cannot be reached.
         """
         if self._opened:
             raise LifecycleError("the world was opened twice")
         self._opened = True
-        if self.world_size == 1:
-            return self
         timeout = timedelta(seconds=timeout_s)
+        if self.world_size == 1:
+            if alone and not dist.is_initialized():  # an embedding program's own group of one does as well
+                self._owns_group = True
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            return self
+        self._owns_group = True
         try:
             # torchrun hosts the store in its agent; env:// knows whether to connect to that one or to host it on rank 0.
             store, rank, size = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
@@ -102,7 +109,7 @@ class World:
 
     def leave(self) -> None:
         """Leave the process group: a rank that waits for this one in a collective gets an error. The store stays."""
-        if self._opened and not self._closed and self.world_size > 1 and dist.is_initialized():
+        if self._owns_group and not self._closed and dist.is_initialized():
             dist.destroy_process_group()
         self._closed = True
 

@@ -11,7 +11,7 @@ Parameters lie in registration order, so q/k/v and gate/up are adjacent and can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class FlatParameters(FlatWeights):
         for index, name in enumerate(self.names):
             yield name, self.view(self.grad, index)
 
-    def load_masters(self, state: dict[str, Tensor]) -> None:
+    def load_masters(self, state: Mapping[str, Tensor]) -> None:
         """Copy named tensors into the masters and refresh. KeyError names what is missing."""
         missing = [name for name in self.names if name not in state]
         if missing:
@@ -163,3 +163,30 @@ class FlatParameters(FlatWeights):
         for name, master in self.named_masters():
             master.copy_(state[name])
         self.refresh()
+
+
+class ServedParameters(FlatParameters):
+    """All weights, in the matmul dtype, that modules only read: their masters lie cut over the ranks, somewhere else.
+
+    Whoever owns those writes new values through `write` and calls `refresh`. There is no gradient.
+    """
+
+    grad: Tensor | None = None  # type: ignore[assignment]
+
+    def __init__(self, module: nn.Module, matmul_dtype: torch.dtype) -> None:
+        FlatWeights.__init__(self, module, matmul_dtype)
+        self.master_dtype = matmul_dtype
+        self.master = self.working
+        self.has_working_copy = False
+        self._index = {name: index for index, name in enumerate(self.names)}
+
+    def named(self, name: str) -> Tensor:
+        """The parameter of that name as the modules read it."""
+        return self.view(self.working, self._index[name])
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Overwrite one parameter, cast to the matmul dtype. Call `refresh` after the last one."""
+        self.named(name).copy_(values)
+
+    def zero_grad(self) -> None:
+        return None

@@ -6,6 +6,7 @@ would silently compute something else than the checkpoint means is refused here,
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,34 @@ def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: i
     if config.lora.rank:
         require_peft()
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
+    module, tokenizer = _load(config, seed)
+    nn.Module.to(module, torch.device(device))
+    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel)
+    _probe(policy)
+    return policy, load_tokenizer(config) if tokenizer is None else tokenizer
+
+
+def load_served(
+    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0
+) -> tuple[PolicyModel, PreTrainedModel, Any]:
+    """(policy, model, tokenizer) of a sharded run: a policy on `device` that only reads, in the matmul dtype, and the same
+    model once more, on the host and in float32, to be cut over the ranks. Errors: ConfigError."""
+    require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
+    module, tokenizer = _load(config, seed)
+    twin = copy.deepcopy(module)
+    nn.Module.to(module, torch.device(device))
+    policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel)
+    _probe(policy)
+    return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
+
+
+def _load(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]:
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
     else:
         module, tokenizer = _build_module(config, seed), None
     _check_tied(module)
-    nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel)
-    _probe(policy)
-    return policy, load_tokenizer(config) if tokenizer is None else tokenizer
+    return module, tokenizer
 
 
 def is_builder(config: ModelConfig) -> bool:

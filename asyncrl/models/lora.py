@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class LoraParameters(FlatParameters):
         read = self.weights.view
         return all(torch.equal(self._merged(n), read(self.weights.bound, self._places[n])) for n in numbers)
 
-    def load_masters(self, state: dict[str, Tensor]) -> None:
+    def load_masters(self, state: Mapping[str, Tensor]) -> None:
         for name, master in self.named_masters():
             if name in state and state[name].shape != master.shape:
                 raise ConfigError(

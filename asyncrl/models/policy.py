@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 
 from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .embedding import embed, is_plain
-from .flat import FlatParameters, FlatWeights
+from .flat import FlatParameters, FlatWeights, ServedParameters
 from .fused import FusedDecoder
 from .liger_head import choose_head_kernel
 from .lora import LoraParameters
@@ -47,24 +47,23 @@ class PolicyModel:
         lora: LoraConfig | None = None,
         seed: int = 0,
         head_kernel: str = "auto",
+        served: bool = False,
     ) -> None:
-        """`lora` with a rank freezes the weights and trains adapters, whose start is keyed by `seed` (lora.py).
+        """`lora` with a rank freezes the weights and trains adapters, whose start is keyed by `seed` (lora.py). `served`:
+        the modules only read; the masters lie elsewhere, cut over the ranks.
         Errors: ConfigError for a model that is not supported, and for a `head_kernel` that cannot be had (liger_head.py)."""
-        register()
-        refuse_unsupported(module)
-        module.set_attn_implementation(IMPLEMENTATION)
+        prepare(module)
         self.module = module
         self.dtype = DTYPES[dtype]
         self.version = version
-        for buffer in module.buffers():  # rotary tables stay float32: they were computed so
-            assert not buffer.requires_grad
-        module.requires_grad_(True)
-        replace_norms(module)
         self.lora: LoraParameters | None = None
         if lora is not None and lora.rank:
             self.weights = FlatWeights(module, self.dtype)
             self.flat: FlatParameters = LoraParameters(module, self.weights, lora, seed)
             self.lora = self.flat
+        elif served:
+            self.flat = ServedParameters(module, self.dtype)
+            self.weights = self.flat
         else:
             self.flat = FlatParameters(module, self.dtype)
             self.weights = self.flat
@@ -114,18 +113,15 @@ class PolicyModel:
             return self.fused.hidden(rows_TE, positions_T, plan)
         return self._transformers_hidden(tokens_T, rows_TE, positions_T, plan)
 
+    def plain_hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """`hidden` by the model's own forward, product for product what a sharded training forward computes."""
+        return decode(self.decoder, tokens_T, positions_T, plan)
+
     def _transformers_hidden(
         self, tokens_T: Tensor, rows_TE: Tensor | None, positions_T: Tensor, plan: AttentionPlan
     ) -> Tensor:
         """The same through the model's own forward: any architecture."""
-        inputs = {"input_ids": tokens_T.unsqueeze(0)} if rows_TE is None else {"inputs_embeds": rows_TE.unsqueeze(0)}
-        output = self.decoder(
-            **inputs,
-            position_ids=positions_T.unsqueeze(0),
-            use_cache=False,
-            **{PLAN_ARGUMENT: plan},
-        )
-        return output.last_hidden_state[0]
+        return decode(self.decoder, tokens_T if rows_TE is None else rows_TE, positions_T, plan)
 
     @torch.no_grad()
     def _fused_agrees(self) -> bool:
@@ -211,6 +207,27 @@ class PolicyModel:
     def save_pretrained(self, directory: str | Path) -> None:
         """Both at once. On the lane."""
         self.write_pretrained(directory, self.host_state())
+
+
+def decode(decoder: nn.Module, inputs: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+    """Final-normed hidden states [T, E] by the model's own forward. `inputs`: token ids [T], or their embeddings [T, E]."""
+    name = "input_ids" if inputs.ndim == 1 else "inputs_embeds"
+    output = decoder(
+        **{name: inputs.unsqueeze(0)}, position_ids=positions_T.unsqueeze(0), use_cache=False, **{PLAN_ARGUMENT: plan}
+    )
+    hidden_TE: Tensor = output.last_hidden_state[0]
+    return hidden_TE
+
+
+def prepare(module: PreTrainedModel) -> None:
+    """Our attention and norms inside a model whose weights are float32 or wider, trainable. Errors: ConfigError."""
+    register()
+    refuse_unsupported(module)
+    module.set_attn_implementation(IMPLEMENTATION)
+    for buffer in module.buffers():  # rotary tables stay float32: they were computed so
+        assert not buffer.requires_grad
+    module.requires_grad_(True)
+    replace_norms(module)
 
 
 def enable_checkpointing(module: PreTrainedModel) -> None:

@@ -30,6 +30,7 @@ from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
 
 from .metrics import StepPart, alone
+from .rounds import Round
 
 T = TypeVar("T")
 
@@ -175,6 +176,7 @@ class Rooms:
     book: GroupBook
     ranks: int = 1
     gather: Callable[[StepPart], Awaitable[list[StepPart]]] = alone  # of all ranks; a collective
+    round: Round | None = None  # of a trainer whose microbatches are collectives (rounds.py)
     score_groups: bool = False  # all members of a group in one call of the reward functions, once the last one is done
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     reward_penalty: RewardPenalty | None = None  # KL to the reference, taken off the rewards

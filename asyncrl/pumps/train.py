@@ -32,6 +32,7 @@ from .pipeline import Publication, Rooms, StepReport, hand_on
 from .reference import ReferenceAhead
 from .replaying import Replaying
 from .reroll import Reroll
+from .rounds import Rounds
 from .signal import counted_only, step_advantages
 
 
@@ -44,6 +45,7 @@ class _Step:
     replayed: dict[int, Group] = field(default_factory=dict)  # by the id of the group whose place it takes
     batches: list[Microbatch] = field(default_factory=list)  # kept only where a batch is used again
     begun: bool = False
+    rounds: int = 0  # that this rank joined while the step filled (rounds.py)
     applied: bool = False  # the weights have moved by it: from then on it can only be committed
     committed: bool = False
     loss: Loss | None = None  # bound to this step, where the loss has to know the whole of it
@@ -81,6 +83,8 @@ class TrainPump:
         self._replaying = Replaying(rooms)
         self._min_groups = config.rollout.streaming_min_groups
         self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
+        every = max(self._min_groups, 1) * rooms.ranks
+        self._rounds = Rounds(rooms.round, rooms.ledger, every if self._streaming else None)
         in_two_buffers = needs_second_buffer(config.algorithm)
         self._surveys = rooms.loss.needs_whole_step and not self._streaming and not in_two_buffers
 
@@ -155,6 +159,7 @@ class TrainPump:
             state = await self._claim_ready(step)
             if self._streaming and (state is ClaimState.FULL or self._untrained(step) >= self._min_groups):
                 await self._train_new(step)
+            await self._join_rounds(step)
             if state is ClaimState.FULL:
                 if self._short() and not self._rooms.config.train.partial_final_step:
                     return False
@@ -168,6 +173,15 @@ class TrainPump:
             step.groups.sort(key=lambda group: group.group_id)  # the sums do not depend on who was faster
             await self._train_new(step)
         return True
+
+    async def _join_rounds(self, step: _Step) -> None:
+        """Also where the step turns out to be full: every rank joins the same number of rounds."""
+        while self._rounds.due(step.rounds):
+            await self._published(self._rooms.ledger.turn)
+            await self._train_new(step)
+            await self._begin(step)
+            step.rounds += 1
+            await self._rounds.join()
 
     async def _claim_ready(self, step: _Step) -> ClaimState:
         rooms = self._rooms
@@ -261,11 +275,13 @@ class TrainPump:
         return batch
 
     async def _train(self, step: _Step, batch: Microbatch) -> None:
-        trainer = self._rooms.trainer
+        await self._begin(step)
+        await self._rooms.trainer.train_microbatch(batch)
+
+    async def _begin(self, step: _Step) -> None:
         if not step.begun:
             step.begun = True  # before the await: a cancelled begin may still have opened the step on the lane
-            await trainer.begin_train_step(step.loss or self._rooms.loss)
-        await trainer.train_microbatch(batch)
+            await self._rooms.trainer.begin_train_step(step.loss or self._rooms.loss)
 
     async def _finish(self, step: _Step) -> None:
         rooms = self._rooms
@@ -276,9 +292,8 @@ class TrainPump:
             if self._per_turn > 1:
                 for batch in await self._survey(step, step.batches):
                     await self._train(step, batch)
-            if not step.begun:  # another rank did all the work of this step: the reduction needs everybody
-                step.begun = True
-                await rooms.trainer.begin_train_step(step.loss or rooms.loss)
+            await self._begin(step)  # where another rank did all the work of this step: the reduction needs everybody
+            await self._rounds.last()
             result = await self._apply(step, update)
         with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
             await self._commit(step)

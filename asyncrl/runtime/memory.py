@@ -14,8 +14,8 @@ from asyncrl.training.memory import predict_memory
 GIB = 1 << 30
 
 
-def predicted(config: Config) -> dict[str, int]:
-    """Bytes by what they are for, of one rank, from the model's configuration alone (nothing is allocated)."""
+def predicted(config: Config, ranks: int = 1) -> dict[str, int]:
+    """Bytes by what they are for, of one of `ranks`, from the model's configuration alone (nothing is allocated)."""
     assert config.engine.max_sequences is not None
     return predict_memory(
         config.model,
@@ -24,6 +24,7 @@ def predicted(config: Config) -> dict[str, int]:
         max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
         needs_reference=config.algorithm.kl_coef > 0,
         second_buffer=needs_second_buffer(config.algorithm),
+        shards=ranks if config.distributed.sharding == "fsdp" else None,
     )
 
 
@@ -45,9 +46,9 @@ def table(parts: dict[str, int]) -> str:
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])
 
 
-def check_memory(config: Config, device: torch.device) -> None:
+def check_memory(config: Config, device: torch.device, ranks: int = 1) -> None:
     """Errors: PlatformError where the prediction exceeds what is free."""
-    parts = predicted(config)
+    parts = predicted(config, ranks)
     total, free = sum(parts.values()), available(device)
     if total > free:
         raise PlatformError(

@@ -25,7 +25,7 @@ def plan(config: Config) -> str:
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
     ]
     if config.train.kind == "torch":
-        lines += ["predicted memory of one rank:", table(predicted(config))]
+        lines += ["predicted memory of one rank:", table(predicted(config, world.world_size))]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)
 

@@ -14,11 +14,14 @@ from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.loading import load_policy
+from asyncrl.models.loading import load_policy, load_served
 from asyncrl.models.policy import PolicyModel
+from asyncrl.ports import WeightSink
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.lane_trainer import LaneTrainer
+from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
+from asyncrl.weights.gathered import GatheredWeights
 from asyncrl.weights.shared import SharedWeights
 
 from .memory import check_memory
@@ -33,7 +36,7 @@ async def open_real(
     """Lane, policy, trainer and engine on one device. Errors: ConfigError, PlatformError (memory)."""
     threads = config.threads or os.cpu_count() or 1
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
-    await offload(lambda: check_memory(config, device), "memory")
+    await offload(lambda: check_memory(config, device, world.world_size), "memory")
 
     def on_start() -> None:
         torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
@@ -57,11 +60,16 @@ async def open_real(
         kv_after_update=config.engine.kv_after_update,
     )
     await stack.enter_async_context(engine)
-    sinks = (SharedWeights(policy, engine, lane),)
-    return Parts(engine, trainer, sinks, (lane,), tokenizer, policy, core, rates)
+    if isinstance(core, ShardedTrainer):
+        sink: WeightSink = GatheredWeights(policy, core.sharded.parameters, engine, lane)
+        return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, trainer.train_round)
+    sink = SharedWeights(policy, engine, lane)
+    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates)
 
 
 def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates]:
+    if config.distributed.sharding == "fsdp":
+        return _load_sharded(config, world, device)
     policy, tokenizer = load_policy(config.model, device, config.seed)
     core = TorchTrainer(
         policy,
@@ -71,5 +79,19 @@ def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyMod
         needs_reference=config.algorithm.kl_coef > 0,
         updates_per_batch=config.algorithm.updates_per_batch,
         second_buffer=needs_second_buffer(config.algorithm),
+    )
+    return policy, tokenizer, core, measure_rates(device, policy.dtype)
+
+
+def _load_sharded(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates]:
+    policy, model, tokenizer = load_served(config.model, device, config.seed)
+    core = ShardedTrainer(
+        policy,
+        model,
+        config.train,
+        world,
+        max_completion_length=config.rollout.max_tokens,
+        needs_reference=config.algorithm.kl_coef > 0,
+        updates_per_batch=config.algorithm.updates_per_batch,
     )
     return policy, tokenizer, core, measure_rates(device, policy.dtype)

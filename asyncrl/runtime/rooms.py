@@ -29,6 +29,7 @@ from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.metrics import StepPart, alone
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
+from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
@@ -74,6 +75,7 @@ class Parts:
     policy: PolicyModel | None = None
     core: TorchTrainer | None = None
     rates: Rates | None = None
+    round: Round | None = None
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -146,6 +148,7 @@ class Builder:
             book=GroupBook(ledger, stash, store),
             ranks=self.world.world_size,
             gather=self._gather(parts.lanes[0]),
+            round=parts.round,
             score_groups=self._scores_groups(environment),
             weights=self._weights(reward),
             replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,

@@ -12,10 +12,11 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from asyncrl.checkpoint.shards import shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.config.describe import to_plain
@@ -25,13 +26,17 @@ from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, StallError
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.training.snapshot import take
+from asyncrl.training.snapshot import host, take
 
 from .directory import RunDirectory
 from .offload import offload
 from .rooms import Built
 
+if TYPE_CHECKING:
+    from asyncrl.training.trainer import TorchTrainer
+
 EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
+SHARDS_TIMEOUT_S = 300.0  # for a sharded model, whose other ranks write their parts first
 GATHER_TIMEOUT_S = 15.0  # a rank that is stopped has to say where it is within torchrun's grace period of 30 s
 
 
@@ -125,6 +130,8 @@ class Checkpointer:
             path = self._store.path(version)
             if (replay := books["replay"]) is not None:
                 books = {**books, "replay": await offload(lambda: encode(replay), "replay")}
+            if core.is_sharded and self._world.rank:
+                await self._write_shard(core, self._store.directory, version)
             everybody = await self._gather(version, books)
             if self._world.rank == 0:
                 run = {
@@ -144,16 +151,30 @@ class Checkpointer:
                     version,
                     lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer, self._config.model.path),
                     state_writer(trainer=snapshot.state, run=run),
+                    *(
+                        [shards_writer(self._store.directory, version, self._world.world_size)]
+                        if core.is_sharded
+                        else []
+                    ),
                 )
                 path = saved.path
         self._saved_version = version
         return Written(time.perf_counter() - started, path)
+
+    async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> None:
+        """This rank's part of a sharded state, before rank 0 hears that it may take it."""
+        state = await self._built.lanes[0].run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
+        if state["version"] != version:
+            raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
+        await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, books: dict[str, Any]) -> list[dict[str, Any]]:
         """On rank 0 the books of all ranks, through the store and not by a collective: a run that is being stopped may have
         ranks that will never join one. Errors: CheckpointError where a rank does not say."""
         if self._store_of_ranks is None:
             return [books]
+        sharded = self._built.core is not None and self._built.core.is_sharded
+        patience = SHARDS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S
         store, ranks = self._store_of_ranks, range(self._world.world_size)
         keys = [f"{version}/{rank}" for rank in ranks]
 
@@ -162,12 +183,12 @@ class Checkpointer:
                 store.set(keys[self._world.rank], orjson.dumps(books).decode())
                 if self._world.rank != 0:
                     return []
-                store.wait(keys, timedelta(seconds=GATHER_TIMEOUT_S))
+                store.wait(keys, timedelta(seconds=patience))
                 found = [orjson.loads(store.get(key)) for key in keys]
             except RuntimeError as error:  # DistStoreError and DistNetworkError are
                 raise CheckpointError(
                     f"the checkpoint of version {version} was not written: not every rank said within "
-                    f"{GATHER_TIMEOUT_S:g} s where it is in its prompts ({error}); earlier checkpoints are as they were"
+                    f"{patience:g} s where it is in its prompts ({error}); earlier checkpoints are as they were"
                 ) from error
             for key in keys:
                 store.delete_key(key)

@@ -16,6 +16,7 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
+from .sharded import ShardedTrainer
 from .trainer import TorchTrainer
 
 T = TypeVar("T")
@@ -61,6 +62,16 @@ class LaneTrainer:
                 work = partial(self.core.compute_entropies, batch)
                 entropies.append(await self._run(work, "entropies", metric="time/logprobs"))
         return await self._run(lambda: self.core.survey(loss, batches, entropies), "survey")
+
+    async def train_round(self, finishing: bool) -> bool:
+        """A round of a sharded model, a closure for each microbatch: decoding goes on in between. True once every rank is
+        finishing and nothing is left to run; then `finish_train_step`."""
+        core = self.core
+        assert isinstance(core, ShardedTrainer)
+        count = await self._run(lambda: core.agree_on_round(finishing=finishing), "agree")
+        for _ in range(count):
+            await self._run(core.run_agreed, "microbatch")
+        return core.ready_to_finish
 
     async def run(self, fn: Callable[[], T], name: str) -> T:
         """Another closure of the trainer's owner on its lane (saving a checkpoint, say), in the order of the calls."""

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainConfig
-from asyncrl.models.flat import FlatParameters
 
 _SAVED = ("step", "exp_avg", "exp_avg_sq")
+
+
+class Parameters(Protocol):
+    """What is trained, as trainer and optimizer see it: `models.flat.FlatParameters`, `distributed.fsdp.ShardedParameters`."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def master_dtype(self) -> torch.dtype: ...
+
+    @property
+    def grad(self) -> Tensor:
+        """Every gradient that this rank holds, in one buffer."""
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Views, in the order of `names`."""
+        ...
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def load_masters(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class FlatAdamW:
     """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv:1711.05101) whose parameters and gradients are views.
 
-    The optimizer never allocates gradients and never zeroes them: `FlatParameters.grad` belongs to the train step.
+    The optimizer never allocates gradients and never zeroes them: `Parameters.grad` belongs to the train step.
     """
 
-    def __init__(self, flat: FlatParameters, config: TrainConfig) -> None:
+    def __init__(self, flat: Parameters, config: TrainConfig) -> None:
         self.flat = flat
         self.parameters: list[nn.Parameter] = []
-        for index in range(len(flat.names)):
-            parameter = nn.Parameter(flat.view(flat.master, index))
-            parameter.grad = flat.view(flat.grad, index)
+        for (_, master), (_, grad) in zip(flat.named_masters(), flat.named_grads(), strict=True):
+            parameter = nn.Parameter(master)
+            parameter.grad = grad
             self.parameters.append(parameter)
         groups = [
             {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},

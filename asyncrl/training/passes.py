@@ -19,8 +19,10 @@ from asyncrl.types import Microbatch
 class Forward:
     """Sets train or eval mode itself at every call: the engine shares the module and leaves it in its own mode."""
 
-    def __init__(self, policy: PolicyModel, checkpointing: bool = False) -> None:
+    def __init__(self, policy: PolicyModel, checkpointing: bool = False, *, plain: bool = False) -> None:
+        """`plain`: by the model's own forward, product for product what a sharded training forward computes."""
         self.policy = policy
+        self._plain = plain
         self._spare = Spare()
         if checkpointing:
             policy.enable_checkpointing()
@@ -29,7 +31,8 @@ class Forward:
         """(logp_S, entropy_S) at the batch's temperatures; differentiable where gradients are enabled."""
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
-        hidden_TE = policy.hidden(
+        hidden = policy.plain_hidden if self._plain else policy.hidden
+        hidden_TE = hidden(
             column(batch.tokens, policy.device), column(batch.positions, policy.device), TreePlan.of(batch)
         )
         return token_logprobs(
@@ -39,7 +42,7 @@ class Forward:
             torch.from_numpy(batch.temperature),
             grad_buffer=policy.head_gradient,
             entropy_grad=entropy_grad,
-            project=policy.project,
+            project=None if self._plain else policy.project,
             spare=self._spare,
             kernel=policy.head_kernel,
         )

@@ -46,18 +46,18 @@ def take(core: TorchTrainer) -> Snapshot:
     return Snapshot(
         version=core.version,
         model=core.policy.host_state(),
-        state=_host(core.state_dict()),
+        state=host(core.state_dict()),
         policy=core.policy,
         adapter=None if core.policy.lora is None else core.policy.lora.host_state(),
     )
 
 
-def _host(value: Any) -> Any:
+def host(value: Any) -> Any:
     """Nested containers with every tensor copied to the host."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _host(item) for key, item in value.items()}
+        return {key: host(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_host(item) for item in value]
+        return [host(item) for item in value]
     return value

@@ -40,7 +40,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 
 from .accumulators import Counts, Metrics, empty_metrics
-from .optimizer import FlatAdamW
+from .optimizer import FlatAdamW, Parameters
 from .passes import Forward, loss_inputs, swapped
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
@@ -69,6 +69,8 @@ class TrainStep:
 class TorchTrainer:
     """Owns gradients, optimizer and schedule of a `PolicyModel`. Everything here runs on the policy's lane."""
 
+    is_sharded = False  # whether `state_dict` is this rank's part alone
+
     def __init__(
         self,
         policy: PolicyModel,
@@ -79,15 +81,18 @@ class TorchTrainer:
         needs_reference: bool = False,
         updates_per_batch: int = 1,
         second_buffer: bool = False,
+        parameters: Parameters | None = None,
     ) -> None:
         """`max_completion_length`: tokens, for the normaliser of that name. `needs_reference` keeps a frozen copy of the
         weights, in the matmul dtype, as they are now. `updates_per_batch`: optimizer steps per batch of `max_steps`.
-        `second_buffer`: room for the gradient of a term with a normaliser of its own (see second_buffer.py)."""
+        `second_buffer`: room for the gradient of a term with a normaliser of its own (see second_buffer.py). `parameters`:
+        what is trained, where that is not the policy's flat buffer."""
         self.policy = policy
         self.config = config
         self.reducer: Reducer = reducer or OneRank()
         self.max_completion_length = max_completion_length
-        self.optimizer = FlatAdamW(policy.flat, config)
+        self.parameters: Parameters = parameters or policy.flat
+        self.optimizer = FlatAdamW(self.parameters, config)
         total = None if config.max_steps is None else config.max_steps * updates_per_batch
         self.schedule = Schedule(config, total)
         self.steps_done = 0
@@ -120,31 +125,37 @@ class TorchTrainer:
                 "survey the whole step first, or build the trainer with a second gradient buffer"
             )
         if self._empty is None or self._empty[0] is not loss:
-            flat = self.policy.flat
-            self._empty = loss, empty_metrics(loss, flat.master_dtype, flat.master.device)
+            self._empty = loss, empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
         self._zero_grad()
         self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
         """Forward and backward; gradients and sums add up. Errors: TrainStepError; whatever the loss raises."""
         step = self._require_open()
+        self._count(step, batch)
+        if batch.scored == 0:  # fully masked sequences are counted, and that is all they do
+            return
+        with torch.enable_grad():
+            self._run(step, batch)
+
+    def _count(self, step: TrainStep, batch: Microbatch) -> None:
         step.counts.sequences += batch.sequences + batch.skipped_sequences
         step.counts.tokens += batch.scored + batch.skipped_tokens
         step.counts.skipped_sequences += batch.skipped_sequences
         step.counts.skipped_tokens += batch.skipped_tokens
         step.counts.microbatches += 1
         step.microbatches += 1
-        if batch.scored == 0:  # fully masked sequences are counted, and that is all they do
-            return
-        with torch.enable_grad():
-            inputs, sums = self._evaluate(step.loss, batch)
-            sums.total.backward()
-            if sums.extra is not None:
-                assert self.second is not None  # begin has seen to it
-                _, again = self._evaluate(step.loss, batch)  # backward used up what the layers had kept
-                assert again.extra is not None
-                with self.second.in_place():
-                    again.extra.backward()
+
+    def _run(self, step: TrainStep, batch: Microbatch) -> None:
+        """Forward and backward, gradients enabled; the sums of metrics."""
+        inputs, sums = self._evaluate(step.loss, batch)
+        sums.total.backward()
+        if sums.extra is not None:
+            assert self.second is not None  # begin has seen to it
+            _, again = self._evaluate(step.loss, batch)  # backward used up what the layers had kept
+            assert again.extra is not None
+            with self.second.in_place():
+                again.extra.backward()
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
         age_S = self.version - torch.from_numpy(batch.versions).to(inputs.logp_S.device, torch.int64)
@@ -182,18 +193,18 @@ class TorchTrainer:
             raise DivergenceError(
                 f"the loss of the step after version {self.version} is {loss}; the weights are untouched"
             )
-        gradient = self.policy.flat.grad
+        gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
         if step.loss.extra_normaliser is not None and self.second is not None:
             self.second.join_(1.0 / by_extra)
-        self.reducer.reduce_gradients_(gradient)
+        self._reduce_gradients(gradient)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the reduction runs on a stream of its own: half a gradient is no gradient
         grad_norm = self._clip(gradient)
         if totals.tokens > 0:
             self.optimizer.step()
         step.state = StepState.COMMITTED
-        version = self.policy.advance()
+        version = self._advance()
         lr = self.optimizer.lr
         self.steps_done += 1
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))
@@ -266,7 +277,7 @@ class TorchTrainer:
         state: dict[str, Any] = {
             "version": self.version,
             "steps_done": self.steps_done,
-            "masters": dict(self.policy.flat.named_masters()),
+            "masters": dict(self.parameters.named_masters()),
             "optimizer": self.optimizer.state_dict(),
         }
         if self.control is not None:
@@ -287,7 +298,7 @@ class TorchTrainer:
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.policy.flat.load_masters(state["masters"])
+        self.parameters.load_masters(state["masters"])
         self.control, self._saved_control = None, state.get("entropy_control", {})
         self.policy.version = int(state["version"])
         self.steps_done = int(state["steps_done"])
@@ -318,13 +329,13 @@ class TorchTrainer:
         return loss.at(self.control)
 
     def _zero_grad(self) -> None:
-        self.policy.flat.zero_grad()
+        self.parameters.zero_grad()
         if self.second is not None:
             self.second.zero_()
 
     def _clip(self, gradient: Tensor) -> float:
         """Scale the gradient down to `grad_clip` where it is longer; its norm before. Errors: DivergenceError."""
-        norm = _norm(gradient)
+        norm = self._norm(gradient)
         if not math.isfinite(norm):
             raise DivergenceError(
                 f"the gradient of the step after version {self.version} has norm {norm}; the weights are untouched"
@@ -334,8 +345,19 @@ class TorchTrainer:
             gradient.mul_(limit / norm)
         return norm
 
+    # What another layout of parameters does in its own way (sharded.py):
 
-def _norm(vector: Tensor) -> float:
+    def _reduce_gradients(self, gradient: Tensor) -> None:
+        self.reducer.reduce_gradients_(gradient)
+
+    def _norm(self, gradient: Tensor) -> float:
+        return local_norm(gradient)
+
+    def _advance(self) -> int:
+        return self.policy.advance()
+
+
+def local_norm(vector: Tensor) -> float:
     """Euclidean norm: of blocks in the vector's own dtype, over blocks in float64 (a float64 copy costs seconds)."""
     whole = vector.numel() // _NORM_BLOCK * _NORM_BLOCK
     parts = [torch.linalg.vector_norm(vector[:whole].view(-1, _NORM_BLOCK), dim=1)] if whole else []

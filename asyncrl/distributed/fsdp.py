@@ -1,0 +1,166 @@
+"""FSDP2: one model's masters, gradients and optimizer state, cut over all ranks along the first dimension.
+
+`torch.distributed.fsdp.fully_shard` on each block and on the root around them: the parameters of a block are gathered (in
+the compute dtype) just before its forward and again before its backward, and its gradients are summed and scattered after
+it. Sums, never means: FSDP2 divides by the number of ranks unless told otherwise, and our 1/N is known at finish alone.
+
+Every forward and backward of the root is a sequence of collectives: all ranks run the same number of them, in one order,
+on the lane. Whoever has nothing to run runs a microbatch of weight 0 (training/sharded.py).
+
+    rank r of W holds rows [r c, (r + 1) c) of a parameter with n rows, c = ceil(n / W): `torch.chunk`'s cut, so the last
+    ranks may hold fewer rows, or none
+
+Gradients of this rank's rows lie in one flat buffer: FSDP2 adds to a gradient that is there, in place. Zhao et al.,
+"PyTorch FSDP" (arXiv:2304.11277), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..errors import LifecycleError
+
+
+def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """[first, last) of `count` rows that `rank` holds."""
+    each = -(-count // ranks)
+    return min(rank * each, count), min((rank + 1) * each, count)
+
+
+class ShardedParameters:
+    """Owns the shards of a module's parameters; the module is changed in place. Lives on the lane.
+
+    `grad`: this rank's gradients in the master dtype, one buffer, padding zero.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        compute: torch.dtype,
+        prefix: str = "",
+    ) -> None:
+        """`root`: with full weights in the master dtype, on the host or on `device`; only its forward may be called from
+        now on. `blocks`: the parts that are gathered one at a time. `compute`: dtype of the matrix products.
+        `prefix`: is left out of the names.
+
+        A process group must be open, one for a single rank too. Errors: LifecycleError.
+        """
+        if not dist.is_initialized():
+            raise LifecycleError(
+                "a sharded model needs a process group: open the world first, with `alone` for one rank"
+            )
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        named = list(root.named_parameters())  # tied parameters once
+        self.names = [name.removeprefix(prefix) for name, _ in named]
+        self.shapes = [tuple(parameter.shape) for _, parameter in named]
+        self.numel = sum(parameter.numel() for _, parameter in named)
+        self.master_dtype = named[0][1].dtype
+        self.device = device
+        names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
+        self._parts = _shard(root, blocks, device, compute, self.master_dtype, names)
+        self._root: FSDPModule = root  # type: ignore[assignment]
+        sharded = dict(root.named_parameters())
+        self._parameters: list[DTensor] = [sharded[name] for name, _ in named]  # type: ignore[misc]
+        with torch.no_grad():
+            self._masters = [parameter.to_local() for parameter in self._parameters]
+        self.grad = torch.zeros(sum(m.numel() for m in self._masters), dtype=self.master_dtype, device=device)
+        self._grads: list[Tensor] = []
+        start = 0
+        for master in self._masters:
+            self._grads.append(self.grad[start : start + master.numel()].view(master.shape))
+            start += master.numel()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Zeros, and bound to the parameters: FSDP2 adds to what is there."""
+        self.grad.zero_()
+        for parameter, local in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = DTensor.from_local(
+                local,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
+    def reset(self) -> None:
+        """After a forward or backward that did not end: wait for what is under way and drop it. Gradients are not zeroed."""
+        self._root.reset_iter_state()
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, this rank's rows of the master); some have none."""
+        yield from zip(self.names, self._masters, strict=True)
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        yield from zip(self.names, self._grads, strict=True)
+
+    def local(self, full: Tensor) -> Tensor:
+        """This rank's rows of a tensor that is laid out like a whole parameter; a view."""
+        first, last = rows(full.shape[0], self.rank, self.ranks)
+        return full[first:last]
+
+    def load_masters(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's rows of full tensors by name. KeyError names what is missing, or has another shape."""
+        missing = [name for name in self.names if name not in state]
+        if missing:
+            raise KeyError(
+                f"state holds no parameter named {missing[:3]} ({len(missing)} missing of {len(self.names)})"
+            )
+        for name, shape, master in zip(self.names, self.shapes, self._masters, strict=True):
+            full = state[name]
+            if tuple(full.shape) != shape:
+                raise KeyError(f"{name} has shape {tuple(full.shape)} in the state, not {shape}")
+            master.copy_(self.local(full))
+
+    @torch.no_grad()
+    def gather(self, write: Callable[[str, Tensor], None]) -> None:
+        """`write(name, full values in the compute dtype)` for every parameter, a block at a time. A collective."""
+        for part, owned in self._parts:
+            part.unshard()
+            try:
+                for name, owner, leaf in owned:
+                    write(name, getattr(owner, leaf).detach())
+            finally:
+                part.reshard()
+
+
+def _shard(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    compute: torch.dtype,
+    master: torch.dtype,
+    names: Mapping[int, str],
+) -> list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]:
+    """Cut everything; per part the (name, module, attribute) of its parameters."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
+    # Inputs are not cast: among them are temperatures. Gradients are summed in the master dtype.
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
+    )
+    parts: list[tuple[Any, list[tuple[str, nn.Module, str]]]] = []  # modules, and FSDPModules as well once they are cut
+    seen: set[int] = set()
+    for part in (*blocks, root):
+        owned = []
+        for module in part.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in seen and id(parameter) in names:
+                    seen.add(id(parameter))
+                    owned.append((names[id(parameter)], module, leaf))
+        parts.append((part, owned))
+    for part, _ in parts:
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    return parts

@@ -1,0 +1,297 @@
+"""The split train step under `distributed.sharding: fsdp`: the masters lie cut over the ranks, each microbatch is a collective.
+
+    train_microbatch   the microbatch waits in this rank's queue; its counts are taken at once
+    a round            every rank says how many microbatches wait; all ranks run as many as the longest queue holds; whose
+                       queue is empty runs one of weight 0, through every sharded module
+    finish             rounds until every rank says that it is finishing, then the reduction of counts, and the rest
+
+What has no scored token, or was skipped because it cannot move a weight, is counted and never asks for a place in a round:
+that is the skip at round agreement. A round is agreed by one reduction of [ranks, 2] numbers, which also says who is
+finishing: ranks that come to a finish while others ask for a round take part in the round first, so collectives never
+cross, however many rounds each rank asked for. Nobody may be left without a reason to come: see `pumps/rounds.py`.
+
+No product is divided by the number of ranks: gradients are sums over all microbatches of all ranks, then x 1/N as ever.
+After the optimizer step the same closure gathers all weights into the policy that the engine reads, in the matmul dtype,
+and moves its version (invariant 5b). Log-probs without gradient come from that copy: no collective, any time.
+
+Shape legend: T packed tokens, S scored tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.algorithms.base import Loss, LossInputs, LossSums
+from asyncrl.config.schema import TrainConfig
+from asyncrl.distributed.fsdp import ShardedParameters
+from asyncrl.errors import ConfigError, DivergenceError
+from asyncrl.models.flat import ServedParameters
+from asyncrl.models.logprobs import Spare, token_logprobs
+from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
+from asyncrl.models.tree_attention import TreePlan
+from asyncrl.types import Microbatch, StepResult
+
+from .passes import Forward, column, loss_inputs
+from .reducer import Reducer, sum_over_ranks
+from .trainer import TorchTrainer, local_norm
+
+
+class _Scoring(nn.Module):
+    """The root of the sharded tree: whatever reads a parameter, the chunked head too, happens inside its forward."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._spare = Spare()
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        source_S: Tensor,
+        target_S: Tensor,
+        temperature_S: Tensor,
+        plan: TreePlan,
+        entropy_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        hidden_TE = decode(self.model.get_decoder(), tokens_T, positions_T, plan)
+        return token_logprobs(
+            hidden_TE.index_select(0, source_S),
+            self.model.get_output_embeddings().weight,
+            target_S,
+            temperature_S,
+            entropy_grad=entropy_grad,
+            spare=self._spare,
+        )
+
+
+class ShardedForward:
+    """(logp_S, entropy_S) of a microbatch through the sharded model, with gradient. A collective."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> None:
+        """`model`: full weights, on the host or on `device`; it is cut in place. Errors: ConfigError."""
+        prepare(model)
+        master = torch.float64 if dtype == torch.float64 else torch.float32
+        for parameter in model.parameters():  # and no buffer: rotary tables stay as they were computed
+            parameter.data = parameter.data.to(master)
+        if checkpointing:
+            enable_checkpointing(model)
+        self._scoring = _Scoring(model)
+        self.device = device
+        self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.")
+        self._scoring.train(checkpointing)  # transformers checkpoints in train mode only; dropout is refused
+
+    def __call__(self, batch: Microbatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        device = self.device
+        result: tuple[Tensor, Tensor] = self._scoring(
+            column(batch.tokens, device),
+            column(batch.positions, device),
+            column(batch.source, device),
+            column(batch.target, device),
+            column(batch.temperature, device),
+            TreePlan.of(batch),
+            entropy_grad,
+        )
+        return result
+
+    def run_empty(self, entropy_grad: bool) -> None:
+        """Forward and backward of weight 0: two tokens through every sharded module, for a round without work."""
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        logp_S, entropy_S = self._scoring(
+            tokens,
+            torch.arange(2, device=self.device),
+            tokens[:1],
+            tokens[1:],
+            torch.ones(1, device=self.device),
+            TreePlan([0], [2]),
+            entropy_grad,
+        )
+        total = logp_S.sum() + entropy_S.sum() if entropy_grad else logp_S.sum()
+        (total * 0.0).backward()
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's layers. Errors: ConfigError for a model that is not made of them, or has experts."""
+    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if _number(model.config, name)]
+    if experts:
+        raise ConfigError(
+            f"distributed.sharding is fsdp, but {type(model).__name__} has experts ({experts[0]}): which of them run differs "
+            "between ranks, and a rank would wait for ever for the gradients of the others; use distributed.sharding=replicate"
+        )
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise ConfigError(
+            f"distributed.sharding is fsdp, but {type(model).__name__} has no list of decoder layers to cut by; use "
+            "distributed.sharding=replicate"
+        )
+    return list(layers)
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, 0)
+    return value if isinstance(value, int) else 0
+
+
+class ShardedTrainer(TorchTrainer):
+    """See TorchTrainer. `policy` is a served one: its modules hold all weights in the matmul dtype for engine and log-probs."""
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        model: PreTrainedModel,
+        config: TrainConfig,
+        reducer: Reducer | None = None,
+        *,
+        max_completion_length: int,
+        needs_reference: bool = False,
+        updates_per_batch: int = 1,
+    ) -> None:
+        """`model`: the same model as the policy's, another object, weights in float32 or wider: it is cut in place."""
+        assert isinstance(policy.flat, ServedParameters)
+        self._served = policy.flat
+        self.sharded = ShardedForward(model, policy.device, policy.dtype, config.gradient_checkpointing)
+        self._queue: deque[Microbatch] = deque()
+        self._agreed = 0  # microbatches of this round that were not run yet
+        self._all_finishing = False
+        super().__init__(
+            policy,
+            config,
+            reducer,
+            max_completion_length=max_completion_length,
+            needs_reference=needs_reference,
+            updates_per_batch=updates_per_batch,
+            parameters=self.sharded.parameters,
+        )
+        self.forward = Forward(policy, plain=True)
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def begin_train_step(self, loss: Loss) -> None:
+        super().begin_train_step(loss)
+        self._all_finishing = False
+
+    def train_microbatch(self, batch: Microbatch) -> None:
+        """Count, and wait for a round. No collective."""
+        self._count(self._require_open(), batch)
+        if batch.scored > 0:
+            self._queue.append(batch)
+
+    def agree_on_round(self, *, finishing: bool) -> int:
+        """How many microbatches every rank runs now (`run_agreed`, that often). A collective.
+
+        `finishing`: this rank will come to no more rounds of this step. Once all say so, `finish_train_step` goes on.
+        """
+        self._require_open()
+        table = torch.zeros(self.reducer.world_size, 2, dtype=torch.float64)
+        table[self.reducer.rank] = torch.tensor([len(self._queue), float(finishing)], dtype=torch.float64)
+        table = sum_over_ranks(self.reducer, table, self.policy.device)
+        self._agreed = int(table[:, 0].max())
+        self._all_finishing = bool(table[:, 1].min() > 0)
+        return self._agreed
+
+    def run_agreed(self) -> None:
+        """One microbatch of this rank, or one of weight 0. A collective."""
+        step = self._require_open()
+        assert self._agreed > 0, "every rank runs what was agreed on, and no more"
+        self._agreed -= 1
+        with torch.enable_grad():
+            if self._queue:
+                self._run(step, self._queue.popleft())
+            else:
+                self.sharded.run_empty(step.loss.needs_entropy_grad)
+
+    def train_round(self) -> None:
+        """One whole round."""
+        for _ in range(self.agree_on_round(finishing=False)):
+            self.run_agreed()
+
+    @property
+    def ready_to_finish(self) -> bool:
+        """All microbatches of all ranks were run, and nobody adds one."""
+        return self._all_finishing and self._agreed == 0
+
+    def finish_train_step(self) -> StepResult:
+        """See TorchTrainer. Runs what is left first; also where the caller has done so by `agree_on_round`."""
+        self._require_open()
+        while not self.ready_to_finish:
+            for _ in range(self.agree_on_round(finishing=True)):
+                self.run_agreed()
+        result = super().finish_train_step()
+        self._all_finishing = False
+        return result
+
+    def abort_train_step(self) -> None:
+        """See TorchTrainer. Local: the other ranks hear of it by what ends this one's part of the run."""
+        if self._step is not None:
+            self._queue.clear()
+            self._agreed = 0
+            self.sharded.parameters.reset()
+        super().abort_train_step()
+
+    # -- what differs from a flat layout -----------------------------------------------------------------------------
+
+    def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums]:
+        logp_S, entropy_S = self.sharded(batch, loss.needs_entropy_grad)
+        inputs = loss_inputs(batch, logp_S, entropy_S)
+        return inputs, loss(inputs)
+
+    def _reduce_gradients(self, gradient: Tensor) -> None:
+        """Nothing: each backward has summed over ranks."""
+
+    def _norm(self, gradient: Tensor) -> float:
+        """Over all shards, each of which one rank holds."""
+        mine = torch.tensor([local_norm(gradient) ** 2], dtype=torch.float64)
+        return math.sqrt(float(sum_over_ranks(self.reducer, mine, self.policy.device)))
+
+    def _advance(self) -> int:
+        """All weights into the policy's modules: a collective. Then its version moves."""
+        self.sharded.parameters.gather(self._served.write)
+        version = self.policy.advance()
+        self._check_copies()
+        return version
+
+    def _check_copies(self) -> None:
+        """Every rank holds the same weights now: a sum of some of them over all ranks tells. Errors: DivergenceError."""
+        working = self._served.working
+        sample = working[:: max(working.numel() // 65_536, 1)].double()
+        weights = torch.arange(1, sample.numel() + 1, dtype=torch.float64, device=sample.device)
+        table = torch.zeros(self.reducer.world_size, dtype=torch.float64)
+        table[self.reducer.rank] = (sample * weights).sum().cpu()
+        table = sum_over_ranks(self.reducer, table, self.policy.device)
+        if not bool((table == table[0]).all()):
+            raise DivergenceError(
+                f"version {self.version}: the ranks gathered different weights ({table.tolist()}); their engines would sample "
+                "from different policies"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As TorchTrainer's, with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0's
+        holds the reference. `checkpoint/shards.py` makes one of all ranks'."""
+        state = super().state_dict()
+        parameters = self.sharded.parameters
+        state["shard"] = {"rank": parameters.rank, "ranks": parameters.ranks}
+        if parameters.rank:
+            state.pop("reference", None)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse, of a whole state (all rows). No collective."""
+        parameters, masters = self.sharded.parameters, state["masters"]
+        cut = {
+            name: {key: value if value.ndim == 0 else parameters.local(value) for key, value in saved.items()}
+            for name, saved in state["optimizer"].items()
+        }
+        super().load_state_dict({**state, "optimizer": cut})
+        served = self._served
+        for name in parameters.names:
+            served.write(name, masters[name])
+        served.refresh()

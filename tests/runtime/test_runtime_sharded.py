@@ -1,0 +1,175 @@
+"""`distributed.sharding: fsdp` in whole runs: one rank, two under torchrun, resumed, stopped, and with a rank that is killed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import (
+    REAL,
+    Process,
+    config_of,
+    equal_weights,
+    lines_at_least,
+    metrics_of,
+    rollouts_of,
+    unclocked,
+    weights_of,
+    write_yaml,
+)
+
+from asyncrl import Runtime
+from asyncrl.config.load import load_config
+from asyncrl.config.resolve import resolve
+from asyncrl.errors import ConfigError
+
+DUMP = str(Path(__file__).with_name("runtime_rank.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+FAST = {"telemetry": {"live": "off", "trace": False, "report": False}}
+SHARDED: dict[str, Any] = REAL | {
+    "distributed": {"sharding": "fsdp"},
+    "rollout": REAL["rollout"] | {"groups_per_step": 6},
+    "train": REAL["train"] | {"max_steps": 4},
+    "checkpoint": {"every": 1, "keep": 0},
+}
+
+
+async def run(folder: Path, *overrides: str, base: dict[str, Any]) -> list[dict[str, Any]]:
+    async with Runtime(config_of(folder, *overrides, base=base)) as runtime:
+        await runtime.run()
+    return metrics_of(folder / "runs/run")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    found = tmp_path / "fsdp", tmp_path / "replicate"
+    for folder in found:
+        folder.mkdir()
+    return found
+
+
+async def test_a_sync_run_on_one_shard_is_the_replicated_run(folders: tuple[Path, Path]) -> None:
+    """float64: the same completions, the same metrics, the same weights to 1e-10; and each goes on from the other's state."""
+    tree = SHARDED | FAST | {"preset": "sync", "algorithm": {"kl_coef": 0.1, "updates_per_batch": 2}}
+    tree["model"] = tree["model"] | {"dtype": "float64"}
+    one, other = folders
+    for folder, sharding in ((one, "fsdp"), (other, "replicate")):
+        await run(folder, f"distributed.sharding={sharding}", "train.max_steps=2", base=tree)
+    await run(one, "resume=true", "distributed.sharding=replicate", base=tree)
+    lines = await run(other, "resume=true", "distributed.sharding=fsdp", base=tree)
+    for mine, theirs in zip(unclocked(metrics_of(one / "runs/run")), unclocked(lines), strict=True):
+        assert {name: value for name, value in mine.items() if isinstance(value, float)} == pytest.approx(
+            {name: value for name, value in theirs.items() if isinstance(value, float)}, rel=1e-6, abs=1e-8
+        )
+    assert [row["completion"] for row in rollouts_of(one / "runs/run")] == [
+        row["completion"] for row in rollouts_of(other / "runs/run")
+    ]
+    for version in (4, 8):
+        mine, theirs = (weights_of(folder / "runs/run", version) for folder in (one, other))
+        for name, values in mine.items():
+            torch.testing.assert_close(values, theirs[name], rtol=0, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Process]:
+    """Four asynchronous steps by two ranks, then two more after a resume."""
+    folder = tmp_path_factory.mktemp("two")
+    path = str(write_yaml(folder, SHARDED | FAST))
+    first = Process(folder, path, RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP))
+    assert first.wait(300) == 0, first.output
+    second = Process(
+        folder, path, "resume=true", "train.max_steps=6", RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP)
+    )
+    assert second.wait(300) == 0, second.output
+    return folder, second
+
+
+def test_two_ranks_finish_and_resume_with_the_same_weights(two_ranks: tuple[Path, Process]) -> None:
+    folder, _ = two_ranks
+    one, other = (torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert one["version"] == other["version"] == 6
+    assert equal_weights(one["weights"], other["weights"])
+    assert equal_weights(weights_of(folder / "runs/run", 6), one["named"])
+    assert any(one["groups"]) and any(other["groups"])
+    assert [len(mine) + len(theirs) for mine, theirs in zip(one["groups"], other["groups"], strict=True)] == [6, 6]
+    lines = metrics_of(folder / "runs/run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {line["train/sequences"] for line in lines} == {24}
+    assert all(line["optim/grad_norm"] > 0 for line in lines)
+
+
+def test_the_checkpoint_of_two_ranks_is_a_model_and_a_whole_state(two_ranks: tuple[Path, Process]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.checkpoint.store import CheckpointStore
+
+    folder, _ = two_ranks
+    checkpoints = folder / "runs/run/checkpoints"
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "step_6", dtype=torch.float32)
+    found = CheckpointStore(checkpoints).load(6)
+    assert (found.path / "state/shard_1.pt").exists() and not list((checkpoints / "shards").iterdir())
+    state = found.trainer()
+    loaded = dict(model.named_parameters())
+    assert set(state["masters"]) == set(loaded) == set(state["optimizer"])
+    for name, parameter in loaded.items():
+        assert torch.equal(state["masters"][name], parameter.data)
+        assert state["optimizer"][name]["exp_avg"].shape == parameter.shape
+        assert float(state["optimizer"][name]["step"]) == 6
+
+
+def test_two_ranks_that_are_stopped_leave_a_checkpoint(tmp_path: Path) -> None:
+    tree = SHARDED | FAST | {"checkpoint": {}}
+    tree["train"] = tree["train"] | {"max_steps": 100_000}
+    process = Process(tmp_path, str(write_yaml(tmp_path, tree)), program=(*TORCHRUN, "-m", "asyncrl.main"))
+    place = tmp_path / "runs/run"
+    process.wait_until(lines_at_least(place, 3), "third step")
+    process.send(signal.SIGTERM)
+    assert process.wait(60) != 0
+    assert "SIGTERM: aborting the open step" in process.output
+    assert (place / "checkpoints/latest/state/shard_1.pt").exists(), process.output
+
+
+def test_a_rank_that_is_killed_ends_the_other_with_an_error(tmp_path: Path) -> None:
+    """Without torchrun, which would end the other one itself."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    tree = SHARDED | FAST | {"checkpoint": {"save_final": False}}
+    tree["train"] = tree["train"] | {"max_steps": 100_000}
+    ranks = []
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(Process(folder, str(write_yaml(folder, tree)), f"run.dir={tmp_path}/runs", **environ))
+    try:
+        ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step")
+        ranks[1].kill()
+        killed = time.monotonic()
+        assert ranks[0].wait(90) not in (0, None)
+        assert time.monotonic() - killed < 60, "it waited for a time-out"
+    finally:
+        for rank in ranks:
+            if rank._popen.poll() is None:
+                rank.kill()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.lora.rank=4"], "lora.rank is 4"),
+        (["algorithm.entropy_coef=0.1", "algorithm.second_gradient_buffer=true"], "two backward passes"),
+        (["train.kind=dry_run", "engine.kind=dry_run"], "no weights to cut"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_way_out(tmp_path: Path, overrides: list[str], words: str) -> None:
+    config = load_config([write_yaml(tmp_path, SHARDED)], overrides)
+    with pytest.raises(ConfigError, match=words) as refused:
+        resolve(config, 2)
+    assert "distributed.sharding=replicate" in str(refused.value)

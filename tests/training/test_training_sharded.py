@@ -1,0 +1,316 @@
+"""fsdp is replicate: gradients, weights, optimizer state, metrics and log-probs of real gloo ranks against one rank that holds
+everything, float64, every term of the loss on. The ranks live as long as the module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_sharded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_training_ranks import free_port
+from training_helpers import LOSS, MAX_LENGTH, microbatches, tiny_module
+from training_partition import SEQUENCES
+from training_sharded import Case
+
+import asyncrl
+from asyncrl.config.schema import TrainConfig
+from asyncrl.distributed.fsdp import rows
+from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError, LifecycleError, TrainStepError
+from asyncrl.models.policy import PolicyModel
+from asyncrl.training.sharded import ShardedForward, ShardedTrainer
+
+
+class Ranks:
+    """Living processes, each of them one rank of a world."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        port, script = str(free_port()), str(Path(training_sharded.__file__))
+        self.logs = [(folder / f"{rank}.log").open("w") for rank in range(size)]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-W", "error", script, str(rank), str(size), port, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.logs[rank],
+                text=True,
+                env=environment,
+            )
+            for rank in range(size)
+        ]
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"{rank}.log").read_text()
+
+    def run(self, case: Case, rounds: list[list[int]]) -> list[dict[str, Any]]:
+        """What each rank found. `rounds[rank]`: see `Case.rounds`."""
+        for rank, process in enumerate(self.processes):
+            assert process.stdin is not None
+            process.stdin.write(replace(case, rounds=rounds[rank] if rounds else []).line())
+            process.stdin.flush()
+        for rank, process in enumerate(self.processes):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "done\n", self.log(rank)
+        return [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process, log in zip(self.processes, self.logs, strict=True):
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.close()
+                process.wait(300)
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+                log.close()
+
+
+@contextmanager
+def ranks_in(folder: Path, size: int) -> Iterator[Ranks]:
+    ranks = Ranks(folder, size)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks_in(tmp_path_factory.mktemp("two"), 2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks_in(tmp_path_factory.mktemp("three"), 3) as ranks:
+        yield ranks
+
+
+def joined(parts: list[dict[str, Any]], what: str, name: str) -> torch.Tensor:
+    return torch.cat([part[what][name] for part in parts])
+
+
+def check(ranks: Ranks, case: Case, rounds: list[list[int]] | None = None, tolerance: float = 1e-10) -> None:
+    wanted = training_sharded.replicate(case)
+    found = ranks.run(case, rounds or [])
+    same(found, wanted, tolerance)
+
+
+def same(found: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> None:
+    assert max(grad.abs().max() for grad in wanted["gradient"].values()) > 1e-4
+    close = {"rtol": 0.0, "atol": tolerance}
+    for name, master in wanted["masters"].items():
+        torch.testing.assert_close(joined(found, "masters", name), master, **close)
+        torch.testing.assert_close(joined(found, "gradient", name), wanted["gradient"][name], **close)
+        for part in found:  # every rank's engine has all of it
+            torch.testing.assert_close(part["served"][name], master.to(part["served"][name].dtype), **close)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = torch.cat([part["optimizer"][name][key] for part in found])
+            torch.testing.assert_close(state, wanted["optimizer"][name][key], **close)
+    for part in found:
+        for mine, theirs in zip(part["numbers"], wanted["numbers"], strict=True):
+            assert mine == pytest.approx(theirs, rel=max(100 * tolerance, 1e-8), abs=1e-10)
+    logprobs = [values for part in found for values in part["logprobs"]]
+    for mine, theirs in zip(logprobs, wanted["logprobs"], strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs), rtol=0, atol=1e-5)
+
+
+UNEQUAL = [[i % 2, i % 3 if i % 2 else 0] for i in range(SEQUENCES)]  # one microbatch here, up to three there
+EMPTY = [[1, i % 2] for i in range(SEQUENCES)]  # rank 0 has none
+MASKED = [
+    [2 * (i == 5), i % 4] for i in range(SEQUENCES)
+]  # sequence 5 is fully masked: all that rank 2 has; rank 1 has none
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
+def test_two_ranks_with_unequal_numbers_of_microbatches(two: Ranks, name: str) -> None:
+    check(two, Case(name, where=UNEQUAL))
+
+
+@pytest.mark.parametrize("rounds", [[[], []], [[0], [0]], [[1], [2]], [[0, 1, 9], [1, 1, 1]]])
+def test_rounds_may_come_at_any_time(two: Ranks, rounds: list[list[int]]) -> None:
+    check(two, Case(where=UNEQUAL), rounds)
+
+
+@pytest.mark.parametrize("rounds", [[[0, 0, 0], []], [[], [1, 2]]])
+def test_a_rank_that_finishes_joins_the_rounds_of_the_others(two: Ranks, rounds: list[list[int]]) -> None:
+    check(two, Case(where=UNEQUAL), rounds)
+
+
+def test_an_empty_rank_and_one_with_a_masked_row_alone(two: Ranks, three: Ranks) -> None:
+    check(two, Case(where=EMPTY))
+    check(three, Case(where=MASKED))
+    check(three, Case("dapo", where=MASKED), [[1], [0], [1]])
+
+
+@pytest.mark.parametrize("silent", [[1, 0], [0, 2]])
+def test_groups_without_advantages_are_counted_and_ask_for_no_place_in_a_round(two: Ranks, silent: list[int]) -> None:
+    check(two, Case(where=EMPTY, silent=silent), [[0], [1]])
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True), ("qwen3", False)])
+def test_other_models_and_checkpointing(two: Ranks, kind: str, tied: bool) -> None:
+    check(two, Case(where=UNEQUAL, kind=kind, tied=tied, checkpointing=True))
+
+
+def test_one_rank_is_one_shard(tmp_path: Path) -> None:
+    with ranks_in(tmp_path, 1) as one:
+        check(one, Case(where=[[0, i % 3] for i in range(SEQUENCES)]), [[1]])
+
+
+def test_bfloat16_products_have_float32_masters(two: Ranks) -> None:
+    """Close to replicate, and no closer: its gradients of embedding and head add up in float32, FSDP2's in bfloat16."""
+    found = two.run(Case(where=UNEQUAL, dtype="bfloat16", steps=1), [])
+    exact = training_sharded.replicate(Case(where=UNEQUAL, steps=1))
+    for name, gradient in exact["gradient"].items():
+        shard = joined(found, "gradient", name)
+        assert shard.dtype == joined(found, "masters", name).dtype == torch.float32
+        assert found[0]["served"][name].dtype == torch.bfloat16
+        assert torch.equal(found[0]["served"][name], joined(found, "masters", name).bfloat16())
+        assert torch.equal(found[0]["served"][name], found[1]["served"][name])
+        assert (shard.double() - gradient).norm() < 0.1 * gradient.norm() + 1e-4, name
+
+
+places = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)).map(list), min_size=SEQUENCES, max_size=SEQUENCES)
+
+
+def test_any_partition_over_three_ranks_is_the_same_step(three: Ranks) -> None:
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @given(
+        where=places,
+        seed=st.integers(0, 2**16),
+        rounds=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=3, max_size=3),
+        name=st.sampled_from(["grpo", "cispo", "vespo"]),
+    )
+    def holds(where: list[list[int]], seed: int, rounds: list[list[int]], name: str) -> None:
+        check(three, Case(name, seed, where=where, silent=[0, 0, 1], steps=1), rounds)
+
+    holds()
+
+
+def test_the_comparison_has_teeth(two: Ranks) -> None:
+    """A microbatch that is left out is seen."""
+    wanted = training_sharded.replicate(Case(where=UNEQUAL, steps=1))
+    found = two.run(Case(where=[*UNEQUAL[:-1], [7, 7]], steps=1), [])
+    with pytest.raises(AssertionError):
+        same(found, wanted, 1e-10)
+
+
+def test_a_rank_that_dies_ends_the_round_of_the_others_with_an_error(tmp_path: Path) -> None:
+    """Rank 1 is killed while rank 0 waits for it in a round."""
+    with ranks_in(tmp_path, 2) as ranks:
+        ranks.run(Case(where=UNEQUAL, steps=1), [])
+        waiting, killed = ranks.processes
+        assert waiting.stdin is not None and waiting.stdout is not None
+        waiting.stdin.write(Case(where=UNEQUAL, rounds=[0]).line())
+        waiting.stdin.flush()
+        killed.kill()
+        assert waiting.stdout.readline() == ""  # it ended
+        assert waiting.wait(120) != 0
+        assert "agree_on_round" in ranks.log(0) or "gather" in ranks.log(0), ranks.log(0)
+
+
+# -- what one process can tell -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def core() -> Iterator[ShardedTrainer]:
+    with World().open(torch.device("cpu"), alone=True) as world:
+        policy = PolicyModel(tiny_module(), "float64", served=True)
+        yield ShardedTrainer(policy, tiny_module(), TrainConfig(lr=0.01), world, max_completion_length=MAX_LENGTH)
+
+
+def test_an_aborted_step_leaves_nothing_behind(core: ShardedTrainer) -> None:
+    before = {name: master.clone() for name, master in core.sharded.parameters.named_masters()}
+    for batches in (microbatches(1), microbatches(2)):
+        core.begin_train_step(LOSS)
+        for batch in batches:
+            core.train_microbatch(batch)
+        if batches is not None:
+            core.agree_on_round(finishing=False)
+            core.run_agreed()
+        core.abort_train_step()
+        core.abort_train_step()
+    assert core.version == 0 and not core.sharded.parameters.grad.any()
+    assert all(torch.equal(before[name], master) for name, master in core.sharded.parameters.named_masters())
+    core.begin_train_step(LOSS)
+    for batch in microbatches(3):
+        core.train_microbatch(batch)
+    result = core.finish_train_step()
+    assert result.version == core.version == 1 and result.grad_norm > 0
+
+
+def test_a_loss_that_raises_leaves_the_step_open_and_abort_cleans_up(core: ShardedTrainer) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(LOSS, name)
+
+        def __call__(self, inputs: Any) -> Any:
+            if inputs.logp_S.numel():
+                raise FloatingPointError("this loss does not like the microbatch")
+            return LOSS(inputs)
+
+    core.begin_train_step(Failing())  # type: ignore[arg-type]
+    core.train_microbatch(microbatches()[0])
+    with pytest.raises(FloatingPointError):
+        core.train_round()
+    with pytest.raises(TrainStepError, match="already open"):
+        core.begin_train_step(LOSS)
+    core.abort_train_step()
+    core.begin_train_step(LOSS)
+    core.train_microbatch(microbatches()[0])
+    assert core.finish_train_step().version == 1
+
+
+def test_state_goes_there_and_back(core: ShardedTrainer) -> None:
+    for seed in (1, 2):
+        core.begin_train_step(LOSS)
+        for batch in microbatches(seed):
+            core.train_microbatch(batch)
+        core.finish_train_step()
+    state = core.state_dict()
+    assert state["shard"] == {"rank": 0, "ranks": 1}
+    policy = PolicyModel(tiny_module(seed=5), "float64", served=True)
+    other = ShardedTrainer(
+        policy, tiny_module(seed=5), TrainConfig(lr=0.01), core.reducer, max_completion_length=MAX_LENGTH
+    )
+    other.load_state_dict(state)
+    assert other.version == 2 and torch.equal(other.policy.flat.working, core.policy.flat.working)
+    for trainer in (core, other):
+        trainer.begin_train_step(LOSS)
+        trainer.train_microbatch(microbatches(4)[0])
+        trainer.finish_train_step()
+    assert torch.equal(other.policy.flat.working, core.policy.flat.working)
+    del state["masters"]["model.norm.weight"]
+    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
+        other.load_state_dict(state)
+
+
+def test_rows_are_cut_as_torch_chunks_them() -> None:
+    for count in (1, 2, 5, 16, 41):
+        for ranks in (1, 2, 3, 7):
+            chunks = [chunk.tolist() for chunk in torch.arange(count).chunk(ranks)]
+            cuts = [rows(count, rank, ranks) for rank in range(ranks)]
+            assert [list(range(*cut)) for cut in cuts if cut[0] < cut[1]] == chunks
+
+
+def test_experts_are_refused_and_so_is_a_missing_group() -> None:
+    module = tiny_module()
+    module.config.num_experts = 8
+    with pytest.raises(ConfigError, match=r"has experts.*use distributed\.sharding=replicate"):
+        ShardedForward(module, torch.device("cpu"), torch.float64, False)
+    with pytest.raises(LifecycleError, match="open the world first"):
+        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False)

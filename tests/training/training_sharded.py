@@ -1,0 +1,133 @@
+"""One rank of the sharded train step: `python training_sharded.py RANK WORLD PORT OUT`.
+
+A line on stdin is one case: `{"where": [[rank, microbatch], ...], "rounds": [[n, ...] per rank], ...}` (see `Case`). The answer
+is the file `OUT/RANK.pt`, then a line on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from training_helpers import MAX_LENGTH, everything, make_group, tiny_module, tiny_policy
+from training_partition import part
+
+from asyncrl.config.schema import TrainConfig
+from asyncrl.distributed.world import World
+from asyncrl.models.policy import PolicyModel
+from asyncrl.pumps.signal import counted_only
+from asyncrl.training.sharded import ShardedTrainer
+from asyncrl.training.trainer import TorchTrainer
+from asyncrl.types import Microbatch
+
+
+@dataclass
+class Case:
+    name: str = "grpo"  # of the loss, every term on
+    seed: int = 7
+    where: list[list[int]] = field(default_factory=list)  # by sequence: [rank, microbatch]
+    rounds: list[int] = field(default_factory=list)  # before which of its microbatches each rank comes to a round
+    kind: str = "llama"
+    tied: bool = True
+    checkpointing: bool = False
+    dtype: str = "float64"
+    steps: int = 2
+    silent: list[int] = field(default_factory=list)  # by rank: groups without advantages, counted and not run
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+def silent_groups(count: int, rank: int) -> list[Microbatch]:
+    rng = np.random.default_rng(100 + rank)
+    groups = [make_group(rng, 50 + 10 * rank + i)[0] for i in range(count)]
+    return [counted_only(groups)] if groups else []
+
+
+def batches_of(case: Case, rank: int) -> list[Microbatch]:
+    mine = part(case.seed, case.where, rank)
+    return [*mine, *silent_groups(case.silent[rank] if case.silent else 0, rank)]
+
+
+def settings(case: Case) -> TrainConfig:
+    return TrainConfig(lr=0.01, weight_decay=0.1, grad_clip=0.05, gradient_checkpointing=case.checkpointing)
+
+
+def replicate(case: Case) -> dict[str, Any]:
+    """The same step on one rank that holds everything, with the flat layout."""
+    policy = tiny_policy(case.dtype, case.kind, case.tied)
+    trainer = TorchTrainer(policy, settings(case), max_completion_length=MAX_LENGTH)
+    ranks = range(len(case.silent) or 1 + max(rank for rank, _ in case.where))
+    batches = [batch for rank in ranks for batch in batches_of(case, rank)]
+    numbers = []
+    for _ in range(case.steps):
+        trainer.begin_train_step(everything(case.name, entropy_coef=0.0))
+        for batch in batches:
+            trainer.train_microbatch(batch)
+        numbers.append(summary(trainer.finish_train_step()))
+    return {
+        "numbers": numbers,
+        "gradient": {name: grad.clone() for name, grad in policy.flat.named_grads()},
+        "masters": {name: master.clone() for name, master in policy.flat.named_masters()},
+        "logprobs": [trainer.compute_logprobs(batch) for batch in batches if batch.scored],
+        "optimizer": trainer.optimizer.state_dict(),
+    }
+
+
+def summary(result: Any) -> dict[str, float]:
+    counted = {name: float(getattr(result, name)) for name in ("version", "loss", "grad_norm", "tokens", "sequences")}
+    return counted | result.metrics
+
+
+def make_sharded(world: Any, case: Case) -> ShardedTrainer:
+    policy = PolicyModel(tiny_module(case.kind, case.tied), case.dtype, served=True)
+    return ShardedTrainer(
+        policy, tiny_module(case.kind, case.tied), settings(case), world, max_completion_length=MAX_LENGTH
+    )
+
+
+def sharded(world: Any, case: Case, rank: int) -> dict[str, Any]:
+    trainer = make_sharded(world, case)
+    served = trainer.policy.flat
+    batches = batches_of(case, rank)
+    numbers = []
+    for _ in range(case.steps):
+        trainer.begin_train_step(everything(case.name, entropy_coef=0.0))
+        for number, batch in enumerate(batches):
+            for _ in range(case.rounds.count(number)):
+                trainer.train_round()
+            trainer.train_microbatch(batch)
+        for _ in [at for at in case.rounds if at >= len(batches)]:
+            trainer.train_round()
+        numbers.append(summary(trainer.finish_train_step()))
+    parameters = trainer.sharded.parameters
+    return {
+        "numbers": numbers,
+        "gradient": {name: grad.clone() for name, grad in parameters.named_grads()},
+        "masters": {name: master.clone() for name, master in parameters.named_masters()},
+        "served": {name: values.clone() for name, values in served.named_masters()},
+        "logprobs": [trainer.compute_logprobs(batch) for batch in batches if batch.scored],
+        "optimizer": trainer.state_dict()["optimizer"],
+    }
+
+
+def main() -> None:
+    rank, size, port, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with World.from_env(os.environ).open(torch.device("cpu"), timeout_s=60, alone=True) as world:
+        for line in sys.stdin:
+            case = Case(**json.loads(line))
+            torch.save(sharded(world, case, int(rank)), Path(out) / f"{rank}.pt")
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
