@@ -67,7 +67,8 @@ class ShardedParameters:
         self.master_dtype = named[0][1].dtype
         self.device = device
         names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
-        self._parts = _shard(root, blocks, device, compute, self.master_dtype, names)
+        self._mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
+        self._parts = _shard(root, blocks, self._mesh, compute, self.master_dtype, names)
         self._root: FSDPModule = root  # type: ignore[assignment]
         sharded = dict(root.named_parameters())
         self._parameters: list[DTensor] = [sharded[name] for name, _ in named]  # type: ignore[misc]
@@ -97,6 +98,17 @@ class ShardedParameters:
     def reset(self) -> None:
         """After a forward or backward that did not end: wait for what is under way and drop it. Gradients are not zeroed."""
         self._root.reset_iter_state()
+
+    def release(self) -> None:
+        """Forget the process group; masters and gradients stay. Before this rank leaves its world: a group that somebody still
+        holds keeps its connections, and a rank that waits for this one in a collective would not hear that it is gone."""
+        for part, _ in self._parts:
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                infos: list[Any] = [group.mesh_info, group.post_forward_mesh_info]
+                for info in infos:
+                    if info is not None:
+                        info.shard_process_group = None
+        self._mesh._pg_registry.clear()
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's rows of the master); some have none."""
@@ -138,13 +150,12 @@ class ShardedParameters:
 def _shard(
     root: nn.Module,
     blocks: Sequence[nn.Module],
-    device: torch.device,
+    mesh: DeviceMesh,
     compute: torch.dtype,
     master: torch.dtype,
     names: Mapping[int, str],
 ) -> list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]:
     """Cut everything; per part the (name, module, attribute) of its parameters."""
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
     # Inputs are not cast: among them are temperatures. Gradients are summed in the master dtype.
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False

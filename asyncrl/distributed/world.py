@@ -7,7 +7,7 @@ crossing. With one rank nothing is opened and every collective is a no-op.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,7 @@ class World:
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
     _owns_group: bool = field(default=False, repr=False)
+    _leaving: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
@@ -107,9 +108,16 @@ class World:
         self.leave()
         self._store = None
 
+    def before_leaving(self, forget: Callable[[], None]) -> None:
+        """Call `forget` first: who holds the process group must let go of it, or its connections stay open."""
+        self._leaving.append(forget)
+
     def leave(self) -> None:
         """Leave the process group: a rank that waits for this one in a collective gets an error. The store stays."""
         if self._owns_group and not self._closed and dist.is_initialized():
+            for forget in self._leaving:
+                forget()
+            self._leaving.clear()
             dist.destroy_process_group()
         self._closed = True
 

@@ -94,4 +94,5 @@ def _load_sharded(config: Config, world: World, device: torch.device) -> tuple[P
         needs_reference=config.algorithm.kl_coef > 0,
         updates_per_batch=config.algorithm.updates_per_batch,
     )
+    world.before_leaving(core.sharded.parameters.release)
     return policy, tokenizer, core, measure_rates(device, policy.dtype)

@@ -134,13 +134,31 @@ def test_two_ranks_that_are_stopped_leave_a_checkpoint(tmp_path: Path) -> None:
     assert (place / "checkpoints/latest/state/shard_1.pt").exists(), process.output
 
 
-def test_a_rank_that_is_killed_ends_the_other_with_an_error(tmp_path: Path) -> None:
-    """Without torchrun, which would end the other one itself."""
+REWARD = """
+import os
+
+calls = 0
+
+def reward(completions, **columns):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls > 20:
+        raise RuntimeError("this rank has had enough")
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "raises"])
+def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: str) -> None:
+    """Without torchrun, which would end the other one itself. Long before any time-out: the connection is gone."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     tree = SHARDED | FAST | {"checkpoint": {"save_final": False}}
     tree["train"] = tree["train"] | {"max_steps": 100_000}
+    (tmp_path / "rewards.py").write_text(REWARD)
+    if end == "raises":
+        tree["reward"] = f"{tmp_path}/rewards.py:reward"
     ranks = []
     for rank in (0, 1):
         folder = tmp_path / str(rank)
@@ -149,15 +167,19 @@ def test_a_rank_that_is_killed_ends_the_other_with_an_error(tmp_path: Path) -> N
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks.append(Process(folder, str(write_yaml(folder, tree)), f"run.dir={tmp_path}/runs", **environ))
     try:
-        ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step")
-        ranks[1].kill()
-        killed = time.monotonic()
+        if end == "killed":
+            ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step")
+            ranks[1].kill()
+        else:
+            assert ranks[1].wait(120) == 6, ranks[1].output
+            assert "this rank has had enough" in ranks[1].output
+        gone = time.monotonic()
         assert ranks[0].wait(90) not in (0, None)
-        assert time.monotonic() - killed < 60, "it waited for a time-out"
+        assert time.monotonic() - gone < 60, "it waited for a time-out"
     finally:
-        for rank in ranks:
-            if rank._popen.poll() is None:
-                rank.kill()
+        for process in ranks:
+            if process._popen.poll() is None:
+                process.kill()
 
 
 @pytest.mark.parametrize(
