@@ -80,8 +80,15 @@ class World:
         if self.world_size == 1:
             if alone and not dist.is_initialized():  # an embedding program's own group of one does as well
                 self._owns_group = True
-                backend = "nccl" if device.type == "cuda" else "gloo"
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+                cuda = device.type == "cuda"
+                dist.init_process_group(
+                    "nccl" if cuda else "gloo",
+                    store=dist.HashStore(),
+                    rank=0,
+                    world_size=1,
+                    timeout=timeout,
+                    device_id=device if cuda else None,
+                )
             return self
         self._owns_group = True
         try:

@@ -139,8 +139,9 @@ class Runtime:
         given = self._given
         embedding = self._rows is not None or (given.data.train is None and given.door.ring is None)
         self.config = config = resolve(given, world.world_size, embedding=embedding)
+        leader = world.is_first
         self.directory = RunDirectory(config) if self._write else None
-        self.resume_changes = self.directory.open(config, leader=world.is_first) if self.directory else []
+        self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []
         self.recorder = recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
         self._watched: list[Any] = []
         self._watchdog = await stack.enter_async_context(self._make_watchdog())
@@ -150,9 +151,8 @@ class Runtime:
             device = choose_device(config.model.device, world.local_rank)
         self._device = device
         stack.callback(world.close)
-        sharded = config.distributed.sharding == "fsdp"
-        if world.world_size > 1 or sharded:
-            await offload(lambda: world.open(device, alone=sharded), "rendezvous")
+        alone = config.distributed.sharding == "fsdp"
+        await offload(lambda: world.open(device, alone=alone), "rendezvous")
         self.built: Built = await Builder(config, world, device, recorder, stack).build(
             self._overrides, saved.turn if saved else 0, saved.version if saved else 0
         )
@@ -168,9 +168,7 @@ class Runtime:
             await self._checkpointer.restore(saved, self._prompts)
             self._next_group = saved.next_group(world.rank)
         self._journal = stack.enter_context(
-            Journal(
-                config, self.directory if world.is_first else None, recorder, rooms.trainer.version, self.built.rates
-            )
+            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.rates)
         )
         await self._journal.open()
         for line in self.resume_changes:

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,12 +32,12 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import ShardedParameters
-from asyncrl.errors import ConfigError, DivergenceError
+from asyncrl.errors import ConfigError, DivergenceError, LifecycleError
 from asyncrl.models.flat import ServedParameters
-from asyncrl.models.logprobs import Spare, token_logprobs
+from asyncrl.models.logprobs import HeadKernel, Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
 from asyncrl.models.tree_attention import TreePlan
-from asyncrl.types import Microbatch, StepResult
+from asyncrl.types import Float32Array, Microbatch, StepResult
 
 from .passes import Forward, column, loss_inputs
 from .reducer import Reducer, sum_over_ranks
@@ -46,9 +47,10 @@ from .trainer import TorchTrainer, local_norm
 class _Scoring(nn.Module):
     """The root of the sharded tree: whatever reads a parameter, the chunked head too, happens inside its forward."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kernel: HeadKernel | None) -> None:
         super().__init__()
         self.model = model
+        self._kernel = kernel
         self._spare = Spare()
 
     def forward(
@@ -57,7 +59,7 @@ class _Scoring(nn.Module):
         positions_T: Tensor,
         source_S: Tensor,
         target_S: Tensor,
-        temperature_S: Tensor,
+        temperature_S: Float32Array,  # no tensor: FSDP2 moves those to the device, and the kernel wants it on the host
         plan: TreePlan,
         entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -66,16 +68,24 @@ class _Scoring(nn.Module):
             hidden_TE.index_select(0, source_S),
             self.model.get_output_embeddings().weight,
             target_S,
-            temperature_S,
+            torch.from_numpy(temperature_S),
             entropy_grad=entropy_grad,
             spare=self._spare,
+            kernel=self._kernel,
         )
 
 
 class ShardedForward:
     """(logp_S, entropy_S) of a microbatch through the sharded model, with gradient. A collective."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        checkpointing: bool,
+        kernel: HeadKernel | None = None,
+    ) -> None:
         """`model`: full weights, on the host or on `device`; it is cut in place. Errors: ConfigError."""
         prepare(model)
         master = torch.float64 if dtype == torch.float64 else torch.float32
@@ -83,7 +93,7 @@ class ShardedForward:
             parameter.data = parameter.data.to(master)
         if checkpointing:
             enable_checkpointing(model)
-        self._scoring = _Scoring(model)
+        self._scoring = _Scoring(model, kernel)
         self.device = device
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.")
         self._scoring.train(checkpointing)  # transformers checkpoints in train mode only; dropout is refused
@@ -95,7 +105,7 @@ class ShardedForward:
             column(batch.positions, device),
             column(batch.source, device),
             column(batch.target, device),
-            column(batch.temperature, device),
+            batch.temperature,
             TreePlan.of(batch),
             entropy_grad,
         )
@@ -109,7 +119,7 @@ class ShardedForward:
             torch.arange(2, device=self.device),
             tokens[:1],
             tokens[1:],
-            torch.ones(1, device=self.device),
+            np.ones(1, np.float32),
             TreePlan([0], [2]),
             entropy_grad,
         )
@@ -158,10 +168,13 @@ class ShardedTrainer(TorchTrainer):
         """`model`: the same model as the policy's, another object, weights in float32 or wider: it is cut in place."""
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
-        self.sharded = ShardedForward(model, policy.device, policy.dtype, config.gradient_checkpointing)
+        self.sharded = ShardedForward(
+            model, policy.device, policy.dtype, config.gradient_checkpointing, policy.head_kernel
+        )
         self._queue: deque[Microbatch] = deque()
         self._agreed = 0  # microbatches of this round that were not run yet
         self._all_finishing = False
+        self._broken = False  # a forward or backward did not end
         super().__init__(
             policy,
             config,
@@ -172,6 +185,12 @@ class ShardedTrainer(TorchTrainer):
             parameters=self.sharded.parameters,
         )
         self.forward = Forward(policy, plain=True)
+        found = self.sharded.parameters
+        if (found.rank, found.ranks) != (self.reducer.rank, self.reducer.world_size):
+            raise LifecycleError(
+                f"the model was cut for rank {found.rank} of {found.ranks}, torch's default process group, but this is rank "
+                f"{self.reducer.rank} of {self.reducer.world_size}; leave that group before a run of its own"
+            )
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -203,11 +222,13 @@ class ShardedTrainer(TorchTrainer):
         step = self._require_open()
         assert self._agreed > 0, "every rank runs what was agreed on, and no more"
         self._agreed -= 1
+        self._broken = True
         with torch.enable_grad():
             if self._queue:
                 self._run(step, self._queue.popleft())
             else:
                 self.sharded.run_empty(step.loss.needs_entropy_grad)
+        self._broken = False
 
     def train_round(self) -> None:
         """One whole round."""
@@ -234,7 +255,9 @@ class ShardedTrainer(TorchTrainer):
         if self._step is not None:
             self._queue.clear()
             self._agreed = 0
-            self.sharded.parameters.reset()
+            if self._broken:
+                self.sharded.parameters.reset()
+                self._broken = False
         super().abort_train_step()
 
     # -- what differs from a flat layout -----------------------------------------------------------------------------
@@ -260,17 +283,19 @@ class ShardedTrainer(TorchTrainer):
         return version
 
     def _check_copies(self) -> None:
-        """Every rank holds the same weights now: a sum of some of them over all ranks tells. Errors: DivergenceError."""
+        """Every rank holds the same weights now: a sum over the bits of some of them, which no order of summation changes,
+        is the same on all ranks. Errors: DivergenceError."""
         working = self._served.working
-        sample = working[:: max(working.numel() // 65_536, 1)].double()
-        weights = torch.arange(1, sample.numel() + 1, dtype=torch.float64, device=sample.device)
+        sample = working[:: max(working.numel() // 65_536, 1)].contiguous()
+        bits = sample.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[sample.element_size()]).to(torch.int64)
+        places = torch.arange(1, bits.numel() + 1, device=bits.device)
         table = torch.zeros(self.reducer.world_size, dtype=torch.float64)
-        table[self.reducer.rank] = (sample * weights).sum().cpu()
+        table[self.reducer.rank] = float(int((bits * places).sum()) % (1 << 52))  # exact in float64
         table = sum_over_ranks(self.reducer, table, self.policy.device)
         if not bool((table == table[0]).all()):
             raise DivergenceError(
-                f"version {self.version}: the ranks gathered different weights ({table.tolist()}); their engines would sample "
-                "from different policies"
+                f"version {self.version}: the ranks gathered different weights; their engines would sample from different "
+                "policies"
             )
 
     def state_dict(self) -> dict[str, Any]:

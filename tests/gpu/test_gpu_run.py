@@ -36,9 +36,11 @@ def test_hidden_states_equal_the_cpu_ones(dtype: str, tolerance: float) -> None:
     assert (logits[0] - logits[1]).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_run_trains_on_the_device_and_sampler_and_trainer_agree(dtype: str) -> None:
+async def test_a_run_trains_on_the_device_and_sampler_and_trainer_agree(dtype: str, sharding: str) -> None:
     overrides = ["model.device=cuda", f"model.dtype={dtype}", "train.max_steps=5", "telemetry.live=off"]
+    overrides.append(f"distributed.sharding={sharding}")
     config = load_config([ROOT / "examples/quickstart.yaml"], overrides)
     async with Runtime(config, write=False) as runtime:
         summary = await runtime.run()

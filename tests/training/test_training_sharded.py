@@ -235,12 +235,12 @@ def core() -> Iterator[ShardedTrainer]:
 
 def test_an_aborted_step_leaves_nothing_behind(core: ShardedTrainer) -> None:
     before = {name: master.clone() for name, master in core.sharded.parameters.named_masters()}
-    for batches in (microbatches(1), microbatches(2)):
+    for runs in (0, 2):  # microbatches that had their turn
         core.begin_train_step(LOSS)
-        for batch in batches:
+        for batch in microbatches(1):
             core.train_microbatch(batch)
-        if batches is not None:
-            core.agree_on_round(finishing=False)
+        assert core.agree_on_round(finishing=False) == 3
+        for _ in range(runs):
             core.run_agreed()
         core.abort_train_step()
         core.abort_train_step()
