@@ -14,7 +14,6 @@ from ..records.write import Plan
 from . import rendezvous
 from .rendezvous import Attachment
 from .ring import RingMemory, RingWriter
-from .ring_watch import KNOCK
 from .segment import Segment, path_of
 from .words import fault
 
@@ -105,8 +104,7 @@ class Core:
             return Need.OWNER
         if self._attachment is None and not ownerless:
             return Need.OWNER
-        knock = self._knock if self._attachment is not None and plan.size in KNOCK else None
-        if not writer.try_put(plan, checksum=self._checksum, knock=knock):
+        if not writer.try_put(plan, checksum=self._checksum):
             return Need.SPACE if self._attachment is not None else Need.OWNER
         fault("producer.notify")
         self.unannounced = True
@@ -119,12 +117,6 @@ class Core:
         self.puts += 1
         self.bytes += plan.size
         return Need.NOTHING
-
-    def _knock(self) -> None:
-        """A record is being written: whoever sleeps may wake up meanwhile."""
-        fault("producer.knock")
-        if self._attachment is not None:
-            os.eventfd_write(self._attachment.data, 1)
 
     def space(self) -> list[int]:
         """The descriptors that become readable when there may be room, or when the owner is gone."""

@@ -11,7 +11,7 @@ Guarantees
 * A member is delivered once: duplicates by (epoch, group, member), among them those in `trained`, are released and counted.
 * Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
   once its records were released. A stopped producer is not dead: its ring waits for it.
-* Waiting costs nothing but what `ring_watch` says: eventfds for records, pidfds and connections for deaths, all in the loop.
+* Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
 * `end_intake` lets producers go. So does `close`, which keeps the segment for the next owner where records are left.
 """
 
@@ -38,7 +38,6 @@ from .queue import _wait_in, _wake_all, _wake_one
 from .ring import TAG
 from .ring_link import Link
 from .ring_types import Memory, RingCounters, RingSettings, RingStatistics
-from .ring_watch import Watch
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -122,7 +121,6 @@ class RecordRing:
         arena.segment.keep_at_exit(True)
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._door = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
-        self._watch_closely = Watch(self._loop, self._look)
         self._loop.add_reader(self._data, self._on_data)
         self._loop.add_reader(self._door.fileno(), self._on_door)
         found = []
@@ -144,7 +142,8 @@ class RecordRing:
         """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
         if self._arena is None or self._door is None:
             return
-        self._look()
+        for link in self._links.values():
+            self._gather(link)
         # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
         self._arena.segment.seal()
         for connection in list(self._visitors):
@@ -257,16 +256,8 @@ class RecordRing:
     def _on_data(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._data)
-        if self._look():
-            self._watch_closely.begin()
-
-    def _look(self) -> bool:
-        """Take what is there. True where nothing is, somebody waits, and a record is being written at this moment."""
-        if self._door is None:
-            return False
         for link in self._links.values():
             self._gather(link)
-        return bool(self._getters) and not self._ready and any(link.writing() for link in self._links.values())
 
     def _gather(self, link: Link) -> None:
         if self._door is None:  # the intake ended

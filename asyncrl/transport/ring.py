@@ -4,7 +4,7 @@ A ring is one block of an arena, written by one producer and one consumer, witho
 
     0     magic, version, slots, payload offset, payload bytes, producer (16 bytes), CRC32 of these
     128   head       producer   positions given out; a record is accepted by the store that raises the head over it
-    192   read       consumer   positions looked at (a hint; a new owner does not rely on it)
+    192   read       consumer   positions looked at (for people; a new owner does not rely on it)
     256   state      producer   1 attached, 2 closed in good order;  pid, start time;  position being written + 1
     320   sequences  producer   [slots] position + 1 of the record whose descriptor lies here
           released   consumer   [slots] the sequence that was given back
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,11 +127,8 @@ class RingWriter:
         live = self._busy & (self._sequences != self._released)
         return int(live.sum()), sum(self._held.get(slot, (0, 0))[1] for slot in np.flatnonzero(live).tolist())
 
-    def try_put(self, plan: Plan, *, checksum: bool, knock: Callable[[], None] | None = None) -> bool:
-        """Write and publish; False where there is no room now. Errors: RecordTooLarge where there never will be.
-
-        `knock` is called before the copy where the consumer has read all there is: it may be asleep.
-        """
+    def try_put(self, plan: Plan, *, checksum: bool) -> bool:
+        """Write and publish; False where there is no room now. Errors: RecordTooLarge where there never will be."""
         if plan.size > self._extents.size:
             raise RecordTooLarge(
                 f"group {plan.draft.group}: a record of {plan.size:,} bytes; a ring holds {self._extents.size:,}. Make the "
@@ -151,8 +148,6 @@ class RingWriter:
         slot, sequence = position % slots, position + 1
         try:
             memory.state.store(3, sequence)
-            if knock is not None and memory.read[0] == head:
-                knock()
             into = memory.payload[start : start + plan.size]
             plan.write(into, sequence=sequence, checksum=checksum, fault=words.FAULT)
             memory.offsets.store(slot, start)

@@ -54,10 +54,6 @@ class Link:
     def closed_well(self) -> bool:
         return self.memory.state[0] == CLOSED
 
-    def writing(self) -> bool:
-        """A record is being written at this moment, or was and never came."""
-        return not self.dead and self.memory.unpublished()
-
     def ended(self) -> bool:
         """Nothing more will come: it closed and hung up, or it died."""
         return self.dead or (self.closed_well and self.connection is None)
