@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import anyio
 import pytest
 import torch
+from transport_helpers import line, living, own_name, say
 
 from asyncrl.errors import OutOfMemory, PlatformError
 from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
@@ -24,7 +19,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 LATE = 400_000_000  # cycles: some 0.2 s on the device, in which nobody who waits rightly may have gone on
 
 LOOK = """
@@ -98,47 +92,11 @@ with Slab.create(sys.argv[1], 1 << 20) as slab:
 """
 
 
-@contextmanager
-def child(program: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **extra},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    assert said, f"the child ended with code {process.wait(60)}"
-    return said.strip()
-
-
-def say(process: subprocess.Popen[str], words: str = "go") -> None:
-    assert process.stdin is not None
-    process.stdin.write(words + "\n")
-    process.stdin.flush()
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    chosen = f"gpu-test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
-    yield chosen
-    left = [path for path in Path("/dev/shm").iterdir() if chosen in path.name]
-    for path in left:
-        path.unlink()
-    assert not left, f"left in shared memory: {left}"
+name = pytest.fixture(own_name, name="name")
 
 
 def test_another_process_reads_behind_the_fence_and_hears_of_a_stale_handle(name: str) -> None:
-    with Slab.create(name, 1 << 24) as slab, child(LOOK, name) as process:
+    with Slab.create(name, 1 << 24) as slab, living(LOOK, name) as process:
         lease = slab.lease(1 << 20)
         tensor = lease.tensor(torch.int32, (1 << 18,))
         tensor.zero_()
@@ -159,7 +117,7 @@ def test_another_process_reads_behind_the_fence_and_hears_of_a_stale_handle(name
 
 
 async def test_items_cross_processes_and_memory_is_written_again_behind_its_reader(name: str) -> None:
-    with child(QUEUE, name, "receive") as process:
+    with living(QUEUE, name, "receive") as process:
         async with share_device_queue(name, 2, 1 << 24, linger_s=120) as sender:
             source = torch.empty(1 << 20, dtype=torch.int32, device="cuda")
             for i in range(24):
@@ -186,7 +144,7 @@ async def test_in_one_process_the_items_are_the_memory_itself(name: str) -> None
 
 
 async def test_a_receiver_that_is_killed_breaks_the_put(name: str) -> None:
-    with child(QUEUE, name, "receive", "hang") as process:
+    with living(QUEUE, name, "receive", "hang") as process:
         async with share_device_queue(name, 1, 1 << 20, linger_s=120) as sender:
             await sender.put({"x": torch.full((10,), 1, device="cuda")})
             assert await anyio.to_thread.run_sync(line, process) == "attached"
@@ -200,7 +158,7 @@ async def test_a_receiver_that_is_killed_breaks_the_put(name: str) -> None:
 
 
 async def test_a_sender_that_is_killed_breaks_the_get(name: str) -> None:
-    with child(QUEUE, name, "send") as process:
+    with living(QUEUE, name, "send") as process:
         receiver = await attach_device_queue(name, timeout_s=120)
         assert await anyio.to_thread.run_sync(line, process) == "put"
         with await receiver.get() as item:
@@ -220,7 +178,7 @@ async def test_a_sender_that_is_killed_breaks_the_get(name: str) -> None:
 
 
 def test_a_slab_works_with_expandable_segments_and_says_why_other_tensors_do_not(name: str) -> None:
-    with child(EXPANDABLE, name, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as process:
+    with living(EXPANDABLE, name, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as process:
         assert line(process) == "32.0 True"
         words = line(process)
         assert "does not lie in the slab" in words and "`expandable_segments` on" in words

@@ -17,7 +17,7 @@ from runtime_helpers import Process, scored
 
 from asyncrl.client import Client
 
-SECONDS = 20.0  # generous on a busy machine; torchrun's patience is 30
+SECONDS = 60.0  # generous on a busy machine; a shutdown that hangs is ended by the watchdog before
 
 
 def in_shared_memory(name: str) -> list[str]:

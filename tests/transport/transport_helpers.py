@@ -6,7 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}", "OMP_NUM_THREADS": "1", **extra}
+    folders = (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(folder for folder in folders if folder)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
 
 
 def child(program: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
@@ -31,11 +34,21 @@ def child(program: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
     )
 
 
+@contextmanager
+def living(program: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """A `child` that does not outlive the block."""
+    with child(program, *arguments, **extra) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def line(process: subprocess.Popen[str]) -> str:
     """The next line the child says; its end is an error here."""
     assert process.stdout is not None
     said = process.stdout.readline()
-    assert said, f"the child ended with code {process.wait(10)}"
+    assert said, f"the child ended with code {process.wait(60)}"
     return said.strip()
 
 
@@ -51,6 +64,16 @@ def finish(process: subprocess.Popen[str]) -> int:
         if pipe is not None:
             pipe.close()
     return process.wait(20)
+
+
+def own_name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A shared-memory name of this test alone; fails the test if something is left under it."""
+    chosen = f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
+    yield chosen
+    left = [path for path in Path("/dev/shm").iterdir() if chosen in path.name]
+    for path in left:
+        path.unlink()
+    assert not left, f"left in shared memory: {left}"
 
 
 def names(name: str) -> list[str]:
