@@ -12,6 +12,7 @@ Guarantees
 * a full ring holds the reply back, up to `wait_s`; then 503, which Atropos sends again. Nothing is dropped for want of room;
 * a request that was cut off, or answered 503, is gone on with where it stopped when its body comes again;
 * a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are taken;
+* a run that ends or is stopped answers 503 to who waits, and lets every environment server that asks know (`environments.py`);
 * no state that a restart loses: an environment server that registered with an earlier run is served by the next one.
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so nothing waits for pieces that add
@@ -41,6 +42,7 @@ from asyncrl.client import AsyncClient
 from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError, RecordTooLarge, TransportError
 from asyncrl.runtime import door as ring_door
 
+from .environments import NO_END, Environments
 from .scored_data import read_group
 from .spread import Spread
 
@@ -58,8 +60,6 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 28  # of one request, unpacked
 MOST_INTERRUPTED = 1024  # requests remembered until they come again
-NO_END = 1 << 31  # announced as the number of steps where none is configured: -1 would end the environment server
-LEAST_WEIGHT = 0.01  # as Atropos: no environment starves
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,6 @@ class AtroposStatistics:
     last_refusal: str = ""
 
 
-@dataclass(slots=True)
-class _Environment:
-    name: str
-    weight: float  # its weight times its longest context
-    connected: bool = True
-
-
 class AtroposDoor:
     """`async with AtroposDoor(Spread([client]), terms) as door`: listens at `door.url`. The clients stay the caller's."""
 
@@ -111,7 +104,7 @@ class AtroposDoor:
         self._terms = terms
         self._address = (host, port)
         self._wait_s = wait_s
-        self._environments: list[_Environment] = []
+        self._environments = Environments()
         self._accepted: deque[tuple[int | None, int]] = deque()  # (environment, sequences) of the newest groups
         self._interrupted: OrderedDict[bytes, set[int]] = OrderedDict()
         self._pushing: set[anyio.CancelScope] = set()
@@ -167,7 +160,10 @@ class AtroposDoor:
         for scope in self._pushing:  # they answer 503
             scope.cancel()
         with anyio.CancelScope(shield=True):
-            await self._runner.cleanup()
+            try:
+                await self._environments.say_over()
+            finally:
+                await self._runner.cleanup()
 
     # -- groups
 
@@ -210,6 +206,8 @@ class AtroposDoor:
 
     async def _push(self, item: Any) -> str:
         """Empty where it was accepted, else why there is no room. Errors: DataError, RecordError, RecordTooLarge."""
+        if self._environments.over:
+            return "the run ends; nothing was taken"
         group = read_group(item, self._terms.limits, max(self._rings.policy_version, 0))
         number, self._next_group = self._next_group, self._next_group + 1
         scope = anyio.CancelScope()
@@ -248,19 +246,14 @@ class AtroposDoor:
 
     async def _register_env(self, request: web.Request) -> web.Response:
         try:
-            given = _fields(await request.read())
-            name = str(given.get("desired_name") or "env")
-            weight = float(1.0 if given.get("weight") is None else given["weight"])
-            context = float(given.get("max_token_length") or 1)
+            number, name = self._environments.register(_fields(await request.read()))
         except (TypeError, ValueError) as error:
             return _reply(422, status="refused", message=str(error))
-        number = sum(environment.name.rpartition("_")[0] == name for environment in self._environments)
-        self._environments.append(_Environment(f"{name}_{number}", context * max(weight, 0.0)))
         return _reply(
             200,
             status="success",
-            env_id=len(self._environments) - 1,
-            wandb_name=self._environments[-1].name,
+            env_id=number,
+            wandb_name=name,
             checkpoint_dir=self._terms.checkpoint_dir,
             starting_step=max(self._rings.policy_version, 0),
             checkpoint_interval=-1,
@@ -268,40 +261,13 @@ class AtroposDoor:
         )
 
     async def _disconnect_env(self, request: web.Request) -> web.Response:
-        environment = self._environment(await request.read())
-        if environment is None:
-            return _reply(200, status="failure", error="no such environment")
-        environment.connected = False
-        return _reply(200, status="success")
+        if self._environments.disconnect(_number(await request.read())):
+            return _reply(200, status="success")
+        return _reply(200, status="failure", error="no such environment")
 
     async def _status_env(self, request: web.Request) -> web.Response:
-        """An environment that registered with an earlier run is answered as one that is alone."""
-        body = await request.read()
-        environment = self._environment(body)
-        total = sum(one.weight for one in self._environments if one.connected)
-        weight = 1.0 if environment is None or total <= 0 else environment.weight / total
-        held = self._held()
-        identity = _fields(body).get("env_id") if environment is not None else None
-        own = [sequences for number, sequences in held if number == identity]
-        size = max(own, default=max((sequences for _, sequences in held), default=1))
-        return _reply(
-            200,
-            current_step=max(self._rings.policy_version, 0),
-            queue_size=sum(sequences for _, sequences in held) // size,
-            unallocated_fraction=1.0,
-            self_queue_size=sum(own) // size,
-            max_group_size=max((sequences for _, sequences in held), default=1),
-            env_weight=min(1.0, max(LEAST_WEIGHT, weight)),
-        )
-
-    def _environment(self, body: bytes) -> _Environment | None:
-        try:
-            number = _fields(body).get("env_id")
-        except ValueError:
-            return None
-        if not isinstance(number, int) or not 0 <= number < len(self._environments):
-            return None
-        return self._environments[number]
+        number, version = _number(await request.read()), max(self._rings.policy_version, 0)
+        return _reply(200, **self._environments.status(number, version, self._held()))
 
     # -- about the run
 
@@ -363,6 +329,14 @@ def _fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found {fields!r}")
     return fields
+
+
+def _number(body: bytes) -> Any:
+    """`env_id`, None where there is none."""
+    try:
+        return _fields(body).get("env_id")
+    except ValueError:
+        return None
 
 
 async def serve(

@@ -203,6 +203,37 @@ async def test_a_sender_that_leaves_while_it_waits_has_pushed_nothing(name: str)
         assert s.client.statistics().puts == 3
 
 
+async def test_environments_that_ask_are_told_that_the_run_is_over_before_the_port_closes(name: str) -> None:
+    """As Atropos reckons: it ends by itself once its steps and those of the queue exceed the number of steps."""
+    async with opened(name) as s:
+        for number in range(3):
+            _, registered = await s.post("/register-env", {"desired_name": "maths"})
+            await s.get("/status-env", {"env_id": number})
+        await s.post("/disconnect-env", {"env_id": 0})
+        await s.post("/register-env", {"desired_name": "never asked"})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(s.door.__aexit__, None, None, None)
+            await anyio.wait_all_tasks_blocked()
+            _, first = await s.get("/status-env", {"env_id": 1})
+            code, refused = await s.post("/scored_data", group(7))
+            assert (code, refused["message"]) == (503, "the run ends; nothing was taken")
+            _, second = await s.get("/status-env", {"env_id": 2})
+        for status in (first, second):
+            assert status["current_step"] == 3
+            assert status["current_step"] + status["queue_size"] * 1 // 8 > registered["num_steps"]
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await s.get("/status-env", {"env_id": 2})
+
+
+async def test_an_environment_that_died_does_not_hold_up_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.http.environments.LINGER_S", 0.05)
+    async with opened(name) as s:
+        await s.post("/register-env", {"desired_name": "maths"})
+        await s.get("/status-env", {"env_id": 0})
+        with anyio.fail_after(4):
+            await s.door.__aexit__(None, None, None)
+
+
 def own_threads() -> set[str]:
     """Without those of the loop, in which the client attached: it keeps them for the next call."""
     return {thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
