@@ -16,6 +16,7 @@
     |  `- EngineClosed
     |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or a place was given back twice, or to nobody (also RuntimeError)
+    |  `- VersionAhead             a group claims a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used closed, or closed in another task (also RuntimeError)
     |- FetchFailed              1   the sibling that reads for a replica of the model could not (also RuntimeError)
     `- TransportError          11   shared memory, or a process on the other side of it
@@ -90,6 +91,10 @@ class TrainStepError(AsyncrlError, RuntimeError):
 
 class LedgerError(AsyncrlError, RuntimeError):
     exit_code = 9
+
+
+class VersionAhead(LedgerError, ValueError):
+    """Its tokens were sampled for another run, or an earlier one of this name."""
 
 
 class LifecycleError(AsyncrlError, RuntimeError):

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..concurrency.slots import Slots
-from ..errors import LedgerError
+from ..errors import LedgerError, VersionAhead
 from ..types import LedgerStatistics, Ticket
 
 Late = Literal["wait", "drop"]
@@ -171,8 +171,9 @@ class Reservation:
         admitted = self.open_turn()
         if oldest is not None:
             if oldest > self.turn:
-                raise LedgerError(
-                    f"group {group_id} claims to be sampled by {oldest}, but the ledger is at {self.turn}"
+                raise VersionAhead(
+                    f"group {group_id} claims to be sampled by version {oldest}, but this run is at {self.turn}: left by an "
+                    "earlier run, or stamped with another policy's version"
                 )
             admitted = oldest
             deadline = oldest + self.max_staleness

@@ -61,7 +61,9 @@ class DoorStatistics:
     too_old: int = 0  # to be trained within `max_staleness`
     incomplete: int = 0  # dropped: their time was up, or their epoch over
     partial: int = 0  # submitted with the members that came in time
-    refused: int = 0  # records that contradict their group, and groups that cannot be trained; see last_refusal
+    refused: int = (
+        0  # records that contradict their group, groups that cannot be trained, or not by this run; last_refusal
+    )
     last_refusal: str = ""
 
 
@@ -234,7 +236,7 @@ class _Door:
                 raise DataError(f"group {group.key.group_id} of epoch {group.key.epoch} came without rewards")
             trajectories = [replace(trajectory, group_id=group_id) for trajectory in group.trajectories]
             accepted = await self._runtime.submit(trajectories, [float(reward or 0.0) for reward in rewards])
-        except (DataError, ValueError) as error:
+        except (DataError, ValueError) as error:  # VersionAhead too: what an earlier run of this name left behind
             self._refuse(error)
             _release(leases)
             return

@@ -330,7 +330,7 @@ class RecordRing:
                 link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes, s.first_position)
             except OutOfMemory as error:
                 raise OutOfMemory(
-                    f"no room for the ring of one more producer ({len(self._links)} have one): {error}"
+                    f"no room for one more producer ({len(self._links)} have a part; door.ring_mib, door.producer_mib): {error}"
                 ) from None
             self._links[producer] = link
             self._watch(link)

@@ -184,6 +184,21 @@ async def test_a_group_that_the_model_cannot_take_is_refused_with_all_its_member
         assert f.counts.submitted == 0
 
 
+async def test_a_group_of_a_version_that_the_run_has_not_reached_is_refused(tmp_path: Path, name: str) -> None:
+    """Left by an earlier run, or stamped wrongly: neither may end this one."""
+    async with fed(tmp_path, name) as f:
+        reports = f.runtime.steps()
+        async with await AsyncClient.attach(name) as client:
+            await client.push(0, [scored(version=18)])
+            await f.until(lambda: f.counts.refused == 1)
+            assert "claims to be sampled by version 18" in f.counts.last_refusal
+            assert "left by an earlier run" in f.counts.last_refusal
+            await client.push(1, [scored()])
+            assert (await anext(reports)).version == 1
+        await f.until_released(2)
+        assert (f.counts.submitted, f.counts.refused) == (1, 1)
+
+
 @asynccontextmanager
 async def a_run(folder: Path, name: str, *overrides: str) -> AsyncIterator[tuple[Runtime, DoorStatistics]]:
     """What `asyncrl run` does with `door.ring`, in this process and without a model."""

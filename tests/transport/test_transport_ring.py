@@ -342,7 +342,7 @@ async def test_strangers_at_the_door_are_told_why(name: str) -> None:
 @both_loops
 async def test_no_room_for_one_more_producer_is_said(name: str) -> None:
     async with pair(name, RingSettings(size=100_000, slots=8, ring_bytes=1 << 16)):
-        with pytest.raises(RingDetached, match=r"one more producer \(1 have one\).*largest free piece"):
+        with pytest.raises(RingDetached, match=r"one more producer \(1 have a part; door.ring_mib.*largest free piece"):
             await AsyncProducer.attach(name)
 
 
