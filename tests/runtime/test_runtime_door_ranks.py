@@ -47,7 +47,7 @@ def test_groups_of_either_rank_are_trained_once_and_a_rank_without_any_takes_par
                 first.push(number, [scored(reward=float(number), version=1)])
             process.wait_until(lambda: first.policy_version == second.policy_version == 2, "step of the first rank")
         assert post(f"{door_of(process)}/scored_data_list", [group(number) for number in (4, 5, 6, 7)])[0] == 200
-        assert process.wait() == 0, process.output
+        assert process.wait(300) == 0, process.output
     assert process.output.count("record ring") == 1 and f"{name!r} and '{name}-1' (one a rank)" in process.output
     one, other = rewards_of(tmp_path)
     assert (one[:2], other[:2]) == ([[], [2.0, 3.0]], [[0.0, 1.0], []])
@@ -59,11 +59,11 @@ def test_groups_of_either_rank_are_trained_once_and_a_rank_without_any_takes_par
 
 
 def test_the_time_limit_ends_a_rank_that_has_a_group_and_one_that_has_none(tmp_path: Path, name: str) -> None:
-    settings = (str(write_yaml(tmp_path, FED)), f"door.ring={name}", "train.max_steps=null", "train.time_limit_s=1")
+    settings = (str(write_yaml(tmp_path, FED)), f"door.ring={name}", "train.max_steps=null", "train.time_limit_s=5")
     with running(tmp_path, *settings, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, RANK)) as process:
         with Client.attach(f"{name}-1", timeout=200) as client:  # before the limit begins to run
             client.push(0, [scored(reward=0.5)])
-        assert process.wait() == 0, process.output
+        assert process.wait(300) == 0, process.output
     assert rewards_of(tmp_path) == [[[]], [[0.5]]]
     assert not in_shared_memory(name)
 
