@@ -6,8 +6,8 @@ suffix tokens of a tree (they are adjacent) against their prefix, unmasked. The 
 merged by their log-sum-exp, and backward hands the *merged* output and log-sum-exp to each block, which makes every
 block's gradient exact (the identity behind ring attention: Liu et al., arXiv:2310.01889).
 
-On a CPU this runs torch's flash kernel on views of the packed tensors. It has no fast bfloat16 backward (a fifth of its
-float32 rate), so bfloat16 goes through `row_attention`, or through float32 where rows are too long for it. Elsewhere,
+On a CPU short rows go through `row_attention`, longer ones through torch's flash kernel on views of the packed tensors. That
+has no fast bfloat16 backward (a fifth of its float32 rate), so bfloat16 goes through float32 there. Elsewhere,
 `attend` falls back to one masked `scaled_dot_product_attention` over padded rows.
 
 All index work is done once per microbatch, in the constructor or at the first layer.
@@ -29,12 +29,14 @@ from torch import Tensor
 
 from asyncrl.types import Microbatch
 
+from . import native
 from .row_attention import RowAttention, fits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_BY_PRODUCTS = {torch.bfloat16}  # measured on two cores: half the kernel's time there; in float32 no faster than it
+# Measured on two cores: in bfloat16 half the kernel's time. In float32 a third less, if the softmax takes one pass; else no less
+_BY_PRODUCTS = {torch.bfloat16} | ({torch.float32} if native.available() else set())
 _SMALL_SEGMENT_FLOP = 1.5e6  # below this a kernel call costs more than the arithmetic: segments are padded together
 _PADDING = 1.25  # most padded tokens per real token in such a bin
 
@@ -185,7 +187,7 @@ class TreePlan:
                 target.copy_(part)
 
     def _by_products(self, query: Tensor) -> RowAttention | None:
-        """The plan by products where it is the faster one: in bfloat16, where every row is short."""
+        """The plan by products where it is the faster one, which needs every row to be short."""
         if query.dtype not in _BY_PRODUCTS:
             return None
         heads = query.shape[1]
