@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ def embedded(folder: Path) -> Config:
 
 
 @asynccontextmanager
-async def served(config: Config, counts: DoorStatistics) -> AsyncIterator[tuple[Runtime, AtroposDoor]]:
+async def served(
+    config: Config, counts: DoorStatistics, *, discard: bool = False
+) -> AsyncIterator[tuple[Runtime, AtroposDoor]]:
+    """`discard`: what comes behind the last step, which a next run would get."""
     name = f"atropos-{os.getpid()}"
     async with RecordRing(name, RING) as ring, Runtime(config, write=False) as runtime:
         async with anyio.create_task_group() as tasks:
@@ -52,6 +55,8 @@ async def served(config: Config, counts: DoorStatistics) -> AsyncIterator[tuple[
 
             yield runtime, await tasks.start(door_)
             await runtime.finish()  # no step can come any more: the door closes by itself
+        if discard:
+            ring.close(discard=True)
     assert not [path for path in os.listdir("/dev/shm") if name in path]
 
 
@@ -114,12 +119,20 @@ async def test_a_group_for_another_tokenizer_never_reaches_the_model(tmp_path: P
             assert reply.status == 422 and "other tokenizer" in (await reply.json())["message"]
 
 
+def ends_well(server: Process) -> None:
+    """It was told that the run is over: no stack trace, no retries."""
+    try:
+        assert server.wait(60) == 0, server.output[-4000:]
+    finally:
+        server.kill()
+
+
 @pytest.mark.skipif(ATROPOS is None, reason="needs atroposlib: tools/atropos_step.py")
 async def test_a_stock_environment_server_of_atroposlib_trains_a_step_with_its_logprobs_intact(tmp_path: Path) -> None:
     counts, tokenizer = DoorStatistics(), tmp_path / "tokenizer"
     overrides = ["rollout.groups_per_step=4", f"run.dir={tmp_path}", "run.name=repeat"]
     config = load_config([ROOT / "examples" / "agent_loop.yaml"], overrides)
-    async with served(config, counts) as (runtime, door):
+    async with AsyncExitStack() as exits, served(config, counts, discard=True) as (runtime, door):
         runtime.tokenizer.save_pretrained(tokenizer)
         reports = runtime.steps()
         flags = {"tokenizer_name": str(tokenizer), "rollout_server_url": door.url, "use_wandb": "false"}
@@ -127,13 +140,12 @@ async def test_a_stock_environment_server_of_atroposlib_trains_a_step_with_its_l
         server = Process(
             tmp_path, "serve", *arguments, program=(str(ENVIRONMENT),), python=str(ATROPOS), HF_HUB_OFFLINE="1"
         )
+        exits.callback(ends_well, server)
         try:
             with anyio.fail_after(120):
                 report = await anext(reports)
         except TimeoutError:
             raise AssertionError(server.output[-4000:]) from None
-        finally:
-            server.kill()
         names = runtime.tokenizer.convert_ids_to_tokens
         assert len(report.groups) == 4 and report.version == 1
         for trajectory in [t for g in report.groups for t in g.trajectories]:
