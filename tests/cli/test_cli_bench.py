@@ -112,6 +112,8 @@ def test_prompts_are_the_same_for_the_same_seed_and_nearly_equal_in_length(tmp_p
     first = write_prompts(tmp_path / "a.jsonl", seed=3).read_text()
     assert first == write_prompts(tmp_path / "b.jsonl", seed=3).read_text()
     assert first != write_prompts(tmp_path / "c.jsonl", seed=4).read_text()
+    rows = write_prompts(tmp_path / "d.jsonl", 20, seed=3, distinct=8).read_text().splitlines()
+    assert len(rows) == 20 and rows[:8] == first.splitlines()[:8] == rows[8:16] and rows[16:] == rows[:4]
     texts = [json.loads(line)["prompt"][0]["content"] for line in first.splitlines()]
     assert len(texts) == 512 and max(map(len, texts)) - min(map(len, texts)) < 40
 

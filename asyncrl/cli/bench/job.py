@@ -172,12 +172,17 @@ _READERS = ("a child", "a sailor", "a teacher", "a gardener", "a painter", "a nu
 _WISHES = ("Be brief.", "Use simple words.", "Do not explain.", "Answer in one line.")
 
 
-def write_prompts(path: Path, count: int = 512, seed: int = 0) -> Path:
-    """Chat prompts of nearly equal length; the same rows for the same seed. 512 cover every run without a repetition."""
+def write_prompts(path: Path, count: int = 512, seed: int = 0, distinct: int | None = None) -> Path:
+    """Chat prompts of nearly equal length; the same rows for the same seed, and from the start again after `distinct`.
+
+    How long the completions of a step are depends much on its prompts. With as many distinct ones as a step has, all steps
+    of all sides have the same, whichever of them are measured.
+    """
     draw = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(count):
-            topic, reader, wish = draw.choice(_TOPICS), draw.choice(_READERS), draw.choice(_WISHES)
-            text = f"Please write one or two short sentences about {topic} for {reader}. {wish}"
-            file.write(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
+    rows = []
+    for _ in range(distinct or count):
+        topic, reader, wish = draw.choice(_TOPICS), draw.choice(_READERS), draw.choice(_WISHES)
+        text = f"Please write one or two short sentences about {topic} for {reader}. {wish}"
+        rows.append(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
+    path.write_text("".join(rows[i % len(rows)] for i in range(count)))
     return path

@@ -114,7 +114,7 @@ class StepBench:
         options = self.options
         known = options.model in MODELS
         model = self.cache / "models" / options.model if known else Path(options.model).absolute()
-        prompts = write_prompts(self.scratch / "prompts.jsonl", seed=0)
+        prompts = write_prompts(self.scratch / "prompts.jsonl", seed=0, distinct=options.prompts)
         return StepJob(
             model=str(model),
             prompts=str(prompts),
