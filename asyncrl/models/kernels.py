@@ -97,7 +97,13 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: 
     """
     half = heads.shape[-1] // 2
     sign = -1.0 if inverse else 1.0
-    if native.takes(heads, cos, sin, size=half) and heads.stride(1) == heads.shape[-1]:
+    if (
+        native.takes(heads, cos, sin, size=half)
+        and heads.stride(1) == heads.shape[-1]
+        and cos.shape == sin.shape == (heads.shape[0], half)  # an embedding of a part of the head is torch's to refuse
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    ):
         native.rotate_(heads, cos, sin, sign)
         return
     for rows in blocks(heads):

@@ -120,12 +120,27 @@ def token_logprobs(
     bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd.
     keep_logits: most logits that wait for backward, in `spare`. project: `hidden @ weight.T` of some rows, faster.
     kernel: what does the passes over the logits instead of torch. It asks for temperatures on the host: there they cost no wait.
+    Errors: IndexError for a target outside of the vocabulary, on a CPU (a GPU would have to be waited for).
     """
+    if target_S.device.type == "cpu":
+        target_S = _checked(target_S, weight_VE.shape[0])
     keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits
     passes = None if kernel is None else kernel.passes(temperature_S.cpu())
     options = _Options(passes, grad_buffer, entropy_grad, chunk, keep, project, spare or Spare())
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, target_S, temperature_S, options)
     return result
+
+
+def _checked(target_S: Tensor, vocabulary: int) -> Tensor:
+    """Contiguous and int64: the native passes read and write at these places without looking."""
+    if target_S.numel():
+        low, high = (int(end) for end in torch.aminmax(target_S))
+        if low < 0 or high >= vocabulary:
+            raise IndexError(
+                f"token {low if low < 0 else high} is to be scored, but the head has tokens 0 to {vocabulary - 1}: was it made "
+                "with another tokenizer?"
+            )
+    return target_S.to(torch.int64).contiguous()
 
 
 class _TokenLogprobs(torch.autograd.Function):

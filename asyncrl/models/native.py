@@ -108,7 +108,9 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor
 ) -> None:
     """`out` [N, E] += gradient of the input, `grad_weight` [E] += that of the weight."""
-    parts = None if grad_weight is None else torch.zeros(torch.get_num_threads(), x.shape[1])
+    parts = None
+    if grad_weight is not None:  # dtype and device named: the process's defaults may be others
+        parts = torch.zeros(torch.get_num_threads(), x.shape[1], dtype=torch.float32, device="cpu")
     _call(
         "rms_norm_backward", x, grad, grad.stride(0), x, x.stride(0), weight, eps, parts, out, out.stride(0), *x.shape
     )
@@ -186,13 +188,20 @@ def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, position_n: Tensor, scaling: float
 ) -> Tensor:
     """Writes `key` and `value` [n, K, D] at `position_n` (int64) of `keys` and `values` [rows, K, positions, D] and attends
-    with `query` [n, H, D] over [0..position] -> [n, H, D]."""
+    with `query` [n, H, D] over [0..position] -> [n, H, D]. Errors: ValueError for another dtype or head size than the cache's."""
     (rows, total, size), heads = query.shape, keys.shape[1]
-    if query.stride(1) != size:  # heads of a row must be adjacent
+    one_dtype = query.dtype == key.dtype == value.dtype == keys.dtype
+    if not one_dtype or size != keys.shape[3] or not key.shape == value.shape == (rows, heads, size):
+        raise ValueError(
+            f"decode attention: the cache holds {heads} heads of {keys.shape[3]} in {keys.dtype}; found queries of "
+            f"{tuple(query.shape)} in {query.dtype}, keys of {tuple(key.shape)} in {key.dtype}, values of "
+            f"{tuple(value.shape)} in {value.dtype}"
+        )
+    if query.stride(1) != size or query.stride(2) != 1:  # heads of a row must be adjacent
         query = query.contiguous()
-    if key.stride(1) != size or value.stride(1) != size:
+    if key.stride(1) != size or value.stride(1) != size or key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
-    out = torch.empty(rows, total, size, dtype=query.dtype)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _call(
         "decode_attention", query, query, query.stride(0), key, key.stride(0), value, value.stride(0), keys, values,
         keys.stride(0), keys.stride(1), position_n, scaling, out, rows, heads, total // heads, size,

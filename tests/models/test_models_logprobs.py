@@ -150,3 +150,21 @@ def test_backward_gives_the_memory_back(keep_logits: int) -> None:
         again = spare.take(S, V, weight)
         assert again.data_ptr() == place
         spare.give(again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("token", [-100, 41])
+def test_a_target_outside_of_the_vocabulary_is_refused(dtype: torch.dtype, token: int) -> None:
+    """The last token of a completion is predicted and never embedded: nobody else would notice."""
+    hidden, weight = torch.zeros(3, 16, dtype=dtype), torch.zeros(41, 16, dtype=dtype)
+    with pytest.raises(IndexError, match=f"token {token} is to be scored, but the head has tokens 0 to 40"):
+        token_logprobs(hidden, weight, torch.tensor([0, token, 40]), torch.ones(3))
+
+
+def test_targets_may_be_strided_and_narrow() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 16), torch.randn(41, 16)
+    wide = torch.arange(0, 40, 5)
+    expected = token_logprobs(hidden, weight, wide[::2].clone(), torch.ones(4))[0]
+    assert torch.equal(token_logprobs(hidden, weight, wide[::2], torch.ones(4))[0], expected)
+    assert torch.equal(token_logprobs(hidden, weight, wide[::2].int(), torch.ones(4))[0], expected)

@@ -209,6 +209,49 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(a, b) for own in results[1:] for a, b in zip(own, results[0], strict=True))
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_scratch_does_not_follow_the_default_dtype(default: torch.dtype) -> None:
+    x, weight, grad = (values(*shape, dtype=torch.float32) for shape in ((5, 64), (64,), (5, 64)))
+
+    def gradient() -> Tensor:
+        total = torch.zeros(64, dtype=torch.float32)
+        native.rms_norm_backward(grad, x, weight, 1e-5, total, torch.zeros_like(x))
+        return total
+
+    expected, before = gradient(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        assert torch.equal(gradient(), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_decode_attention_refuses_what_does_not_fit_its_cache() -> None:
+    query, key = torch.zeros(2, 4, 64), torch.zeros(2, 2, 64)
+    place = torch.zeros(2, dtype=torch.int64)
+    for cache, value in (
+        (torch.zeros(2, 2, 8, 64, dtype=torch.bfloat16), key),  # twice the bytes would be written
+        (torch.zeros(2, 2, 8, 32), key),
+        (torch.zeros(2, 2, 8, 64), key[:, :, :32]),
+    ):
+        with pytest.raises(ValueError, match="the cache holds 2 heads of"):
+            native.decode_attention(query, key, value, cache, cache.clone(), place, 0.125)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_rotary_table_of_another_layout_is_torchs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, table = values(rows, 2, 64, dtype=torch.float32), torch.rand(rows, 64)
+
+    def compute() -> tuple[Tensor, ...]:
+        own = heads.clone()
+        kernels.rotate_(own, table[:, :32], table[:, 32:], Scratch())
+        return (own,)
+
+    close(*both(monkeypatch, compute), torch.float32)
+    with pytest.raises(RuntimeError, match="must match"):  # of half a head: the kernel would read behind it
+        kernels.rotate_(heads, table[:, :16], table[:, 16:32], Scratch())
+
+
 def test_what_the_kernels_do_not_know_is_refused() -> None:
     x = torch.zeros(2, 32)
     assert native.takes(x, size=32) and not native.takes(x, size=24)
