@@ -122,10 +122,12 @@ class World:
     def leave(self) -> None:
         """Leave the process group: a rank that waits for this one in a collective gets an error. The store stays."""
         if self._owns_group and not self._closed and dist.is_initialized():
-            for forget in self._leaving:
-                forget()
-            self._leaving.clear()
-            dist.destroy_process_group()
+            try:
+                for forget in self._leaving:
+                    forget()
+            finally:  # whatever happens there: nobody may wait for this rank
+                self._leaving.clear()
+                dist.destroy_process_group()
         self._closed = True
 
     def __enter__(self) -> World:

@@ -362,7 +362,7 @@ class Runtime:
         False: its oldest token is too old to be trained within `max_staleness`; it is counted and not trained.
         """
         self._check_open("submit")
-        scored, prompt = as_group(trajectories, rewards, self.tokenizer)
+        scored, prompt = as_group(trajectories, rewards, self.tokenizer, self.built.policy)
         return await self._graph.submit(scored, prompt)
 
     async def finish(self) -> RunSummary:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from asyncrl.distributed.world import World
 from asyncrl.errors import LifecycleError, PlatformError
@@ -164,3 +165,18 @@ def test_two_ranks() -> None:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert f"rank {rank} ok" in out
+
+
+def test_a_rank_leaves_its_group_whatever_its_holders_do() -> None:
+    """Else the others would wait for it in a collective until their time-out."""
+
+    def fails() -> None:
+        raise RuntimeError("cannot let go")
+
+    world = World().open(torch.device("cpu"), alone=True)
+    assert dist.is_initialized()
+    world.before_leaving(fails)
+    with pytest.raises(RuntimeError, match="cannot let go"):
+        world.leave()
+    assert not dist.is_initialized()
+    world.close()

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 await runtime.submit(trajectories, rewards)
+        assert runtime.summary().books.admitted == 0
+
+
+@pytest.mark.parametrize("token", [-1, 10_000])
+async def test_submit_refuses_tokens_that_the_model_does_not_have(tmp_path: Path, token: int) -> None:
+    async with Runtime(embedded(tmp_path, REAL), write=False) as runtime:
+        one, other = await runtime.generate("a3=", n=2)
+        tokens = other.tokens.copy()
+        tokens[-1] = token  # predicted, never embedded: only the head would notice
+        with pytest.raises(ValueError, match=f"trajectory 1 holds token {token}; the model's ids are 0 to"):
+            await runtime.submit([one, replace(other, tokens=tokens)], [0.0, 1.0])
         assert runtime.summary().books.admitted == 0
 
 

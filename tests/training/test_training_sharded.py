@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import training_sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_ranks import free_port
-from training_helpers import LOSS, MAX_LENGTH, microbatches, tiny_module
+from training_helpers import LOSS, MAX_LENGTH, make_group, microbatches, tiny_module
 from training_partition import SEQUENCES
 from training_sharded import Case
 
@@ -28,6 +29,7 @@ from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError, TrainStepError
 from asyncrl.models.policy import PolicyModel
+from asyncrl.pumps.signal import counted_only
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 
 
@@ -251,6 +253,17 @@ def test_an_aborted_step_leaves_nothing_behind(core: ShardedTrainer) -> None:
         core.train_microbatch(batch)
     result = core.finish_train_step()
     assert result.version == core.version == 1 and result.grad_norm > 0
+
+
+def test_the_first_step_of_all_may_have_nothing_to_run(core: ShardedTrainer) -> None:
+    """All its groups are skipped: weights are gathered before any forward."""
+    core.begin_train_step(LOSS)
+    core.train_microbatch(counted_only([make_group(np.random.default_rng(0), 3)[0]]))
+    result = core.finish_train_step()
+    assert (result.version, result.grad_norm) == (1, 0.0) and result.tokens > 0
+    core.begin_train_step(LOSS)
+    core.train_microbatch(microbatches()[0])
+    assert core.finish_train_step().grad_norm > 0
 
 
 def test_a_loss_that_raises_leaves_the_step_open_and_abort_cleans_up(core: ShardedTrainer) -> None:
