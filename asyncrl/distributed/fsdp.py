@@ -96,19 +96,24 @@ class ShardedParameters:
             )
 
     def reset(self) -> None:
-        """After a forward or backward that did not end: wait for what is under way and drop it. Gradients are not zeroed."""
-        self._root.reset_iter_state()
+        """After a forward or backward that did not end: wait for what is under way and drop it. Gradients are not zeroed.
+
+        Before torch 2.13 there was no such call: there the next forward may fail instead.
+        """
+        getattr(self._root, "reset_iter_state", _nothing)()
 
     def release(self) -> None:
         """Forget the process group; masters and gradients stay. Before this rank leaves its world: a group that somebody still
-        holds keeps its connections, and a rank that waits for this one in a collective would not hear that it is gone."""
+        holds keeps its connections, and a rank that waits for this one in a collective would not hear that it is gone.
+
+        These names are not torch's public ones. Where it calls them otherwise, the others hear it when this process ends.
+        """
         for part, _ in self._parts:
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                infos: list[Any] = [group.mesh_info, group.post_forward_mesh_info]
-                for info in infos:
-                    if info is not None:
-                        info.shard_process_group = None
-        self._mesh._pg_registry.clear()
+            group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)  # one: there is one mesh
+            for info in (group.mesh_info, group.post_forward_mesh_info) if group else ():
+                if info is not None:
+                    info.shard_process_group = None
+        getattr(self._mesh, "_pg_registry", {}).clear()
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's rows of the master); some have none."""
@@ -145,6 +150,10 @@ class ShardedParameters:
                     write(name, getattr(owner, leaf).detach())
             finally:
                 part.reshard()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _shard(

@@ -25,7 +25,8 @@ PRIORITY = 1  # before decode
 
 
 class LaneTrainer:
-    """Implements `ports.Trainer` with a `TorchTrainer`. `time/train` and `time/logprobs` are seconds on the lane."""
+    """Implements `ports.Trainer` with a `TorchTrainer`. `time/train`, `time/logprobs` and, of a sharded model,
+    `time/wait_for_ranks` are seconds on the lane."""
 
     def __init__(self, core: TorchTrainer, lane: Lane, recorder: Recorder) -> None:
         self.core = core
@@ -68,7 +69,8 @@ class LaneTrainer:
         finishing and nothing is left to run; then `finish_train_step`."""
         core = self.core
         assert isinstance(core, ShardedTrainer)
-        count = await self._run(lambda: core.agree_on_round(finishing=finishing), "agree")
+        agree = partial(core.agree_on_round, finishing=finishing)
+        count = await self._run(agree, "agree", metric="time/wait_for_ranks")
         for _ in range(count):
             await self._run(core.run_agreed, "microbatch")
         return core.ready_to_finish

@@ -311,8 +311,8 @@ class ShardedTrainer(TorchTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse, of a whole state (all rows). No collective."""
         parameters, masters = self.sharded.parameters, state["masters"]
-        cut = {
-            name: {key: value if value.ndim == 0 else parameters.local(value) for key, value in saved.items()}
+        cut = {  # copies of the rows: views would keep every whole tensor alive
+            name: {key: value if value.ndim == 0 else parameters.local(value).clone() for key, value in saved.items()}
             for name, saved in state["optimizer"].items()
         }
         super().load_state_dict({**state, "optimizer": cut})

@@ -163,6 +163,23 @@ def test_groups_without_advantages_are_counted_and_ask_for_no_place_in_a_round(t
     check(two, Case(where=EMPTY, silent=silent), [[0], [1]])
 
 
+def test_a_rank_that_skips_equals_ranks_that_run_everything(two: Ranks) -> None:
+    """Rank 0 has two groups without advantages and nothing else: it skips them, and runs nothing. All metrics but means over
+    what was run are those of a step that runs them."""
+    case = Case("dapo", where=EMPTY, silent=[2, 0], plain=True)
+    wanted = training_sharded.replicate(case, run_all=True)
+    found = two.run(case, [[0], [1]])
+    for one in (wanted, *found):
+        one["numbers"] = [{name: each[f"step/{name}"] for name in training_sharded.KEPT} for each in one["numbers"]]
+    wanted["logprobs"] = wanted["logprobs"][-len(found[1]["logprobs"]) :]  # of what runs: rank 1 has all of it
+    same(found, wanted, 1e-10)
+
+
+def test_a_rank_may_hold_no_row_of_a_parameter(three: Ranks) -> None:
+    """The norms of 4 elements: two rows, two, and none."""
+    check(three, Case(where=MASKED, kind="narrow", steps=2))
+
+
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True), ("qwen3", False)])
 def test_other_models_and_checkpointing(two: Ranks, kind: str, tied: bool) -> None:
     check(two, Case(where=UNEQUAL, kind=kind, tied=tied, checkpointing=True))

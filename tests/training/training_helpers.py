@@ -38,7 +38,8 @@ def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTra
         if kind == "llama":
             module: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=tied))
         else:
-            module = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=tied))
+            shape = _SHAPE | ({"head_dim": 4} if kind == "narrow" else {})
+            module = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=tied))
         for name, parameter in module.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_helpers import MAX_LENGTH, everything, make_group, tiny_module, tiny_policy
+from training_helpers import MAX_LENGTH, everything, make_group, tiny_module, tiny_policy, with_columns
 from training_partition import part
 
+from asyncrl.algorithms.base import Loss
+from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
+from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.signal import counted_only
@@ -39,35 +42,42 @@ class Case:
     dtype: str = "float64"
     steps: int = 2
     silent: list[int] = field(default_factory=list)  # by rank: groups without advantages, counted and not run
+    plain: bool = False  # every term of the loss is a multiple of the advantage
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
 
 
-def silent_groups(count: int, rank: int) -> list[Microbatch]:
+def silent_groups(count: int, rank: int, run: bool) -> list[Microbatch]:
     rng = np.random.default_rng(100 + rank)
-    groups = [make_group(rng, 50 + 10 * rank + i)[0] for i in range(count)]
-    return [counted_only(groups)] if groups else []
+    groups = [make_group(rng, 50 + 10 * rank + i) for i in range(count)]
+    if run:
+        return [with_columns(b) for b in pack_groups([(group, 0 * values) for group, values in groups], 10_000)]
+    return [counted_only([group for group, _ in groups])] if groups else []
 
 
-def batches_of(case: Case, rank: int) -> list[Microbatch]:
+def batches_of(case: Case, rank: int, run_all: bool = False) -> list[Microbatch]:
     mine = part(case.seed, case.where, rank)
-    return [*mine, *silent_groups(case.silent[rank] if case.silent else 0, rank)]
+    return [*mine, *silent_groups(case.silent[rank] if case.silent else 0, rank, run_all)]
+
+
+def loss_of(case: Case) -> Loss:
+    return build_loss(case.name) if case.plain else everything(case.name, entropy_coef=0.0)
 
 
 def settings(case: Case) -> TrainConfig:
     return TrainConfig(lr=0.01, weight_decay=0.1, grad_clip=0.05, gradient_checkpointing=case.checkpointing)
 
 
-def replicate(case: Case) -> dict[str, Any]:
-    """The same step on one rank that holds everything, with the flat layout."""
+def replicate(case: Case, run_all: bool = False) -> dict[str, Any]:
+    """The same step on one rank that holds everything, with the flat layout. `run_all`: groups without advantages, too."""
     policy = tiny_policy(case.dtype, case.kind, case.tied)
     trainer = TorchTrainer(policy, settings(case), max_completion_length=MAX_LENGTH)
     ranks = range(len(case.silent) or 1 + max(rank for rank, _ in case.where))
-    batches = [batch for rank in ranks for batch in batches_of(case, rank)]
+    batches = [batch for rank in ranks for batch in batches_of(case, rank, run_all)]
     numbers = []
     for _ in range(case.steps):
-        trainer.begin_train_step(everything(case.name, entropy_coef=0.0))
+        trainer.begin_train_step(loss_of(case))
         for batch in batches:
             trainer.train_microbatch(batch)
         numbers.append(summary(trainer.finish_train_step()))
@@ -80,9 +90,11 @@ def replicate(case: Case) -> dict[str, Any]:
     }
 
 
+KEPT = ("version", "loss", "grad_norm", "tokens", "sequences")  # by a skip; means of metrics are over what was run
+
+
 def summary(result: Any) -> dict[str, float]:
-    counted = {name: float(getattr(result, name)) for name in ("version", "loss", "grad_norm", "tokens", "sequences")}
-    return counted | result.metrics
+    return {f"step/{name}": float(getattr(result, name)) for name in KEPT} | result.metrics
 
 
 def make_sharded(world: Any, case: Case) -> ShardedTrainer:
@@ -98,7 +110,7 @@ def sharded(world: Any, case: Case, rank: int) -> dict[str, Any]:
     batches = batches_of(case, rank)
     numbers = []
     for _ in range(case.steps):
-        trainer.begin_train_step(everything(case.name, entropy_coef=0.0))
+        trainer.begin_train_step(loss_of(case))
         for number, batch in enumerate(batches):
             for _ in range(case.rounds.count(number)):
                 trainer.train_round()
