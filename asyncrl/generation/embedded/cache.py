@@ -15,6 +15,8 @@ Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n 
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,12 +48,14 @@ class CacheShape:
         return 2 * self.layers * self.rows * self.heads * self.positions * self.head_size * dtype.itemsize
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU through calloc, so that pages nobody uses never become resident (torch.zeros writes them all)."""
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
+    """Zeros; on a CPU mapped, so that pages nobody uses never become resident (torch.zeros writes them all) and pages that
+    nobody uses any more can be given back."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    integer = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape), pages
 
 
 class KVCache:
@@ -59,9 +63,10 @@ class KVCache:
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
-        self.data = _lazy_zeros(
+        self.data, self._pages = _lazy_zeros(
             (shape.layers, 2, shape.rows, shape.heads, shape.positions, shape.head_size), dtype, device
         )
+        self.resident_rows = 0  # rows [0..) that may have memory
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
         self.flat_keys = [keys.view(-1, shape.head_size) for keys in self.keys]
@@ -75,6 +80,24 @@ class KVCache:
     def bytes_per_position(self) -> int:
         """Of one row in one layer, keys and values."""
         return 2 * self.shape.heads * self.shape.head_size * self.data.element_size()
+
+    def use(self, rows: int) -> None:
+        """Rows [0..rows) are used now. Memory of the others goes back to the system where they have become many: a run
+        begins with all its rows, and goes on with a third of them. They read as zeros afterwards."""
+        if self.resident_rows > 1.5 * rows + 16 and self._pages is not None:
+            self._give_back(rows + rows // 4)
+        self.resident_rows = max(self.resident_rows, rows)
+
+    def _give_back(self, first: int) -> None:
+        """The whole pages of rows [first..resident_rows)."""
+        assert self._pages is not None
+        row = self.data.stride(2) * self.data.element_size()
+        for base in range(0, 2 * self.shape.layers * self.shape.rows, self.shape.rows):
+            start = -(-(base + first) * row // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (base + self.resident_rows) * row // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > start:
+                self._pages.madvise(mmap.MADV_DONTNEED, start, end - start)
+        self.resident_rows = first
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of row `source` into row `target`, all layers."""

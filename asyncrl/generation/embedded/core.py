@@ -138,6 +138,7 @@ class Core:
         self._enter()
         with torch.no_grad():
             self.sync()
+            self.cache.use(self.sequences.rows.size)
             segments = self._segments()
             if segments:
                 self._extend(segments)
@@ -155,6 +156,7 @@ class Core:
                 return Decoded(0)
             columns = self.sequences
             slots = columns.rows.copy()
+            self.cache.use(slots.size)
             position = columns.length[slots] - 1
             if self._ends is None:
                 self._ends = split_rows(position + 1, SPLIT_GAIN_BYTES // self.cache.bytes_per_position)
