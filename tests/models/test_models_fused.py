@@ -121,7 +121,26 @@ def partial() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("make", [granite, gemma, partial])
+class _OtherRotary(torch.nn.Module):
+    """Of the family's name, and asking for something else."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        if x.ndim != 3:
+            raise ValueError(f"a batch is expected, found {x.ndim} dimensions")
+        return self.inner(x, position_ids)
+
+
+def other_rotary() -> PreTrainedModel:
+    model = llama()
+    model.model.rotary_emb = _OtherRotary(model.model.rotary_emb)
+    return model
+
+
+@pytest.mark.parametrize("make", [granite, gemma, partial, other_rotary])
 def test_another_architecture_keeps_its_own_forward(make: Any) -> None:
     torch.manual_seed(0)
     model = make()
