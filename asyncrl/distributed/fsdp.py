@@ -67,11 +67,11 @@ class ShardedParameters:
         self.master_dtype = named[0][1].dtype
         self.device = device
         names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
-        self._mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
+        self._mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # not None: it is open
         self._parts = _shard(root, blocks, self._mesh, compute, self.master_dtype, names)
-        self._root: FSDPModule = root  # type: ignore[assignment]
+        self._root: FSDPModule = root  # type: ignore[assignment]  # fully_shard changes its class in place
         sharded = dict(root.named_parameters())
-        self._parameters: list[DTensor] = [sharded[name] for name, _ in named]  # type: ignore[misc]
+        self._parameters: list[DTensor] = [sharded[name] for name, _ in named]  # type: ignore[misc]  # it makes all DTensors
         with torch.no_grad():
             self._masters = [parameter.to_local() for parameter in self._parameters]
         self.grad = torch.zeros(sum(m.numel() for m in self._masters), dtype=self.master_dtype, device=device)

@@ -171,7 +171,7 @@ class ServedParameters(FlatParameters):
     Whoever owns those writes new values through `write` and calls `refresh`. There is no gradient.
     """
 
-    grad: Tensor | None = None  # type: ignore[assignment]
+    grad: Tensor | None = None  # type: ignore[assignment]  # as in FlatWeights; FlatParameters narrows it
 
     def __init__(self, module: nn.Module, matmul_dtype: torch.dtype) -> None:
         FlatWeights.__init__(self, module, matmul_dtype)

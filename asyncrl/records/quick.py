@@ -42,7 +42,7 @@ def quick_rows(cls: type[T]) -> Callable[..., list[T]]:
 
 
 def _twin(cls: type[T]) -> Callable[..., T]:
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # fields() itself refuses what is no dataclass
     if getattr(cls, "__slots__", None) != tuple(names) or cls.__bases__ != (object,) or hasattr(cls, "__post_init__"):
         raise TypeError(f"{cls.__name__}: a dataclass with slots, without bases and __post_init__ is needed")
     return dataclasses.make_dataclass(f"_{cls.__name__}", names, slots=True, eq=False)

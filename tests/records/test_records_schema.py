@@ -259,7 +259,7 @@ def test_quickly_made_values_are_what_their_constructor_makes() -> None:
         same(pickle.loads(pickle.dumps(made)), given)
         same(dataclasses.replace(made, reward=0.5), dataclasses.replace(given, reward=0.5))
         with pytest.raises(dataclasses.FrozenInstanceError):
-            made.reward = 1.0  # type: ignore[misc]
+            made.reward = 1.0  # type: ignore[misc]  # frozen: what is tested
     with pytest.raises(ValueError, match="all are of one length"):
         quick_rows(Trajectory)(*[[value] * (2 - (i == 3)) for i, value in enumerate(values)])
     for unfit in (RecordError, dataclasses.make_dataclass("WithDict", ["a"])):

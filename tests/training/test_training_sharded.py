@@ -293,7 +293,7 @@ def test_a_loss_that_raises_leaves_the_step_open_and_abort_cleans_up(core: Shard
                 raise FloatingPointError("this loss does not like the microbatch")
             return LOSS(inputs)
 
-    core.begin_train_step(Failing())  # type: ignore[arg-type]
+    core.begin_train_step(Failing())  # type: ignore[arg-type]  # a stand-in that raises
     core.train_microbatch(microbatches()[0])
     with pytest.raises(FloatingPointError):
         core.train_round()
