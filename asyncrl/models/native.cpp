@@ -253,8 +253,52 @@ void add_widened_range(float* into, const bf16* from, long size, int threads) {
   for (long i = size / W * W; i < size; ++i) into[i] += get(from[i]);
 }
 
+// The scores that one query sees: keys [0..first) of the prefix and [context..context + own) of its own row.
+struct Seen {
+  long first, context, own;
+  template <class F>  // f(place, count) for vectors of at most W scores
+  void each(F f) const {
+    for (long i = 0; i < first; i += W) f(i, first - i < W ? first - i : W);
+    for (long i = 0; i < own; i += W) f(context + i, own - i < W ? own - i : W);
+  }
+};
+
+inline v16 load_scores(const float* p, long count) {
+  return count == W ? load(p) : load_some(p, count, -__builtin_inff());
+}
+
+// Softmax of one query; what it does not see gets weight 0. Exponentials wait in `line`, so that each is computed once.
+constexpr long LINE = 2048;
+template <class T>
+void softmax_of_query(const float* in, T* out, Seen seen, long size) {
+  float line[LINE + W];
+  const bool fits = size <= LINE;
+  v16 most = all(-__builtin_inff());
+  seen.each([&](long i, long count) { most = max(load_scores(in + i, count), most); });
+  const float top = largest(most);
+  v16 total = {};
+  seen.each([&](long i, long count) {
+    const v16 e = exp(load_scores(in + i, count) - top);
+    if (fits) store(line + i, e);
+    if (count == W)
+      total += e;
+    else
+      for (long j = 0; j < count; ++j) total[j] += e[j];
+  });
+  const float share = 1.0f / sum(total);
+  seen.each([&](long i, long count) {
+    const v16 e = fits ? load(line + i) : exp(load_scores(in + i, count) - top);
+    if (count == W)
+      store(out + i, e * share);
+    else
+      store_some(out + i, count, e * share);
+  });
+  std::memset(out + seen.first, 0, (seen.context - seen.first) * sizeof(T));
+  std::memset(out + seen.context + seen.own, 0, (size - seen.context - seen.own) * sizeof(T));
+}
+
 // Softmax of the scores of rows behind a shared prefix, as `RowAttention` lays them out: [count, heads, length, group, P + L].
-// Query l of row r sees the first `prefix[r]` keys and own keys 0..l of `own[r]`; what it does not see gets weight 0.
+// Query l of row r sees the first `prefix[r]` keys and own keys 0..l of `own[r]`.
 template <class T>
 void row_softmax(const float* scores, T* out, const int64_t* prefix, const int64_t* own, long count, long heads,
                  long length, long group, long context, int threads) {
@@ -262,46 +306,8 @@ void row_softmax(const float* scores, T* out, const int64_t* prefix, const int64
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long q = 0; q < count * heads * queries; ++q) {
     const long r = q / (heads * queries), l = q / group % length;
-    const long end = l + 1 < own[r] ? l + 1 : own[r];
-    const struct {
-      long first, count;
-    } seen[2] = {{0, prefix[r]}, {context, end}};
-    const float* in = scores + q * size;
-    T* into = out + q * size;
-    v16 most = all(-__builtin_inff());
-    for (auto& part : seen) {
-      const float* p = in + part.first;
-      long i = 0;
-      for (; i + W <= part.count; i += W) most = max(load(p + i), most);
-      if (i < part.count) most = max(load_some(p + i, part.count - i, -__builtin_inff()), most);
-    }
-    const float top = largest(most);
-    v16 total = {};
-    float line[2048 + W];  // exponentials wait here, so that each is computed once
-    const bool fits = size <= 2048;
-    for (auto& part : seen)
-      for (long i = 0; i < part.count; i += W) {
-        const long some = part.count - i < W ? part.count - i : W;
-        const float* p = in + part.first + i;
-        v16 e = exp((some == W ? load(p) : load_some(p, some, -__builtin_inff())) - top);
-        if (some < W)
-          for (long j = some; j < W; ++j) e[j] = 0;
-        if (fits) store(line + part.first + i, e);
-        total += e;
-      }
-    const float share = 1.0f / sum(total);
-    for (auto& part : seen)
-      for (long i = 0; i < part.count; i += W) {
-        const long some = part.count - i < W ? part.count - i : W;
-        const float* p = in + part.first + i;
-        v16 e = fits ? load(line + part.first + i) : exp((some == W ? load(p) : load_some(p, some, 0)) - top);
-        if (some == W)
-          store(into + part.first + i, e * share);
-        else
-          store_some(into + part.first + i, some, e * share);
-      }
-    std::memset(into + prefix[r], 0, (context - prefix[r]) * sizeof(T));
-    std::memset(into + context + end, 0, (length - end) * sizeof(T));
+    const Seen seen = {prefix[r], context, l + 1 < own[r] ? l + 1 : own[r]};
+    softmax_of_query(scores + q * size, out + q * size, seen, size);
   }
 }
 

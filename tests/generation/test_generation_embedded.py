@@ -166,7 +166,7 @@ def test_runs_of_similar_length_cover_all_rows_and_never_cost_more(lengths: list
 
 
 async def test_rows_of_very_different_length_are_cut_and_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.generation.embedded.core.SPLIT_GAIN_BYTES", 1)
+    monkeypatch.setattr("asyncrl.generation.embedded.cache.SPLIT_GAIN_BYTES", 1)
     policy, plain = policy_and_plain("qwen3")
     requests = [request(size, size, max_tokens=3 + size % 7) for size in (60, 58, 3, 2, 30, 5, 44)]
     async with opened(policy, max_sequences=5) as run:

@@ -71,6 +71,7 @@ class KVCache:
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
         self.flat_keys = [keys.view(-1, shape.head_size) for keys in self.keys]
         self.flat_values = [values.view(-1, shape.head_size) for values in self.values]
+        self.native = native.attends(shape.head_size, self.data)  # attention reads each row's own length: no runs, no masks
 
     @property
     def device(self) -> torch.device:
@@ -80,6 +81,12 @@ class KVCache:
     def bytes_per_position(self) -> int:
         """Of one row in one layer, keys and values."""
         return 2 * self.shape.heads * self.shape.head_size * self.data.element_size()
+
+    def runs(self, length_n: Int64Array) -> list[int]:
+        """The ends of the runs of rows [0..n) that share an attention call; good until a row comes or goes."""
+        if self.native:
+            return [int(length_n.size)]
+        return split_rows(length_n, SPLIT_GAIN_BYTES // self.bytes_per_position)
 
     def use(self, rows: int) -> None:
         """Rows [0..rows) are used now. Memory of the others goes back to the system where they have become many: a run
@@ -151,11 +158,11 @@ class DecodePlan:
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int]) -> None:
+        """`ends`: of the runs of rows, as `KVCache.runs` cuts them."""
         self.cache = cache
         shape = cache.shape
-        self.native = native.attends(shape.head_size, cache.data)  # reads each row's own length: no runs, no masks
         self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
-        if self.native:
+        if cache.native:
             return
         rows = np.arange(position_n.size)[:, None] * shape.heads + np.arange(shape.heads)
         place = rows * shape.positions + position_n[:, None]  # [n, K] rows of the flat buffer
@@ -174,7 +181,7 @@ class DecodePlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         cache = self.cache
         size = cache.shape.head_size
-        if self.native:
+        if cache.native:
             return native.decode_attention(
                 query, key, value, cache.keys[layer], cache.values[layer], self.position_n, scaling
             )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from asyncrl.types import GenerationRequest, Int64Array
 
-from .cache import SPLIT_GAIN_BYTES, DecodePlan, ExtendPlan, KVCache, Segment, split_rows
+from .cache import DecodePlan, ExtendPlan, KVCache, Segment
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
@@ -159,7 +159,7 @@ class Core:
             self.cache.use(slots.size)
             position = columns.length[slots] - 1
             if self._ends is None:
-                self._ends = split_rows(position + 1, SPLIT_GAIN_BYTES // self.cache.bytes_per_position)
+                self._ends = self.cache.runs(position + 1)
             plan = DecodePlan(self.cache, position, self._ends)
             device = self.cache.device
             tokens = torch.from_numpy(columns.tokens[slots, position]).to(device)
