@@ -71,7 +71,8 @@ class KVCache:
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
         self.flat_keys = [keys.view(-1, shape.head_size) for keys in self.keys]
         self.flat_values = [values.view(-1, shape.head_size) for values in self.values]
-        self.native = native.attends(shape.head_size, self.data)  # attention reads each row's own length: no runs, no masks
+        # attention reads each row's own length: no runs, no masks
+        self.native = native.attends(shape.head_size, self.data)
 
     @property
     def device(self) -> torch.device:
