@@ -49,7 +49,7 @@ def _load() -> ctypes.CDLL | None:
             library.asyncrl_source.restype = ctypes.c_uint32
             if not _is_of_this_source(library.asyncrl_source()):
                 warnings.warn(
-                    f"{path.name} was built of another native.cpp and is not used: build it again (pip install -e .)",
+                    f"{path.name} was built of another native.cpp or vectors.h and is not used: build it again (pip install -e .)",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -65,8 +65,10 @@ def _load() -> ctypes.CDLL | None:
 
 def _is_of_this_source(checksum: int) -> bool:
     """An editable installation has the source beside the build; an installed one has the build alone."""
-    source = Path(__file__).with_suffix(".cpp")
-    return not source.exists() or zlib.crc32(source.read_bytes()) == checksum
+    texts = Path(__file__).with_suffix(".cpp"), Path(__file__).with_name("vectors.h")
+    if not all(text.exists() for text in texts):
+        return True
+    return zlib.crc32(b"".join(text.read_bytes() for text in texts)) == checksum
 
 
 _library = _load()
