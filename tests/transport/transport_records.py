@@ -1,12 +1,19 @@
-"""Records whose every byte follows from (epoch, group, member): whoever reads one can tell whether it is whole."""
+"""Records whose every byte follows from (epoch, group, member): whoever reads one can tell whether it is whole. And a ring
+with one producer in the same event loop."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 
 from asyncrl.records.layout import Section
 from asyncrl.records.read import Record
 from asyncrl.records.write import Draft, Plan, plan
+from asyncrl.transport.producer import AsyncProducer
+from asyncrl.transport.record_ring import Delivery, RecordRing
+from asyncrl.transport.ring_types import RingSettings
 
 
 def planned(
@@ -38,3 +45,17 @@ def whole(record: Record) -> bool:
         if record.arrays[Section.REWARDS][position] != member:
             return False
     return True
+
+
+SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16, checksum=True)
+
+
+@asynccontextmanager
+async def pair(name: str, settings: RingSettings = SMALL) -> AsyncIterator[tuple[RecordRing, AsyncProducer]]:
+    async with RecordRing(name, settings) as ring, await AsyncProducer.attach(name) as producer:
+        yield ring, producer
+        ring.close(discard=True)
+
+
+def groups(deliveries: list[Delivery]) -> list[int]:
+    return [d.record.group for d in deliveries]
