@@ -35,6 +35,8 @@ def test_every_own_side_runs_and_is_reported(tmp_path: Path, capsys: pytest.Capt
     for run in found["runs"]:
         assert 0 < run["p50_us"] <= run["p99_us"] and run["groups_per_s"] > 0
         assert (run["groups"], run["bytes"]) == (36, 16 * 256 * 13)
+        parts = [run.get(part) for part in transport_report.PARTS]
+        assert all(part > 0 for part in parts) if run["side"] == "stash" else parts == [None] * 4
     assert [row["tokens"] for row in found["costs"]] == [1024]
     for row in found["costs"]:
         assert row["write_us"] > 0 and row["read_us"] > 0
@@ -115,6 +117,13 @@ def test_goals_are_judged_by_ratios_within_a_repetition() -> None:
     assert found["queue"] == (5.0, True) and found["ray"][1] is True and found["atropos"] == (None, None)
     assert found["write"] == (0.69, False)
     assert [v for k, v in found.items() if k.startswith("read")] == [(1.6, False)]
+
+
+def test_the_parts_of_a_hand_over_are_told_apart() -> None:
+    times = [(at, at + 100_000, at + 40_000, at + 70_000, at + 90_000) for at in range(0, 10**9, 10**8)]
+    found = transport.figures(times)
+    assert [found[part] for part in transport_report.PARTS] == [40.0, 30.0, 20.0, 10.0]
+    assert found["p50_us"] == 100.0 and "write_us" not in transport.figures([row[:2] for row in times])
 
 
 def test_a_paced_run_waits_for_the_arrival_and_a_slow_one_ends() -> None:

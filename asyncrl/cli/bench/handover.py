@@ -6,7 +6,8 @@
     queue       multiprocessing.Queue, pickled arrays; a blocking get, which is its fastest form
     memcpy      the same bytes copied into a warm buffer in one process: the limit
 
-Each runs in a fresh process with one spawned producer. The stamp travels with the group; a stamp of 0 is the end.
+Each runs in a fresh process with one spawned producer. The stamp travels with the group; a stamp of 0 is the end. The stash
+also says when the record was written (its header tells), leased, and cut into trajectories.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .peers.handover_group import COLUMNS, MEMBERS, answer, arrays, footprint, t
 STAMP = USER_SECTIONS.start
 LOOPS = ("asyncio", "uvloop")
 RECORDS = 8  # groups that the ring, and each queue, holds
-Times = list[tuple[int, int]]
+Times = list[tuple[int, ...]]
 
 
 def sections(tokens: int) -> dict[int, list[Any]]:
@@ -108,23 +109,27 @@ def new_credit(job: HandoverJob) -> Any:
 
 
 async def consume_ring(job: HandoverJob, *, stash: bool) -> Times:
-    """(put, usable) in monotonic ns of every group."""
-    name, credit, times = f"bench-{os.getpid()}", new_credit(job), []
+    """(put, usable) in monotonic ns of every group; of the stash (put, usable, written, leased, cut)."""
+    name, credit = f"bench-{os.getpid()}", new_credit(job)
+    times: Times = []
+    clocks = time.time_ns() - time.monotonic_ns()
     async with RecordRing(name, ring_settings(job.tokens)) as ring:
         process = spawn(produce_ring, name, job, credit)
         waiting: Stash[int] = Stash(1024)
         async for delivery in ring:
-            found = delivery.record
+            leased, found = time.monotonic_ns(), delivery.record
+            parts: tuple[int, ...] = ()
             stamp = int.from_bytes(found.strings[STAMP], "little")
             if not stamp:
                 delivery.release()
                 break
             if stash:
                 trajectories = trajectories_of(found, copy=False)
+                parts = (found.written_ns - clocks, leased, time.monotonic_ns())
                 if waiting.add_whole(trajectories, found.group, lease=delivery, epoch=found.epoch) is None:
                     raise AssertionError(f"group {found.group} is not whole")
                 del trajectories
-            times.append((stamp, time.monotonic_ns()))
+            times.append((stamp, time.monotonic_ns(), *parts))
             delivery.release()
             if credit is not None:
                 credit.release()
@@ -133,7 +138,8 @@ async def consume_ring(job: HandoverJob, *, stash: bool) -> Times:
 
 
 async def consume_tensors(job: HandoverJob) -> Times:
-    name, credit, times = f"bench-{os.getpid()}", new_credit(job), []
+    name, credit = f"bench-{os.getpid()}", new_credit(job)
+    times: Times = []
     process = spawn(produce_tensors, name, job, credit)
     async with await attach_queue(name) as receiver:
         async for item in receiver:
@@ -150,7 +156,8 @@ async def consume_tensors(job: HandoverJob) -> Times:
 
 
 def consume_queue(job: HandoverJob) -> Times:
-    queue, credit, times = multiprocessing.get_context("spawn").Queue(RECORDS), new_credit(job), []
+    queue, credit = multiprocessing.get_context("spawn").Queue(RECORDS), new_credit(job)
+    times: Times = []
     process = spawn(produce_queue, queue, job, credit)
     while True:
         put, _held = queue.get()
@@ -166,7 +173,7 @@ def consume_queue(job: HandoverJob) -> Times:
 def copy_only(job: HandoverJob) -> Times:
     data = arrays(job.tokens)
     targets: dict[str, Any] = {name: np.empty(MEMBERS * job.tokens, kind) for name, kind in COLUMNS.items()}
-    times = []
+    times: Times = []
     for _group in turns(vars_of(job)):
         begin = time.monotonic_ns()
         for name, column in data.items():

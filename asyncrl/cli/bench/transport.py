@@ -137,13 +137,17 @@ def _repetition(place: Place, pythons: dict[str, Path], repetition: int) -> Iter
                 }
 
 
-def figures(times: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Of the groups after the warm-up; `times`: (put, usable) of each, in ns."""
+def figures(times: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Of the groups after the warm-up; `times`: (put, usable) of each in ns, or (put, usable, written, leased, cut)."""
     kept = np.array(times[int(WARM_UP * len(times)) :], np.int64)
     taken = (kept[:, 1] - kept[:, 0]) / 1e3
     seconds = float(kept[:, 1].max() - kept[0, 0]) / 1e9
     p50, p99 = np.percentile(taken, [50, 99]).tolist()
-    return {"groups": len(kept), "p50_us": p50, "p99_us": p99, "groups_per_s": len(kept) / seconds}
+    found = {"groups": len(kept), "p50_us": p50, "p99_us": p99, "groups_per_s": len(kept) / seconds}
+    if kept.shape[1] > 2:
+        parts = np.diff(kept[:, [0, 2, 3, 4, 1]], axis=1) / 1e3
+        found |= dict(zip(transport_report.PARTS, np.median(parts, axis=0).tolist(), strict=True))
+    return found
 
 
 def _own(place: Place, module: str, job: HandoverJob) -> dict[str, Any]:

@@ -21,6 +21,7 @@ P50_US, P50_TOKENS = 100.0, 2048
 WRITE_SHARE, WRITE_FROM = 0.7, 4_000_000
 READ_SPREAD = 1.5  # the dearest read over the cheapest one, over all sizes: "independent of size"
 FIGURES = ("p50_us", "p99_us", "groups_per_s")
+PARTS = ("write_us", "wake_us", "cut_us", "stash_us")  # of a hand-over into the stash, each a median of its own
 COSTS = ("write_us", "memcpy_us", "write_gb_s", "memcpy_gb_s", "write_share_of_memcpy", "read_us")
 Rows = Sequence[Mapping[str, Any]]
 
@@ -35,7 +36,8 @@ def medians(runs: Rows) -> list[dict[str, Any]]:
     for tokens, mode, side in dict.fromkeys((run["tokens"], run["mode"], name(run)) for run in runs):
         same = [run for run in runs if (run["tokens"], run["mode"], name(run)) == (tokens, mode, side)]
         row = {"tokens": tokens, "bytes": same[0]["bytes"], "mode": mode, "side": side, "runs": len(same)}
-        rows.append(row | {each: statistics.median(run[each] for run in same) for each in FIGURES})
+        known = [each for each in (*FIGURES, *PARTS) if each in same[0]]
+        rows.append(row | {each: statistics.median(run[each] for run in same) for each in known})
     return rows
 
 
@@ -112,6 +114,16 @@ def tables(runs: Rows, costs: Rows) -> str:
     for tokens, sides in ratios(runs).items():
         text = ", ".join(f"{ratio:,.2f} x {side}" for side, ratio in sides.items())
         lines += ["", f"groups per second of {OURS}, 16 x {tokens:,}: {text}"]
+    parted = [row for row in medians(runs) if PARTS[0] in row]
+    if parted:
+        lines += [
+            "",
+            "| p50 of the parts, us | mode | side | checked, copied | rung, woken, leased | 16 trajectories | stash |",
+            "|---|---|---|---:|---:|---:|---:|",
+        ]
+    for row in parted:
+        parts = " | ".join(f"{row[each]:,.0f}" for each in PARTS)
+        lines.append(f"| 16 x {row['tokens']:,} | {row['mode']} | {row['side']} | {parts} |")
     if costs:
         lines += [
             "",

@@ -1,0 +1,395 @@
+"""Record ring: owners and producers come, go, stop and die; replay, duplicates, idleness; asyncio and uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from transport_helpers import both_loops, child, finish, line, names, say
+from transport_records import SMALL, groups, pair, planned, whole
+
+from asyncrl.errors import ArenaOwned, RingDetached, RingFull
+from asyncrl.transport import producer as producer_module
+from asyncrl.transport.producer import AsyncProducer, Producer
+from asyncrl.transport.record_ring import RecordRing
+
+
+@both_loops
+async def test_what_was_not_released_is_replayed_to_the_next_owner_and_duplicates_are_removed(name: str) -> None:
+    ring = RecordRing(name, SMALL)
+    await ring.__aenter__()
+    producer = await AsyncProducer.attach(name)
+    for group in range(6):
+        await producer.put(planned(group, members=(0, 1)))
+    taken = [await ring.get() for _ in range(4)]
+    taken[1].release()
+    with pytest.raises(ArenaOwned):
+        async with RecordRing(name, SMALL):
+            pass
+    assert ring.close() is True
+    taken[2].release()  # too late: it belongs to the next owner
+    with pytest.raises(anyio.ClosedResourceError):
+        await ring.get()
+    # Group 0 was trained before the last checkpoint; of group 2 one member was.
+    async with RecordRing(name, SMALL, trained=[(0, 0, 0), (0, 0, 1), (0, 2, 1)]) as ring:
+        again = [await ring.get() for _ in range(4)]
+        assert groups(again) == [2, 3, 4, 5]
+        assert again[0].fresh == (0,) and again[1].fresh == (0, 1)
+        assert (ring.statistics().replayed, ring.statistics().duplicates) == (5, 3)
+        await producer.put(planned(3, members=(1, 2)))  # attaches by itself; member 1 is in the ring already
+        more = await ring.get()
+        assert more.record.group == 3 and more.fresh == (1,)
+        again[1].release()
+        more.release()
+        await producer.put(planned(3, members=(2,)))  # already trained
+        await producer.put(planned(3, epoch=1, members=(2,)))  # another epoch is another group
+        last = await ring.get()
+        assert last.record.epoch == 1
+        assert ring.statistics().producers == 1
+        for d in (*again, last):
+            d.release()
+        await producer.close()
+        with anyio.fail_after(10):
+            while ring.statistics().rings:
+                await anyio.lowlevel.checkpoint()
+        assert ring.statistics().reclaimed == 1 and ring.statistics().deaths == 0
+    assert not names(name)
+
+
+@both_loops
+async def test_close_can_discard_and_a_producer_hears_that_the_owner_is_gone(name: str) -> None:
+    async with pair(name) as (ring, producer):
+        await producer.put(planned(0))
+        assert ring.close(discard=True) is False
+        assert not names(name)
+        with pytest.raises(RingDetached, match=r"'.*' ended in good order.*kept for the next owner"):
+            await producer.put(planned(1))
+        with pytest.raises(RingDetached, match=r"no other came within 0.05 s"):
+            await producer.put(planned(1), timeout=0.05)
+        with pytest.raises(RingDetached, match="nobody owns a ring named"):
+            await AsyncProducer.attach(name, timeout=0.05)
+        async with RecordRing(name, SMALL) as other:
+            await producer.put(planned(1))
+            assert (await other.get()).record.group == 1
+            assert producer.statistics().attachments == 2
+            other.close(discard=True)
+
+
+@both_loops
+async def test_producers_that_wait_hear_of_the_end_while_what_they_put_is_still_trained(name: str) -> None:
+    """One in a loop, one in a thread, each with a full ring of its own."""
+    async with RecordRing(name, SMALL) as ring:
+        held, heard = [], []
+        both = await AsyncProducer.attach(name), await asyncio.to_thread(Producer.attach, name)
+
+        async def waits_in_the_loop() -> None:
+            with pytest.raises(RingDetached, match="ended in good order"):
+                await both[0].put(planned(8), timeout=600)
+            heard.append(0)
+
+        def waits() -> None:
+            with pytest.raises(RingDetached, match="ended in good order"):
+                both[1].put(planned(108), timeout=600)
+            heard.append(1)
+
+        for group in range(8):
+            await both[0].put(planned(group))
+            await asyncio.to_thread(both[1].put, planned(100 + group))
+            held += [await ring.get(), await ring.get()]
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(waits_in_the_loop)
+                tasks.start_soon(anyio.to_thread.run_sync, waits)
+                while not both[0].statistics().waits or not both[1].statistics().waits:
+                    await anyio.lowlevel.checkpoint()
+                ring.end_intake()
+                ring.end_intake()
+        assert sorted(heard) == [0, 1] and ring.statistics().producers == 0
+        with pytest.raises(RingDetached, match="nobody owns a ring"):
+            await AsyncProducer.attach(name, timeout=0.05)
+        for delivery in held[1:]:  # a step that was under way is committed meanwhile
+            delivery.release()
+        assert ring.statistics().released == 15 and ring.statistics().rings == 2
+        with pytest.raises(anyio.WouldBlock):
+            ring.get_nowait()
+        assert ring.close() is True
+    async with RecordRing(name, SMALL) as other:
+        await both[0].put(planned(8))
+        again = [await other.get() for _ in range(2)]
+        assert sorted(groups(again)) == [0, 8] and both[0].statistics().attachments == 2
+        for delivery in again:
+            delivery.release()
+        await both[0].close()
+        await asyncio.to_thread(both[1].close)
+
+
+async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next_owner(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its producer may have seen the seal, and puts it again: were it trained here, it would be trained twice."""
+    async with RecordRing(name, SMALL) as ring:
+        producer = await AsyncProducer.attach(name)
+        (link,) = ring._links.values()
+        await producer.put(planned(0))
+        assert ring._arena is not None and producer._core._writer is not None
+        segment, writer = ring._arena.segment, producer._core._writer
+        seal = segment.seal
+
+        def late() -> None:
+            assert writer.try_put(planned(1), checksum=True)
+            seal()
+
+        monkeypatch.setattr(segment, "seal", late)
+        ring.end_intake()
+        first = ring.get_nowait()
+        assert first.record.group == 0
+        with pytest.raises(anyio.WouldBlock):
+            ring.get_nowait()
+        first.release()
+        link.dead = True  # and were the producer dead by now, its ring would stay all the same
+        ring._free_if_done(link)
+        assert ring.close() is True
+    async with RecordRing(name, SMALL) as other:
+        delivery = await other.get()
+        assert delivery.record.group == 1 and other.statistics().replayed == 1
+        await producer.put(planned(1))
+        await producer.put(planned(2))
+        last = await other.get()
+        assert last.record.group == 2 and other.statistics().duplicates == 1
+        delivery.release()
+        last.release()
+        await producer.close()
+
+
+PRODUCER = """
+import os, signal, sys
+from transport_records import planned
+from asyncrl.transport.producer import Producer
+producer = Producer.attach(sys.argv[1])
+for group in range(3):
+    producer.put(planned(group))
+print("put", flush=True)
+sys.stdin.readline()
+producer.put(planned(3))
+print("put", flush=True)
+sys.stdin.readline()
+producer.close()
+"""
+
+
+@both_loops
+async def test_a_killed_producer_leaves_its_records_and_its_ring_is_freed_after_them(name: str) -> None:
+    async with RecordRing(name, SMALL) as ring:
+        process = child(PRODUCER, name)
+        assert await asyncio.to_thread(line, process) == "put"
+        process.kill()
+        finish(process)
+        taken = [await ring.get() for _ in range(3)]
+        with anyio.fail_after(10):
+            while not ring.statistics().deaths:
+                await anyio.lowlevel.checkpoint()
+        assert ring.statistics().rings == 1
+        for d in taken:
+            assert whole(d.record)
+            d.release()
+        s = ring.statistics()
+        assert (s.rings, s.reclaimed, s.half_written, s.deaths) == (0, 1, 0, 1)
+
+
+@both_loops
+async def test_a_stopped_producer_keeps_its_ring_also_across_owners(name: str) -> None:
+    process = child(PRODUCER, name)
+    async with RecordRing(name, SMALL) as ring:
+        assert await asyncio.to_thread(line, process) == "put"
+        process.send_signal(signal.SIGSTOP)
+        first = await ring.get()
+        first.release()
+        assert ring.close() is True
+    async with RecordRing(name, SMALL) as ring:
+        taken = [await ring.get() for _ in range(2)]
+        for d in taken:
+            d.release()
+        s = ring.statistics()
+        assert (s.rings, s.producers, s.deaths, s.replayed) == (1, 0, 0, 2)
+        process.send_signal(signal.SIGCONT)
+        say(process)
+        d = await ring.get()
+        assert d.record.group == 3 and ring.statistics().producers == 1
+        d.release()
+        say(process)
+        assert await asyncio.to_thread(process.wait, 10) == 0
+        finish(process)
+
+
+OWNER = """
+import asyncio, json, sys
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+
+async def own():
+    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16, checksum=True)):
+        print("open", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(own())
+"""
+
+
+async def _after_a_killed_owner(name: str) -> AsyncProducer:
+    process = child(OWNER, name)
+    await asyncio.to_thread(line, process)
+    producer = await AsyncProducer.attach(name)
+    await producer.put(planned(0))
+    process.kill()
+    finish(process)
+    return producer
+
+
+@both_loops
+async def test_records_are_accepted_while_nobody_owns_the_ring(name: str) -> None:
+    producer = await _after_a_killed_owner(name)
+    for group in range(1, 8):
+        await producer.put(planned(group))
+    assert not producer.statistics().attached
+    with pytest.raises(RingFull, match=r"8 of 8 records.*owner: gone"):
+        await producer.put(planned(8), timeout=0.1)
+    async with RecordRing(name, SMALL) as ring:
+        for group in range(8):
+            delivery = await ring.get()
+            assert delivery.record.group == group and whole(delivery.record)
+            delivery.release()
+        await producer.put(planned(8))
+        (await ring.get()).release()
+        await producer.close()
+
+
+@both_loops
+async def test_the_next_owner_hears_of_a_put_that_took_the_last_one_for_alive(name: str) -> None:
+    producer = await _after_a_killed_owner(name)
+    async with RecordRing(name, SMALL) as ring:
+        (await ring.get()).release()
+        await producer.put(planned(1))
+        with anyio.fail_after(10):
+            delivery = await ring.get()
+        assert delivery.record.group == 1
+        delivery.release()
+        await producer.close()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_record(
+    name: str, synchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = producer_module._attach_once, []
+
+    def late(core: Any, deadline: float) -> Any:
+        calls.append(core)
+        return None if len(calls) == 1 else real(core, deadline)  # the first look came just too early
+
+    async def main() -> None:
+        producer = await _after_a_killed_owner(name)
+        await producer.put(planned(9))  # it hears that the owner is gone
+        async with RecordRing(name, SMALL) as ring:
+            for _ in range(2):
+                (await ring.get()).release()
+            monkeypatch.setattr(producer_module, "_attach_once", late)
+            if synchronous:
+                await asyncio.to_thread(Producer(producer._core).put, planned(1))
+            else:
+                await producer.put(planned(1))
+            with anyio.fail_after(10):
+                delivery = await ring.get()
+            assert delivery.record.group == 1 and len(calls) == 2
+            delivery.release()
+            await producer.close()
+
+    asyncio.run(main())
+
+
+IDLE = """
+import asyncio, sys, threading, uvloop
+from transport_records import planned
+from asyncrl.transport.producer import AsyncProducer, Producer
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
+from asyncrl.errors import RingFull
+
+PRODUCERS = 2
+
+async def consume():
+    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring:
+        print("ready", flush=True)
+        threading.Thread(target=lambda: (sys.stdin.readline(), loop.call_soon_threadsafe(stop.set))).start()
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        taken = [await ring.get() for _ in range(8 * PRODUCERS)]
+        print("idle", flush=True)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(ring.get())
+            await stop.wait()
+            waiting.cancel()
+        ring.close(discard=True)
+
+def produce():
+    producer = Producer.attach(sys.argv[1])
+    for group in range(8):
+        producer.put(planned(group))
+    print("full", flush=True)
+    try:
+        producer.put(planned(8), timeout=30)
+    except RingFull:
+        pass
+
+async def produce_in_the_loop():
+    producer = await AsyncProducer.attach(sys.argv[1])
+    for group in range(100, 108):
+        await producer.put(planned(group))
+    print("full", flush=True)
+    await producer.put(planned(108), timeout=30)
+
+if sys.argv[2] == "produce":
+    produce()
+else:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if sys.argv[2] == "uvloop" else None) as runner:
+        runner.run(consume() if sys.argv[3] == "consume" else produce_in_the_loop())
+"""
+
+
+def switches(pid: int) -> dict[str, str]:
+    """Voluntary context switches of every thread."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        status = dict(row.split(":", 1) for row in (task / "status").read_text().splitlines())
+        found[task.name] = status["voluntary_ctxt_switches"].strip()
+    return found
+
+
+def test_idle_consumers_and_blocked_producers_do_not_wake_for_5_seconds(name: str) -> None:
+    """With asyncio and with uvloop, side by side: a consumer, a synchronous producer, a producer in an event loop."""
+    consumers, producers = [], []
+    for loop in ("asyncio", "uvloop"):
+        consumer = child(IDLE, f"{name}-{loop}", loop, "consume")
+        assert line(consumer) == "ready"
+        both = [child(IDLE, f"{name}-{loop}", "produce"), child(IDLE, f"{name}-{loop}", loop, "produce")]
+        assert [line(producer) for producer in both] == ["full", "full"] and line(consumer) == "idle"
+        consumers.append(consumer)
+        producers += both
+    pids = [process.pid for process in (*consumers, *producers)]
+    quiet = threading.Event()
+    for pid in pids:  # until all are asleep
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            quiet.wait(0.01)
+    quiet.wait(0.5)
+    before = [switches(pid) for pid in pids]
+    quiet.wait(5)
+    assert [switches(pid) for pid in pids] == before
+    for producer in producers:
+        producer.kill()
+        finish(producer)
+    for consumer in consumers:
+        say(consumer)
+        assert finish(consumer) == 0
