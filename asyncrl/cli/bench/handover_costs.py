@@ -1,9 +1,10 @@
 """What writing a group and reading it cost, each by itself, over sizes: `python -m asyncrl.cli.bench.handover_costs JOB.json`.
 
-    write   one `put` into a ring that others read, against a copy of the same arrays into a warm buffer as large as the ring
-            (both walk through it), alternating in the producer
+    write   one `put` into a ring that others read, against a copy of the same arrays into warm memory of the same kind (shared, in
+            small pages) and as large as the ring (both walk through it), alternating in the producer
     read    from the moment that the record is there: leased, decoded, 16 trajectories in the stash, whole. In the consumer's
-            event loop, between two of its waits
+            event loop, between two of its waits, right behind three small ones that are read in the same way: the wait for a
+            large one is longer, and a process that waited longer finds less of itself in the caches
 
 Per size the medians; nothing is on the way while another is timed.
 """
@@ -11,6 +12,8 @@ Per size the medians; nothing is on the way while another is timed.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -25,27 +28,37 @@ import numpy as np
 from asyncrl.data.stash import Stash
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.producer import Producer
-from asyncrl.transport.record_ring import Delivery, RecordRing
+from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.ring_types import RingSettings
 
 from .handover import end_record, new_loop, record, ring_settings, sections, spawn
 from .job import HandoverJob
 from .peers.handover_group import Notes, answer, footprint, turns
 
 RECORDS = 3  # groups that fit into the ring
+SMALL, BEFORE = 64, 3  # tokens of each trajectory of the small records; how many of them lie before each timed one
 WARM_UP = 2 * RECORDS
+
+
+def room(tokens: int) -> RingSettings:
+    settings = ring_settings(tokens, RECORDS)
+    small = ring_settings(SMALL, 2 * BEFORE).ring_bytes
+    return dataclasses.replace(settings, size=settings.size + small, ring_bytes=settings.ring_bytes + small)
 
 
 def produce(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
     """Tells the consumer of every record when it is there; at the end the medians: ns of a put, ns of a copy."""
-    data = sections(job.tokens)
+    data, small = sections(job.tokens), sections(SMALL)
     flat = [array.view(np.uint8) for column in data.values() for array in column]
-    ring = ring_settings(job.tokens, RECORDS)
-    target = np.zeros(ring.ring_bytes, np.uint8)
+    target = np.frombuffer(mmap.mmap(-1, ring_settings(job.tokens, RECORDS).ring_bytes), np.uint8)
+    target[:] = 0
     puts, copies, at = [], [], 0
     with Producer.attach(name) as producer:
         for group in turns({"groups": job.groups, "pace_s": 0, "seconds": job.seconds}, credit):
             if at + footprint(job.tokens) > len(target):
                 at = 0
+            for before in range(1, 1 + BEFORE):
+                producer.put(record(job.groups * before + group, small, 1))
             begin = time.monotonic_ns()
             for array in flat:
                 target[at : at + len(array)] = array
@@ -55,19 +68,31 @@ def produce(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
             puts.append(time.monotonic_ns() - middle)
             copies.append(middle - begin)
             pipe.send("put")
-        producer.put(end_record(job.groups))
+        producer.put(end_record((1 + BEFORE) * job.groups))
         pipe.send("put")
         pipe.send([statistics.median(each[WARM_UP:] or each) for each in (puts, copies)])
 
 
-async def now(ring: RecordRing) -> tuple[int, Delivery]:
-    """The record that is known to be there, and when the look began that found it."""
+async def read(ring: RecordRing, stash: Stash[int]) -> int | None:
+    """Read the record that is known to be there into the stash: ns from the look that found it. None: it is the end."""
     while True:
         begin = time.perf_counter_ns()
         try:
-            return begin, ring.get_nowait()
+            delivery = ring.get_nowait()
+            break
         except anyio.WouldBlock:
             await asyncio.sleep(0)
+    found, taken = delivery.record, None
+    if found.lengths.any():
+        trajectories = trajectories_of(found, copy=False)
+        whole = stash.add_whole(trajectories, found.group, lease=delivery, epoch=found.epoch)
+        taken = time.perf_counter_ns() - begin
+        if whole is None:
+            raise AssertionError(f"group {found.group} is not whole")
+        del trajectories, whole
+    del found
+    delivery.release()
+    return taken
 
 
 async def consume(job: HandoverJob) -> dict[str, float]:
@@ -75,21 +100,17 @@ async def consume(job: HandoverJob) -> dict[str, float]:
     ours, theirs = context.Pipe()
     credit, notes, reads = context.Semaphore(1), Notes(ours), list[int]()
     waiting: Stash[int] = Stash(1024)
-    async with RecordRing(name, ring_settings(job.tokens, RECORDS)) as ring:
+    async with RecordRing(name, room(job.tokens)) as ring:
         process = spawn(produce, name, job, theirs, credit)
         while True:
             await notes.next()
-            begin, delivery = await now(ring)
-            found = delivery.record
-            if not found.lengths.any():
-                delivery.release()
+            taken = await read(ring, waiting)
+            if taken is None:
                 break
-            trajectories = trajectories_of(found, copy=False)
-            whole = waiting.add_whole(trajectories, found.group, lease=delivery, epoch=found.epoch)
-            reads.append(time.perf_counter_ns() - begin)
-            assert whole is not None
-            del found, trajectories, whole
-            delivery.release()
+            for _ in range(BEFORE):
+                taken = await read(ring, waiting)
+            assert taken is not None
+            reads.append(taken)
             credit.release()
         put, copy = await notes.next()
         await asyncio.to_thread(process.join)
