@@ -1,36 +1,56 @@
-"""The optional native kernels (asyncrl/models/native.cpp and vectors.h). Everything else of the package is in pyproject.toml.
+"""The optional native parts: the kernels (asyncrl/models/native.cpp) and the records (asyncrl/records/native.c). Everything
+else of the package is in pyproject.toml.
 
 Where there is no compiler, or none for x86-64, the build goes on without them: `optional` turns its errors into a warning,
-and the torch code of their callers runs.
+and the torch or Python code of their callers runs.
 """
 
 import zlib
 from pathlib import Path
 
+import numpy
 from setuptools import Extension, setup
 
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 QUIET = ["-g0", "-Wno-psabi"]
-SOURCE, HEADER = "asyncrl/models/native.cpp", "asyncrl/models/vectors.h"
-TEXT = Path(SOURCE).read_bytes() + Path(HEADER).read_bytes()
-STAMP = f"-DASYNCRL_SOURCE={zlib.crc32(TEXT)}u"  # native.py refuses what was built of another text
+KERNELS = ["asyncrl/models/native.cpp", "asyncrl/models/vectors.h"]
+RECORDS = [f"asyncrl/records/{name}" for name in ("native.c", "native_read.c", "native_write.c", "native.h")]
+
+
+def stamp(root: str, texts: list[str]) -> str:
+    """builds.py refuses what was built of another text."""
+    return f"-DASYNCRL_SOURCE={zlib.crc32(b''.join(Path(root, text).read_bytes() for text in texts))}u"
 
 
 def kernels(name: str, *machine: str) -> Extension:
     return Extension(
         f"asyncrl.models.{name}",
-        [SOURCE],
-        depends=[HEADER],
-        extra_compile_args=[*FLAGS, *QUIET, STAMP, *machine],
+        KERNELS[:1],
+        depends=KERNELS[1:],
+        extra_compile_args=[*FLAGS, *QUIET, stamp(".", KERNELS), *machine],
         extra_link_args=["-fopenmp"],
         language="c++",
         optional=True,
     )
 
 
-setup(
-    ext_modules=[
-        kernels("_native_avx2", "-march=x86-64-v3"),
-        kernels("_native_avx512", "-march=x86-64-v4", "-mprefer-vector-width=512"),
-    ]
-)
+def records(root: str) -> Extension:
+    """`root`: the way to this folder. The client's distribution has it too."""
+    return Extension(
+        "asyncrl.records._native",
+        [f"{root}/{text}" for text in RECORDS if text.endswith(".c")],
+        depends=[f"{root}/{text}" for text in RECORDS],
+        include_dirs=[numpy.get_include()],
+        extra_compile_args=["-O2", "-g0", stamp(root, RECORDS)],
+        optional=True,
+    )
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            kernels("_native_avx2", "-march=x86-64-v3"),
+            kernels("_native_avx512", "-march=x86-64-v4", "-mprefer-vector-width=512"),
+            records("."),
+        ]
+    )

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "asyncrl"
 
 FLOORS: dict[str, int] = {
-    "types": 0, "ports": 0, "errors": 0, "config": 0, "records": 0,
+    "types": 0, "ports": 0, "errors": 0, "builds": 0, "config": 0, "records": 0,
     "telemetry": 1,
     "concurrency": 2,
     "transport": 3, "distributed": 3,
@@ -32,7 +32,7 @@ SAME_FLOOR: dict[str, set[str]] = {
     "config": {"types", "errors"},  # the ground floor is one room in four files
     "ports": {"types"},
     "types": set(),
-    "records": {"types", "errors"},  # the schema is data about the nouns
+    "records": {"types", "errors", "builds"},  # the schema is data about the nouns
     "runtime": {"pumps"},  # the facade owns the pumps; the pumps know nothing of it
     "main": {"http"},  # opens it where the configuration asks for it
     "cli": {"main"},  # two doors to the same run

@@ -205,10 +205,11 @@ class Stash(Generic[C]):
         """All members of one group that came together, as `add` of each would yield them. None, with nothing changed,
         where `add` has to look at each (some wait here, or a cap counts). Errors: ValueError for several groups."""
         group_id, size = trajectories[0].group_id, trajectories[0].group_size
-        given = [(t.group_id, t.member, t.group_size) for t in trajectories]
-        whole = len(given) == size and given == [(group_id, member, size) for member in range(size)]
-        if not whole and len(groups := {group for group, _, _ in given}) > 1:
-            raise ValueError(f"stash: {sorted(groups)} are several groups")
+        whole = len(trajectories) == size
+        for position, t in enumerate(trajectories):
+            if t.group_id != group_id:
+                raise ValueError(f"stash: {sorted({t.group_id for t in trajectories})} are several groups")
+            whole = whole and t.member == position and t.group_size == size
         key = GroupKey(epoch, group_id)
         capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
         if capped or not whole or key in self._ended or key in self._waiting:

@@ -11,13 +11,12 @@ key/value heads.
 from __future__ import annotations
 
 import ctypes
-import os
-import warnings
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from asyncrl.builds import of_this_source, wanted
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _LANES = 16
@@ -40,19 +39,15 @@ _SIGNATURES = {
 
 def _load() -> ctypes.CDLL | None:
     """The build for this machine; torch's own judgement of the CPU counts, so `ATEN_CPU_CAPABILITY` works here too."""
-    if os.environ.get("ASYNCRL_NATIVE", "1") == "0":
+    if not wanted():
         return None
+    here = Path(__file__).parent
     name = {"AVX512": "_native_avx512", "AVX2": "_native_avx2"}.get(torch.backends.cpu.get_cpu_capability())
-    for path in sorted(Path(__file__).parent.glob(f"{name}.*so")):
+    for path in sorted(here.glob(f"{name}.*so")):
         try:
             library = ctypes.CDLL(str(path))
             library.asyncrl_source.restype = ctypes.c_uint32
-            if not _is_of_this_source(library.asyncrl_source()):
-                warnings.warn(
-                    f"{path.name} was built of another native.cpp or vectors.h and is not used: build it again (pip install -e .)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            if not of_this_source(path.name, library.asyncrl_source(), [here / "native.cpp", here / "vectors.h"]):
                 continue
             for function, signature in _SIGNATURES.items():
                 entry = getattr(library, f"asyncrl_{function}")
@@ -61,14 +56,6 @@ def _load() -> ctypes.CDLL | None:
             continue
         return library
     return None
-
-
-def _is_of_this_source(checksum: int) -> bool:
-    """An editable installation has the source beside the build; an installed one has the build alone."""
-    texts = Path(__file__).with_suffix(".cpp"), Path(__file__).with_name("vectors.h")
-    if not all(text.exists() for text in texts):
-        return True
-    return zlib.crc32(b"".join(text.read_bytes() for text in texts)) == checksum
 
 
 _library = _load()

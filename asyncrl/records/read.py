@@ -26,6 +26,7 @@ from .layout import (
     Axis,
     Section,
 )
+from .native import records
 from .quick import quick
 
 _ROWS, _ROW_BYTES, _BYTES = int(Axis.ROWS), int(Axis.ROW_BYTES), int(Axis.BYTES)  # enum look-ups are slow here
@@ -87,6 +88,8 @@ class Record:
 
 
 _record = quick(Record)
+if records is not None:
+    records.set_record(Record)
 
 
 def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None, checksum: bool = False) -> Record:
@@ -95,6 +98,8 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None,
     `sequence`: what the ring expects there. `checksum`: also compare the payload's CRC32 where the writer set it.
     Errors: RecordError that says what is wrong: torn, damaged, of another sequence, or for a newer reader.
     """
+    if records is not None and (usual := records.read(buffer, sequence, checksum)) is not None:
+        return usual
     view = memoryview(buffer).toreadonly()
     if len(view) < HEADER.size:
         raise RecordError(f"a record has at least {HEADER.size} bytes, found {len(view)}")
@@ -116,6 +121,8 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None,
     head[CRC_OFFSET : CRC_OFFSET + 4] = _NO_CRC
     if zlib.crc32(head) != crc:
         raise RecordError("the CRC32 of header and section table is wrong: torn or damaged")
+    if n < 1:
+        raise RecordError("a record without members")
     if sequence is not None and found != sequence:
         raise RecordError(f"sequence {sequence} expected here, found {found}")
     if checksum and flags & CHECKSUMMED and zlib.crc32(view[table_end:record_bytes]) != payload_crc:
@@ -164,12 +171,16 @@ def _sections(
                 _check_ends(section, raw, n)
             continue
         first, itemsize = n if axis == _ROWS else tokens, dtype.itemsize
-        if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize:
+        more = inner0 if inner == 0 else 1  # dimensions that the section has not
+        if first * inner0 * inner1 * itemsize != nbytes or offset % itemsize or (inner < 2 and more * inner1 != 1):
             raise RecordError(
                 f"section {Section(section).name}: [{first}, {inner0}, {inner1}] {dtype} is not {nbytes} bytes"
             )
         array = np.frombuffer(view, dtype, nbytes // itemsize, offset)
-        arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
+        try:
+            arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
+        except ValueError as error:  # nothing, times dimensions that no array can have
+            raise RecordError(f"section {Section(section).name}: {error}") from None
     return arrays, strings, tuple(skipped)
 
 
@@ -177,7 +188,7 @@ def _check_ends(section: int, raw: memoryview, n: int) -> None:
     good = len(raw) >= 8 * n
     if good:
         ends = np.frombuffer(raw, "<i8", n)
-        good = bool(ends[0] >= 0 and (np.diff(ends) >= 0).all() and ends[-1] == len(raw) - 8 * n)
+        good = bool(ends[0] >= 0 and (ends[1:] >= ends[:-1]).all() and ends[-1] == len(raw) - 8 * n)
     if not good:
         raise RecordError(f"section {Section(section).name}: the ends of its {n} byte strings are wrong")
 
@@ -189,8 +200,11 @@ def _members(
     if members is None or lengths is None or _TOKENS not in arrays:
         missing = _MEMBERS if members is None else _LENGTHS if lengths is None else _TOKENS
         raise RecordError(f"the record lacks the section {Section(missing).name}")
+    # Copies: the numbers that are checked are those that are used, whatever somebody writes there meanwhile.
+    members, lengths = members.copy(), lengths.copy()
+    members.flags.writeable = lengths.flags.writeable = False
     listed, sizes = members.tolist(), lengths.tolist()
-    if n < 1 or len(set(listed)) != n or min(listed) < 0 or max(listed) >= group_size:
+    if len(set(listed)) != n or min(listed) < 0 or max(listed) >= group_size:
         raise RecordError(f"members {listed} are not distinct numbers below the group size {group_size}")
     if min(sizes) < 0 or sum(sizes) != tokens:
         raise RecordError(f"lengths {sizes} do not add up to {tokens} tokens")

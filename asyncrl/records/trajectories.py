@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
+from .native import records
 from .quick import quick_rows
 from .read import Record
 from .write import Draft
@@ -73,11 +74,11 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     version where the mask is 1, temperature 1.
     """
     n = record.size
-    tokens, masks, logprobs, sampled, versions = _columns(record, copy)
     rewards = _rows(record, Section.REWARDS, None)
     if None not in rewards:
         rewards = [None if reward != reward else reward for reward in rewards]  # NaN: not scored
-    return _trajectories(
+    tokens, masks, logprobs, sampled, versions = _columns(record, copy)
+    columns = (
         [record.group] * n,
         record.members.tolist(),
         [record.group_size] * n,
@@ -89,41 +90,52 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
         versions,
         _rows(record, Section.TEMPERATURES, 1.0),
         _reasons(record),
-        _texts(record, Section.MESSAGES) or [""] * n,
+        _texts(record, Section.MESSAGES, str, list) or [""] * n,
         rewards,
         _components(record),
-        _texts(record, Section.METADATA) or [{} for _ in range(n)],
+        _texts(record, Section.METADATA, dict) or [{} for _ in range(n)],
     )
+    if records is not None:
+        return records.rows(Trajectory, record.bounds, columns, copy)
+    return _trajectories(*columns)
 
 
 def group_metadata(record: Record) -> dict[str, Any]:
+    """Errors: RecordError where a foreign writer put something else there."""
     raw = record.strings.get(Section.GROUP_METADATA)
-    return {} if raw is None else json.loads(bytes(raw))
+    return {} if raw is None else _json(bytes(raw), Section.GROUP_METADATA, dict)
 
 
-def _columns(record: Record, copy: bool) -> tuple[list[Any], ...]:
-    """Tokens, mask, log-probs, sampled log-probs and versions of every member. A whole column at a time: a group is read
-    in a fraction of the time that member by member would take."""
+def _columns(record: Record, copy: bool) -> tuple[Any, ...]:
+    """Tokens, mask, log-probs, sampled log-probs and versions: lists with a part for every member, or, where the native code
+    will cut it, the whole column. Each is cut at once: a group is read in a fraction of the time that member by member takes.
+    """
     arrays = record.arrays
-    pieces = list(itertools.starmap(slice, itertools.pairwise(record.bounds)))
+    pieces = [] if records is not None else list(itertools.starmap(slice, itertools.pairwise(record.bounds)))
 
-    def split(section: int, copy: bool = copy) -> list[Any]:
-        """Nothing where the record lacks the section."""
-        if section not in arrays:
-            return []
-        parts = list(map(arrays[section].__getitem__, pieces))
+    def split(section: int, copy: bool = copy) -> Any:
+        """None where the record lacks the section."""
+        array = arrays.get(section)
+        if array is None or records is not None:
+            return array
+        parts = list(map(array.__getitem__, pieces))
         return [part.copy() for part in parts] if copy else parts
 
-    booleans = _MASK in arrays and arrays[_MASK].dtype == np.bool_
-    masks = split(_MASK, copy and booleans)
-    if not masks:
+    masks = split(_MASK)
+    if masks is None:
         prompts = _rows(record, Section.PROMPT_LENGTHS, 0)
         masks = [np.arange(length) >= prompt for length, prompt in zip(record.lengths.tolist(), prompts, strict=True)]
-    elif not booleans:
-        masks = [part != 0 for part in masks]
-    versions = split(_VERSIONS) or [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in masks]
-    logprobs = split(_LOGPROBS) or [np.zeros(length, np.float32) for length in record.lengths.tolist()]
-    return split(_TOKENS), masks, logprobs, split(_SAMPLED) or logprobs, versions
+    elif arrays[_MASK].dtype != np.bool_:
+        masks = [part != 0 for part in np.split(arrays[_MASK], record.bounds[1:-1])]
+    versions = split(_VERSIONS)
+    if versions is None:
+        each = np.split(masks, record.bounds[1:-1]) if isinstance(masks, np.ndarray) else masks
+        versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in each]
+    logprobs = split(_LOGPROBS)
+    if logprobs is None:
+        logprobs = [np.zeros(length, np.float32) for length in record.lengths.tolist()]
+    sampled = split(_SAMPLED)
+    return split(_TOKENS), masks, logprobs, logprobs if sampled is None else sampled, versions
 
 
 def _rows(record: Record, section: int, default: Any) -> list[Any]:
@@ -141,25 +153,42 @@ def _reasons(record: Record) -> list[FinishReason]:
         raise RecordError(f"finish reason {unknown} is unknown") from None
 
 
-def _texts(record: Record, section: int) -> list[Any]:
+def _texts(record: Record, section: int, *kinds: type) -> list[Any]:
     """Of every member; an empty list where the record has none."""
     if section not in record.strings:
         return []
-    return [json.loads(record.row_bytes(section, position) or b"") for position in range(record.size)]
+    return [_json(record.row_bytes(section, position) or b"", section, *kinds) for position in range(record.size)]
+
+
+def _json(raw: bytes, section: int, *kinds: type) -> Any:
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise RecordError(f"section {Section(section).name} is no JSON: {error}") from None
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise RecordError(f"section {Section(section).name}: JSON of a {names} expected, found {raw[:80]!r}")
+    return value
 
 
 def _components(record: Record) -> list[dict[str, float | None]]:
     values, raw = record.arrays.get(Section.COMPONENTS), record.strings.get(Section.COMPONENT_NAMES)
     if values is None or raw is None:
         return [{} for _ in range(record.size)]
-    names = json.loads(bytes(raw))
+    names = _json(bytes(raw), Section.COMPONENT_NAMES, dict)
     if not names:
         return [{} for _ in range(record.size)]
-    rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]
-    return [
-        {name: None if math.isnan(row[name]) else row[name] for name in held}
-        for row, held in zip(rows, names["held"], strict=True)
-    ]
+    try:
+        rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]
+        return [
+            {name: None if math.isnan(row[name]) else row[name] for name in held}
+            for row, held in zip(rows, names["held"], strict=True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(
+            f"section {Section.COMPONENT_NAMES.name} does not name the {values.shape[1]} components of {record.size} members: "
+            f"{error!r}"
+        ) from None
 
 
 def component_sections(components: Sequence[Mapping[str, float | None]]) -> dict[int, Any]:

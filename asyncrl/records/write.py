@@ -33,8 +33,8 @@ from .layout import (
     Spec,
     aligned,
 )
+from .native import USER_BYTES, records
 
-_BYTES = Spec(Axis.BYTES, (np.dtype("<u1"),))
 _PER_TOKEN, _PER_ROW, _ROW_BYTES = Axis.TOKENS, Axis.ROWS, Axis.ROW_BYTES  # enum look-ups are slow here
 _TOKENS, _LENGTHS, _MEMBERS = int(Section.TOKENS), int(Section.LENGTHS), int(Section.MEMBERS)
 _I4 = np.dtype("<i4")
@@ -89,6 +89,8 @@ class Plan:
 
         `checksum` adds the CRC32 of the payload. `fault(where)` is called between the stores: tests crash there.
         """
+        if records is not None and records.write(self, buffer, sequence, checksum, fault):
+            return
         entries: list[int] = []
         offset = _body(len(self.parts))
         for section, spec, dtype, data, inner, size in self.parts:
@@ -96,7 +98,8 @@ class Plan:
                 buffer[offset : offset + size] = data
             elif size:
                 into = np.frombuffer(buffer, dtype, size // dtype.itemsize, offset)
-                np.concatenate(data, out=into.reshape(-1, *inner[: spec.inner]) if spec.inner else into)
+                out = into.reshape(-1, *inner[: spec.inner]) if spec.inner else into
+                np.concatenate(data, out=out, casting="equiv")  # somebody may have changed the list since the plan
             entries += (section, CODES[dtype], spec.axis, 0, 0, *inner, offset, size)
             offset += (size + ALIGNMENT - 1) & -ALIGNMENT
             if fault is not None:
@@ -128,6 +131,8 @@ class Plan:
 
 def plan(draft: Draft) -> Plan:
     """Check a draft. Errors: RecordError that names the section, what it should be and what it is."""
+    if records is not None and (usual := records.plan(draft)) is not None:
+        return usual
     members, given = list(draft.members), draft.sections
     n = len(members)
     _check_members(draft, members)
@@ -143,7 +148,7 @@ def plan(draft: Draft) -> Plan:
         if spec is None:
             if section not in USER_SECTIONS:
                 raise RecordError(f"section {section} is reserved; your own start at {USER_SECTIONS.start}")
-            spec = _BYTES
+            spec = USER_BYTES
         elif section in (_LENGTHS, _MEMBERS):
             raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
         axis = spec.axis
@@ -259,3 +264,7 @@ def _integers(count: int) -> struct.Struct:
 def _body(parts: int) -> int:
     """Where the sections begin."""
     return aligned(HEADER.size + ENTRY.size * parts)
+
+
+if records is not None:
+    records.set_plan(Plan, Draft, _rows, _row_bytes)

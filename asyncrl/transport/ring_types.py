@@ -100,14 +100,20 @@ class Memory:
             here.difference_update(members)
             if not here:
                 del self._here[group]
-        gone = self._gone.setdefault(group, {})
-        self._gone.move_to_end(group)
-        before = len(gone)
-        gone.update(dict.fromkeys(members))
-        self._left += len(gone) - before
+        gone = self._gone.get(group)
+        if gone is None:
+            self._gone[group] = gone = dict.fromkeys(members)
+            self._left += len(gone)
+        else:
+            self._gone.move_to_end(group)
+            before = len(gone)
+            gone.update(dict.fromkeys(members))
+            self._left += len(gone) - before
         while self._left > self._most:
             oldest = next(iter(self._gone.values()))
+            if self._left - len(oldest) >= self._most:  # whole groups at once
+                self._gone.popitem(last=False)
+                self._left -= len(oldest)
+                continue
             del oldest[next(iter(oldest))]
             self._left -= 1
-            if not oldest:
-                self._gone.popitem(last=False)

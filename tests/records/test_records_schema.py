@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records_helpers import resealed, same, trajectory
 
 from asyncrl.errors import RecordError
 from asyncrl.records.layout import CODES, CRC_OFFSET, ENTRY, HEADER, Section
@@ -19,41 +20,7 @@ from asyncrl.records.quick import quick, quick_rows
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import draft_of, group_metadata, trajectories_of
 from asyncrl.records.write import Draft, plan
-from asyncrl.types import FinishReason, Trajectory
-
-
-def trajectory(member: int, length: int, group_size: int = 4, **changes: Any) -> Trajectory:
-    random = np.random.default_rng(member * 1000 + length)
-    mask = random.random(length) < 0.5
-    fields: dict[str, Any] = {
-        "group_id": 7,
-        "member": member,
-        "group_size": group_size,
-        "prompt_length": min(2, length),
-        "tokens": random.integers(0, 2**31 - 1, length).astype(np.int32),
-        "mask": mask,
-        "logprobs": random.normal(size=length).astype(np.float32),
-        "sampled_logprobs": random.normal(size=length).astype(np.float32),
-        "versions": np.where(mask, 3, -1).astype(np.int32),
-        "temperature": 0.5,
-        "finish_reason": FinishReason.LENGTH,
-        "completion": "grün \N{SNOWMAN}" * member,
-        "reward": None if member == 2 else member / 3,
-        "components": {"b": 1.5, "a": None} if member else {"a": -2.0},
-        "metadata": {"nested": [1, {"x": None}]},
-    }
-    return Trajectory(**{**fields, **changes})
-
-
-def same(left: Trajectory, right: Trajectory) -> None:
-    for name in Trajectory.__dataclass_fields__:
-        a, b = getattr(left, name), getattr(right, name)
-        if isinstance(a, np.ndarray):
-            assert a.dtype == b.dtype, name
-            np.testing.assert_array_equal(a, b, err_msg=name)
-        else:
-            assert a == b and type(a) is type(b), name
-    assert list(left.components) == list(right.components)
+from asyncrl.types import Trajectory
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -97,9 +64,7 @@ def test_any_byte_but_0_of_a_foreign_mask_is_true() -> None:
     entry[1] = CODES[np.dtype("<u1")]
     ENTRY.pack_into(raw, at, *entry)
     raw[entry[7] : entry[7] + 3] = b"\0\xff\2"
-    table_end = HEADER.size + ENTRY.size * struct.unpack_from("<I", raw, 12)[0]
-    raw[CRC_OFFSET : CRC_OFFSET + 4] = bytes(4)
-    raw[CRC_OFFSET : CRC_OFFSET + 4] = zlib.crc32(raw[:table_end]).to_bytes(4, "little")
+    resealed(raw)
     for copy in (True, False):
         mask = trajectories_of(read(raw), copy=copy)[0].mask
         assert mask.dtype == bool and mask.tolist() == [False, True, True]
@@ -180,6 +145,29 @@ def test_what_is_not_json_or_not_finite_is_refused() -> None:
             draft_of([trajectory(0, 2), trajectory(1, 2, **change)])
 
 
+@pytest.mark.parametrize(
+    ("section", "data", "words"),
+    [
+        (Section.METADATA, [b"{", b"{}"], "METADATA is no JSON"),
+        (Section.METADATA, [b"{}", b""], "METADATA is no JSON"),
+        (Section.METADATA, [b"[]", b"{}"], r"METADATA: JSON of a dict expected, found b'\[\]'"),
+        (Section.MESSAGES, [b"7", b'""'], "MESSAGES: JSON of a str or list expected, found b'7'"),
+        (Section.COMPONENT_NAMES, b"\xff", "COMPONENT_NAMES is no JSON"),
+        (Section.COMPONENT_NAMES, b'{"names": ["a"]}', "does not name the 1 components of 2 members: KeyError"),
+        (Section.COMPONENT_NAMES, b'{"names": ["a", "b"], "held": [[], []]}', "does not name the 1 components"),
+        (Section.COMPONENT_NAMES, b'{"names": ["a"], "held": [["b"], []]}', "does not name the 1 components"),
+        (Section.COMPONENT_NAMES, b'{"names": ["a"], "held": 3}', "does not name the 1 components"),
+        (Section.GROUP_METADATA, b"null", "GROUP_METADATA: JSON of a dict expected"),
+    ],
+)
+def test_a_foreign_writers_texts_are_refused_by_name(section: Section, data: Any, words: str) -> None:
+    sections = {Section.TOKENS: [[5], [6, 7]], Section.COMPONENTS: [[0.5], [1.0]], section: data}
+    record = read(plan(Draft(1, [0, 1], 2, sections)).to_bytes())
+    with pytest.raises(RecordError, match=words):
+        trajectories_of(record)
+        group_metadata(record)
+
+
 def test_every_damaged_byte_is_found_with_the_payload_checksum() -> None:
     planned = plan(draft_of([trajectory(0, 3), trajectory(1, 2)]))
     raw = planned.to_bytes(checksum=True)
@@ -203,14 +191,75 @@ def test_garbage_is_a_record_error_and_nothing_else(data: st.DataObject) -> None
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     raw = raw[: data.draw(st.integers(0, len(raw)))]
     if len(raw) >= HEADER.size and data.draw(st.booleans()):  # an honest checksum over dishonest fields
-        table_end = min(len(raw), HEADER.size + ENTRY.size * int.from_bytes(raw[12:16], "little"))
-        raw[CRC_OFFSET : CRC_OFFSET + 4] = bytes(4)
-        raw[CRC_OFFSET : CRC_OFFSET + 4] = zlib.crc32(raw[:table_end]).to_bytes(4, "little")
+        resealed(raw)
     try:
         record = read(raw)
     except RecordError:
         return
     assert record.bounds[-1] == len(record.arrays[Section.TOKENS])
+
+
+def with_entry(raw: bytearray, section: int, **fields: int) -> int:
+    """Change fields of a section's entry; its offset."""
+    names = ["section", "code", "axis", "flags", "zero", "inner0", "inner1", "offset", "bytes"]
+    for at in range(HEADER.size, HEADER.size + ENTRY.size * int.from_bytes(raw[12:16], "little"), ENTRY.size):
+        entry = dict(zip(names, ENTRY.unpack_from(raw, at), strict=True))
+        if entry["section"] == section:
+            ENTRY.pack_into(raw, at, *(entry | fields).values())
+            return entry["offset"]
+    raise AssertionError(section)
+
+
+def bare(tokens: int = 2, **sections: Any) -> bytearray:
+    given = {Section.TOKENS: [np.arange(tokens, dtype=np.int32)], Section.METADATA: [b"{}"]}
+    return bytearray(
+        plan(Draft(1, [0], 1, given | {Section[name]: data for name, data in sections.items()})).to_bytes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "words"),
+    [
+        (Section.TOKENS, {"inner0": 0, "bytes": 0}, r"TOKENS: \[2, 0, 1\] int32 is not 0 bytes"),
+        (Section.TOKENS, {"inner0": 2, "bytes": 16}, r"TOKENS: \[2, 2, 1\]"),
+        (Section.COMPONENTS, {"inner1": 0, "bytes": 0}, r"COMPONENTS: \[1, 1, 0\]"),
+        (Section.COMPONENTS, {"inner0": 2**32 - 1}, "COMPONENTS: "),
+    ],
+)
+def test_dimensions_that_the_section_has_not_are_refused(section: Section, fields: dict[str, int], words: str) -> None:
+    raw = bare(COMPONENTS=[[0.5]])
+    with_entry(raw, section, **fields)
+    with pytest.raises(RecordError, match=words):
+        read(resealed(raw))
+
+
+def test_dishonest_headers_are_record_errors() -> None:
+    nobody = bare()
+    nobody[36:40] = bytes(4)
+    for section in (Section.MEMBERS, Section.LENGTHS):
+        with_entry(nobody, section, bytes=0)
+    with pytest.raises(RecordError, match="without members"):
+        read(resealed(nobody))
+    huge = bare(0, ROUTED_EXPERTS=[np.zeros((0, 1, 1), np.uint16)])
+    with_entry(huge, Section.ROUTED_EXPERTS, inner0=2**31, inner1=2**31)
+    with pytest.raises(RecordError, match="ROUTED_EXPERTS"):
+        read(resealed(huge))
+    ends = bytearray(plan(Draft(1, range(4), 4, {Section.TOKENS: [[1]] * 4, Section.METADATA: [b"{}"] * 4})).to_bytes())
+    struct.pack_into("<4q", ends, with_entry(ends, Section.METADATA), 1, -(2**63), -1, 8)
+    with pytest.raises(RecordError, match="METADATA: the ends"):
+        read(ends)
+
+
+def test_what_was_checked_is_what_is_used() -> None:
+    """Shared memory is somebody else's too: what he writes there later changes no length and no member."""
+    raw = bare()
+    record = read(raw)
+    for section in (Section.LENGTHS, Section.MEMBERS):
+        struct.pack_into("<i", raw, with_entry(raw, section), 2**28)
+    (only,) = trajectories_of(record)
+    assert (record.members.tolist(), record.lengths.tolist(), record.bounds) == ([0], [2], (0, 2))
+    assert (only.member, only.tokens.size, only.mask.size, only.logprobs.size) == (0, 2, 2, 2)
+    assert not record.members.flags.writeable and not record.lengths.flags.writeable
 
 
 def forge(version: int, oldest: int, section: int, flags: int) -> bytes:
