@@ -223,6 +223,16 @@ static int fill_from_list(const Shape *shape, PyObject *rows, Py_ssize_t place, 
   return 1;
 }
 
+// `dict`: an empty one for each; anything else: the same for all.
+static int fill_with(const Shape *shape, PyObject *rows, Py_ssize_t place, PyObject *column) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
+    PyObject *value = column == (PyObject *)&PyDict_Type ? PyDict_New() : Py_NewRef(column);
+    if (!value) return 0;
+    *field_of(shape, PyList_GET_ITEM(rows, i), place) = value;
+  }
+  return 1;
+}
+
 static int fill_from_array(const Shape *shape, PyObject *rows, Py_ssize_t place, PyArrayObject *array, PyObject *bounds,
                            int copy) {
   int64_t start = 0, end;
@@ -253,8 +263,7 @@ static int fill_as_before(const Shape *shape, PyObject *rows, Py_ssize_t place) 
   return 1;
 }
 
-// rows(cls, bounds, columns, copy) -> [cls]: n instances for n + 1 `bounds`. A column is a list of n values, or a jagged array
-// [bounds[n]] that is cut: into views, or copies. Errors: ValueError, TypeError.
+// rows(cls, bounds, columns, copy) -> [cls], as quick.py says. Errors: ValueError, TypeError.
 PyObject *asyncrl_rows(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   if (count != 4 || !PyTuple_CheckExact(given[1]) || !PyTuple_CheckExact(given[2]) || PyTuple_GET_SIZE(given[1]) < 1)
     return PyErr_Format(PyExc_TypeError, "rows: a class, n + 1 bounds, columns and `copy` expected");
@@ -283,7 +292,7 @@ PyObject *asyncrl_rows(PyObject *self, PyObject *const *given, Py_ssize_t count)
     else if (PyArray_CheckExact(column))
       good = fill_from_array(&shape, rows, i, (PyArrayObject *)column, bounds, copy);
     else
-      PyErr_Format(PyExc_TypeError, "column %zd: a list or an array expected", i);
+      good = fill_with(&shape, rows, i, column);
     if (!good) Py_CLEAR(rows);
   }
   return rows;

@@ -7,8 +7,13 @@ and has the same slots, then let it be what it is meant to be: a sixth of the ti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any, TypeVar
+
+import numpy as np
+
+from .native import records
 
 T = TypeVar("T")
 
@@ -25,20 +30,44 @@ def quick(cls: type[T]) -> Callable[..., T]:
     return one
 
 
-def quick_rows(cls: type[T]) -> Callable[..., list[T]]:
-    """A constructor of many: takes a column for every field, all of one length. Errors: ValueError where they are not;
-    here TypeError, for a class that is no dataclass with slots or has bases or a `__post_init__`."""
+def quick_rows(cls: type[T]) -> Callable[[tuple[int, ...], tuple[Any, ...], bool], list[T]]:
+    """A constructor of many: `rows(bounds, columns, copy)` makes n instances for n + 1 `bounds`, with a column for each field:
+
+    * a jagged array [bounds[n]] is cut: instance i gets `array[bounds[i] : bounds[i + 1]]`, or with `copy` a copy of it;
+    * a list has a value for each instance; the type `dict` stands for an empty one of its own for each;
+    * anything else is the same for all. The same column twice in succession: its values are shared.
+
+    Errors: ValueError for a column that does not fit; here TypeError, for a class that is no dataclass with slots or has
+    bases or a `__post_init__`.
+    """
     twin = _twin(cls)
 
-    def rows(*columns: Sequence[Any]) -> list[T]:
-        if len(set(map(len, columns))) > 1:
-            raise ValueError(f"{cls.__name__}: columns of lengths {list(map(len, columns))}; all are of one length")
-        made = list(map(twin, *columns))
+    def rows(bounds: tuple[int, ...], columns: tuple[Any, ...], copy: bool) -> list[T]:
+        if records is not None:
+            return records.rows(cls, bounds, columns, copy)
+        pieces = list(itertools.starmap(slice, itertools.pairwise(bounds)))
+        full: list[list[Any]] = []
+        for place, column in enumerate(columns):
+            again = place and column is columns[place - 1]
+            full.append(full[-1] if again else _spread(place, column, pieces, copy))
+        made = list(map(twin, *full))
         for one in made:
             one.__class__ = cls
         return made
 
     return rows
+
+
+def _spread(place: int, column: Any, pieces: list[slice], copy: bool) -> list[Any]:
+    n = len(pieces)
+    if isinstance(column, list):
+        if len(column) != n:
+            raise ValueError(f"{n} rows, but column {place} has {len(column)}")
+        return column
+    if isinstance(column, np.ndarray):
+        parts = list(map(column.__getitem__, pieces))
+        return [part.copy() for part in parts] if copy else parts
+    return [{} for _ in range(n)] if column is dict else [column] * n
 
 
 def _twin(cls: type[T]) -> Callable[..., T]:

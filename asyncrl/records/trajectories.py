@@ -5,7 +5,6 @@ Texts travel as JSON. Non-finite rewards are refused (NaN means "not scored" in 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ import numpy as np
 from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
-from .native import records
 from .quick import quick_rows
 from .read import Record
 from .write import Draft
@@ -24,7 +22,10 @@ from .write import Draft
 _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
 _CODES = {reason: code for code, reason in _REASONS.items()}
 _TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)  # enum look-ups are slow here
-_SAMPLED, _VERSIONS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS)
+_SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS), int(Section.REWARDS)
+_TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
+_FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section.MESSAGES), int(Section.METADATA)
+_COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _trajectories = quick_rows(Trajectory)
 
 
@@ -73,31 +74,26 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     Columns that a foreign producer left out: mask all ones behind the prompt, log-probs 0, versions the record's policy
     version where the mask is 1, temperature 1.
     """
-    n = record.size
-    rewards = _rows(record, Section.REWARDS, None)
-    if None not in rewards:
-        rewards = [None if reward != reward else reward for reward in rewards]  # NaN: not scored
-    tokens, masks, logprobs, sampled, versions = _columns(record, copy)
+    arrays = record.arrays
+    tokens, masks, logprobs, sampled, versions = _columns(record)
     columns = (
-        [record.group] * n,
+        record.group,
         record.members.tolist(),
-        [record.group_size] * n,
-        _rows(record, Section.PROMPT_LENGTHS, 0),
+        record.group_size,
+        _values(arrays.get(_PROMPT_LENGTHS), 0),
         tokens,
         masks,
         logprobs,
         sampled,
         versions,
-        _rows(record, Section.TEMPERATURES, 1.0),
+        _values(arrays.get(_TEMPERATURES), 1.0),
         _reasons(record),
-        _texts(record, Section.MESSAGES, str, list) or [""] * n,
-        rewards,
+        _texts(record, _MESSAGES, str, list) or "",
+        _rewards(record),
         _components(record),
-        _texts(record, Section.METADATA, dict) or [{} for _ in range(n)],
+        _texts(record, _METADATA, dict) or dict,
     )
-    if records is not None:
-        return records.rows(Trajectory, record.bounds, columns, copy)
-    return _trajectories(*columns)
+    return _trajectories(record.bounds, columns, copy)
 
 
 def group_metadata(record: Record) -> dict[str, Any]:
@@ -106,47 +102,40 @@ def group_metadata(record: Record) -> dict[str, Any]:
     return {} if raw is None else _json(bytes(raw), Section.GROUP_METADATA, dict)
 
 
-def _columns(record: Record, copy: bool) -> tuple[Any, ...]:
-    """Tokens, mask, log-probs, sampled log-probs and versions: lists with a part for every member, or, where the native code
-    will cut it, the whole column. Each is cut at once: a group is read in a fraction of the time that member by member takes.
-    """
-    arrays = record.arrays
-    pieces = [] if records is not None else list(itertools.starmap(slice, itertools.pairwise(record.bounds)))
-
-    def split(section: int, copy: bool = copy) -> Any:
-        """None where the record lacks the section."""
-        array = arrays.get(section)
-        if array is None or records is not None:
-            return array
-        parts = list(map(array.__getitem__, pieces))
-        return [part.copy() for part in parts] if copy else parts
-
-    masks = split(_MASK)
+def _columns(record: Record) -> tuple[Any, ...]:
+    """Tokens, mask, log-probs, sampled log-probs and versions: whole columns where the record has them, else parts."""
+    arrays, bounds = record.arrays, record.bounds
+    masks: Any = arrays.get(_MASK)
     if masks is None:
-        prompts = _rows(record, Section.PROMPT_LENGTHS, 0)
+        prompts = _values(arrays.get(_PROMPT_LENGTHS), [0] * record.size)
         masks = [np.arange(length) >= prompt for length, prompt in zip(record.lengths.tolist(), prompts, strict=True)]
-    elif arrays[_MASK].dtype != np.bool_:
-        masks = [part != 0 for part in np.split(arrays[_MASK], record.bounds[1:-1])]
-    versions = split(_VERSIONS)
+    elif masks.dtype != np.bool_:
+        masks = masks != 0
+    versions: Any = arrays.get(_VERSIONS)
     if versions is None:
-        each = np.split(masks, record.bounds[1:-1]) if isinstance(masks, np.ndarray) else masks
-        versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in each]
-    logprobs = split(_LOGPROBS)
+        parts = masks if isinstance(masks, list) else np.split(masks, bounds[1:-1])
+        versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in parts]
+    logprobs: Any = arrays.get(_LOGPROBS)
     if logprobs is None:
         logprobs = [np.zeros(length, np.float32) for length in record.lengths.tolist()]
-    sampled = split(_SAMPLED)
-    return split(_TOKENS), masks, logprobs, logprobs if sampled is None else sampled, versions
+    return arrays[_TOKENS], masks, logprobs, arrays.get(_SAMPLED, logprobs), versions
 
 
-def _rows(record: Record, section: int, default: Any) -> list[Any]:
-    array = record.arrays.get(section)
-    return [default] * record.size if array is None else array.tolist()
+def _values(array: Any, default: Any) -> Any:
+    return default if array is None else array.tolist()
 
 
-def _reasons(record: Record) -> list[FinishReason]:
-    array = record.arrays.get(Section.FINISH_REASONS)
+def _rewards(record: Record) -> list[float | None] | None:
+    array = record.arrays.get(_REWARDS)
+    return (
+        None if array is None else [None if reward != reward else reward for reward in array.tolist()]
+    )  # NaN: not scored
+
+
+def _reasons(record: Record) -> list[FinishReason] | FinishReason:
+    array = record.arrays.get(_FINISH_REASONS)
     if array is None:
-        return [FinishReason.STOP] * record.size
+        return FinishReason.STOP
     try:
         return list(map(_REASONS.__getitem__, array.tolist()))
     except KeyError as unknown:
@@ -171,13 +160,10 @@ def _json(raw: bytes, section: int, *kinds: type) -> Any:
     return value
 
 
-def _components(record: Record) -> list[dict[str, float | None]]:
-    values, raw = record.arrays.get(Section.COMPONENTS), record.strings.get(Section.COMPONENT_NAMES)
-    if values is None or raw is None:
-        return [{} for _ in range(record.size)]
-    names = _json(bytes(raw), Section.COMPONENT_NAMES, dict)
-    if not names:
-        return [{} for _ in range(record.size)]
+def _components(record: Record) -> list[dict[str, float | None]] | type[dict[str, float | None]]:
+    values, raw = record.arrays.get(_COMPONENTS), record.strings.get(_COMPONENT_NAMES)
+    if values is None or raw is None or not (names := _json(bytes(raw), _COMPONENT_NAMES, dict)):
+        return dict  # an empty one for each
     try:
         rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]
         return [
@@ -186,7 +172,7 @@ def _components(record: Record) -> list[dict[str, float | None]]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(
-            f"section {Section.COMPONENT_NAMES.name} does not name the {values.shape[1]} components of {record.size} members: "
+            f"section COMPONENT_NAMES does not name the {values.shape[1]} components of {record.size} members: "
             f"{error!r}"
         ) from None
 

@@ -20,9 +20,8 @@ from records_helpers import resealed, same, trajectory, usual
 
 from asyncrl import builds
 from asyncrl.errors import RecordError
-from asyncrl.records import native, write
+from asyncrl.records import native, quick, write
 from asyncrl.records import read as reading
-from asyncrl.records import trajectories as cutting
 from asyncrl.records.layout import CRC_OFFSET, ENTRY, HEADER, SPECS, Section
 from asyncrl.records.read import Record, read
 from asyncrl.records.trajectories import draft_of, trajectories_of
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.skipif(native.records is None, reason="the native code 
 @contextmanager
 def python_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (write, reading, cutting):
+        for module in (write, reading, quick):
             patch.setattr(module, "records", None)
         yield
 
@@ -188,7 +187,7 @@ def test_what_is_unusual_is_left_to_the_python(kind: str) -> None:
         {"group_size": 2**40},
         {"group": 2**64},
     ],
-    ids=str,
+    ids=["member", "members", "section", "size", "group"],
 )
 def test_numbers_that_fit_nowhere_get_the_words_of_the_python(change: dict[str, Any]) -> None:
     draft = Draft(**{"group": 1, "members": range(3), "group_size": 3, "sections": usual()} | change)
