@@ -259,9 +259,6 @@ static int header_of(PyObject *plan, Header *header) {
   if ((group_size | (int64_t)n) >> 32 || tokens < 0) return 0;
   header->members = (uint32_t)n, header->group_size = (uint32_t)group_size, header->tokens = tokens;
   memcpy(header->producer, PyBytes_AS_STRING(producer), 16);
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  header->written_ns = now.tv_sec * 1000000000ull + now.tv_nsec;
   return 1;
 }
 
@@ -274,6 +271,9 @@ static int store(const Layout *layout, Header *header, int checksum, PyObject *f
     if (!asyncrl_crc(payload, &header->payload_crc)) return 0;
     header->flags = CHECKSUMMED;
   }
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  header->written_ns = now.tv_sec * 1000000000ull + now.tv_nsec;
   PyObject *head = PyBytes_FromStringAndSize(NULL, start);
   if (!head) return 0;
   memcpy(PyBytes_AS_STRING(head), header, sizeof(Header));

@@ -39,7 +39,7 @@ def test_every_own_side_runs_and_is_reported(tmp_path: Path, capsys: pytest.Capt
         assert all(part > 0 for part in parts) if run["side"] == "stash" else parts == [None] * 4
     assert [row["tokens"] for row in found["costs"]] == [1024]
     for row in found["costs"]:
-        assert row["write_us"] > 0 and row["read_us"] > 0
+        assert row["write_us"] > 0 and row["read_us"] > 0 and row["read_to_small"] > 0
         assert row["write_share_of_memcpy"] == pytest.approx(row["memcpy_us"] / row["write_us"])
     assert found["command"].startswith("asyncrl bench transport --quick --costs 1024 --sides")
     assert "| 16 x 256 | full | stash uvloop |" in seen.out
@@ -104,9 +104,9 @@ def test_goals_are_judged_by_ratios_within_a_repetition() -> None:
     ]
     cost = {"write_us": 1, "memcpy_us": 1, "write_gb_s": 1, "memcpy_gb_s": 1}
     costs = [
-        {**cost, "tokens": 1, "bytes": 1000, "write_share_of_memcpy": 0.1, "read_us": 50.0},
-        {**cost, "tokens": 2, "bytes": 4_000_000, "write_share_of_memcpy": 0.71, "read_us": 60.0},
-        {**cost, "tokens": 3, "bytes": 8_000_000, "write_share_of_memcpy": 0.69, "read_us": 80.0},
+        {**cost, "tokens": 1, "bytes": 1000, "write_share_of_memcpy": 0.1, "read_us": 50.0, "read_to_small": 1.0},
+        {**cost, "tokens": 2, "bytes": 4_000_000, "write_share_of_memcpy": 0.71, "read_us": 60.0, "read_to_small": 1.2},
+        {**cost, "tokens": 3, "bytes": 8_000_000, "write_share_of_memcpy": 0.69, "read_us": 80.0, "read_to_small": 1.6},
     ]
     assert transport_report.ratios(runs) == {2048: {"queue": 5.0, "ray": pytest.approx(16.67, abs=0.01)}}
     found = {

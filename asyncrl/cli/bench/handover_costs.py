@@ -4,7 +4,8 @@
             small pages) and as large as the ring (both walk through it), alternating in the producer
     read    from the moment that the record is there: leased, decoded, 16 trajectories in the stash, whole. In the consumer's
             event loop, between two of its waits, right behind three small ones that are read in the same way: the wait for a
-            large one is longer, and a process that waited longer finds less of itself in the caches
+            large one is longer, and a process that waited longer finds less of itself in the caches. Sizes are compared by
+            what a read costs to the small one right before it: between two sizes the machine may have become slower
 
 Per size the medians; nothing is on the way while another is timed.
 """
@@ -98,23 +99,24 @@ async def read(ring: RecordRing, stash: Stash[int]) -> int | None:
 async def consume(job: HandoverJob) -> dict[str, float]:
     name, context = f"bench-{os.getpid()}", multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    credit, notes, reads = context.Semaphore(1), Notes(ours), list[int]()
+    credit, notes, reads, smalls = context.Semaphore(1), Notes(ours), list[int](), list[int]()
     waiting: Stash[int] = Stash(1024)
     async with RecordRing(name, room(job.tokens)) as ring:
         process = spawn(produce, name, job, theirs, credit)
         while True:
             await notes.next()
-            taken = await read(ring, waiting)
-            if taken is None:
+            taken = [await read(ring, waiting)]
+            if taken[0] is None:
                 break
-            for _ in range(BEFORE):
-                taken = await read(ring, waiting)
-            assert taken is not None
-            reads.append(taken)
+            taken += [await read(ring, waiting) for _ in range(BEFORE)]
+            assert taken[-2] is not None and taken[-1] is not None
+            smalls.append(taken[-2])
+            reads.append(taken[-1])
             credit.release()
         put, copy = await notes.next()
         await asyncio.to_thread(process.join)
     bytes_ = footprint(job.tokens)
+    shares = [own / small for own, small in zip(reads, smalls, strict=True)]
     return {
         "bytes": bytes_,
         "write_us": put / 1e3,
@@ -123,6 +125,7 @@ async def consume(job: HandoverJob) -> dict[str, float]:
         "memcpy_gb_s": bytes_ / copy,
         "write_share_of_memcpy": copy / put,
         "read_us": statistics.median(reads[WARM_UP:] or reads) / 1e3,
+        "read_to_small": statistics.median(shares[WARM_UP:] or shares),
     }
 
 
