@@ -69,9 +69,10 @@ static int take(Found *found, const Entry *entry) {
   PyArray_Descr *dtype = asyncrl_dtypes[entry->code];
   npy_intp item = PyDataType_ELSIZE(dtype), first = entry->axis == ROWS ? header->members : header->tokens;
   npy_intp dims[3] = {first, entry->inner[0], entry->inner[1]}, inner = 0, bytes = 0;
-  if (first < 0 || __builtin_mul_overflow(dims[1], dims[2], &inner) || __builtin_mul_overflow(first * item, inner, &bytes) ||
-      bytes != (npy_intp)entry->bytes || inner > (npy_intp)1 << 40 || entry->offset % item || (!form->inner && inner != 1) || (form->inner == 1 && dims[2] != 1))
+  if (first < 0 || __builtin_mul_overflow(dims[1], dims[2], &inner) || __builtin_mul_overflow(first * item, inner, &bytes))
     return 0;
+  if (bytes != (npy_intp)entry->bytes || inner > (npy_intp)1 << 40 || entry->offset % item) return 0;
+  if ((!form->inner && inner != 1) || (form->inner == 1 && dims[2] != 1)) return 0;  // dimensions that the section has not
   if (entry->section != S_MEMBERS && entry->section != S_LENGTHS)
     return put(found->arrays, entry->section,
                view_of(dtype, 1 + form->inner, dims, data, NPY_ARRAY_CARRAY_RO, found->view));

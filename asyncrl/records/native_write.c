@@ -138,7 +138,8 @@ PyObject *asyncrl_plan(PyObject *self, PyObject *draft) {
   PyObject *members = members_of(given, group_size);
   PyObject *parts = members ? parts_of(members, sections, &tokens, &size) : NULL;
   Py_XDECREF(members);
-  if (!parts) return PyErr_Occurred() ? NULL : asyncrl_unusual();
+  if (!parts && PyErr_Occurred()) return NULL;  // of the Python for a part: it says what is wrong
+  if (!parts) Py_RETURN_NONE;
   PyObject *plan = plan_shape.type->tp_alloc(plan_shape.type, 0);
   if (plan) {
     *field_of(&plan_shape, plan, P_DRAFT) = Py_NewRef(draft);

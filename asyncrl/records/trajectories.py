@@ -127,9 +127,9 @@ def _values(array: Any, default: Any) -> Any:
 
 def _rewards(record: Record) -> list[float | None] | None:
     array = record.arrays.get(_REWARDS)
-    return (
-        None if array is None else [None if reward != reward else reward for reward in array.tolist()]
-    )  # NaN: not scored
+    if array is None:
+        return None
+    return [None if reward != reward else reward for reward in array.tolist()]  # NaN: not scored
 
 
 def _reasons(record: Record) -> list[FinishReason] | FinishReason:

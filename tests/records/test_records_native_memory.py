@@ -107,19 +107,19 @@ def test_other_threads_run_while_a_large_record_is_copied() -> None:
     columns = [np.zeros(40_000_000, np.int32)]
     planned = plan(Draft(1, [0], 1, {Section.TOKENS: columns}))
     buffer = memoryview(bytearray(planned.size))
-    turns, over = [0], threading.Event()
+    turns, begun, over = [0], threading.Event(), threading.Event()
 
     def turn() -> None:
         while not over.is_set():
             turns[0] += 1
+            begun.set()
             time.sleep(0)  # gives the interpreter back of its own accord
 
     before = sys.getswitchinterval()
     other = threading.Thread(target=turn)
     other.start()
     try:
-        while not turns[0]:
-            time.sleep(0.001)
+        assert begun.wait(10)
         sys.setswitchinterval(100)  # nobody is made to give way any more
         start = turns[0]
         planned.write(buffer)
