@@ -105,6 +105,7 @@ class Arrival(Generic[C]):
     ended: tuple[StashedGroup[C], ...] = ()
 
 
+_WHOLE = Ending.WHOLE  # enum look-ups are slow here
 _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
 
@@ -163,6 +164,7 @@ class Stash(Generic[C]):
         self._bytes = self._accepted = self._duplicates = self._late = self._stale = 0
         self._refused: Counter[Refusal] = Counter()
         self._endings: Counter[Ending] = Counter()
+        self._together = 0  # groups that came whole; of the endings too
         self._arrived = anyio.Event()
 
     # -- in ------------------------------------------------------------------------------------------------------
@@ -215,9 +217,9 @@ class Stash(Generic[C]):
         if capped or not whole or key in self._ended or key in self._waiting:
             return None
         self._accepted += size
-        self._endings[Ending.WHOLE] += 1
+        self._together += 1
         self._bury(key)
-        return StashedGroup(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
+        return StashedGroup(key, _WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
         if same(entry.members[trajectory.member][0], trajectory):
@@ -328,6 +330,7 @@ class Stash(Generic[C]):
         if key in self._waiting:
             return self._end(key, Ending.DISCARDED)
         self._bury(key)
+        self._ended.move_to_end(key)  # it may have ended before
         return None
 
     def flush(self) -> list[StashedGroup[C]]:
@@ -348,7 +351,7 @@ class Stash(Generic[C]):
             late=self._late,
             stale=self._stale,
             refused=dict(self._refused),
-            endings=dict(self._endings),
+            endings=dict(self._endings + Counter({_WHOLE: self._together})),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -368,7 +371,6 @@ class Stash(Generic[C]):
 
     def _bury(self, key: GroupKey) -> None:
         self._ended[key] = None
-        self._ended.move_to_end(key)
         if len(self._ended) > self._tombstones:
             self._ended.popitem(last=False)
 

@@ -10,22 +10,31 @@ ALIGNMENT = 64
 class Extents:
     """Free extents of `size` bytes, kept sorted and merged; everything is rounded up to 64 bytes.
 
-    First fit: low addresses are used again soonest, while they are still in the cache.
+    First fit: low addresses are used again soonest, while they are still in the cache. The extent that was given back last is
+    kept aside, for whoever asks for as much next.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size & -ALIGNMENT
         self.used = 0
+        self._aside: tuple[int, int] | None = None  # start, rounded size; free, and in neither list
         self._starts: list[int] = [0] if self.size else []
         self._sizes: list[int] = [self.size] if self.size else []
 
     @property
     def largest(self) -> int:
+        self._merge()
         return max(self._sizes, default=0)
 
     def allocate(self, size: int) -> int | None:
         """The offset of `size` free bytes, now taken; None where no free extent is long enough."""
         size = _rounded(size)
+        aside = self._aside
+        if aside is not None and aside[1] == size:
+            self._aside = None
+            self.used += size
+            return aside[0]
+        self._merge()
         for index, free in enumerate(self._sizes):
             if free >= size:
                 start = self._starts[index]
@@ -36,6 +45,7 @@ class Extents:
     def reserve(self, start: int, size: int) -> bool:
         """Take exactly this extent (found in shared memory after a crash). False where it is not wholly free."""
         size = _rounded(size)
+        self._merge()
         index = bisect_left(self._starts, start + 1) - 1
         if start % ALIGNMENT or index < 0 or start + size > self._starts[index] + self._sizes[index]:
             return False
@@ -45,12 +55,23 @@ class Extents:
     def free(self, start: int, size: int) -> None:
         """Give back what `allocate` or `reserve` gave, in any order."""
         size = _rounded(size)
+        self._merge()
+        self._check_taken(start, size)
         self.used -= size
+        self._aside = (start, size)
+
+    def _check_taken(self, start: int, size: int) -> None:
         index = bisect_left(self._starts, start)
-        if index and self._starts[index - 1] + self._sizes[index - 1] > start:
+        before = index and self._starts[index - 1] + self._sizes[index - 1] > start
+        if before or (index < len(self._starts) and start + size > self._starts[index]):
             raise AssertionError(f"extent {start}+{size} was given back twice")
-        if index < len(self._starts) and start + size > self._starts[index]:
-            raise AssertionError(f"extent {start}+{size} was given back twice")
+
+    def _merge(self) -> None:
+        """What is kept aside goes to the others."""
+        if self._aside is None:
+            return
+        (start, size), self._aside = self._aside, None
+        index = bisect_left(self._starts, start)
         self._starts.insert(index, start)
         self._sizes.insert(index, size)
         if index + 1 < len(self._starts) and start + size == self._starts[index + 1]:

@@ -63,7 +63,7 @@ class Producer:
             self._lock.release()
 
     def _put(self, plan: Plan, deadline: float, timeout: float) -> None:
-        core, ownerless, pause = self._core, False, _Pause()
+        core, ownerless, pause = self._core, False, None
         while True:
             need = core.advance(plan, ownerless=ownerless)
             if need is Need.NOTHING:
@@ -79,6 +79,7 @@ class Producer:
                 core.drain()
                 continue
             if ownerless:  # nobody listened a moment ago, and the ring as it lies there cannot take it
+                pause = pause or _Pause()
                 time.sleep(min(pause.next(), left))
             ownerless = _attach_once(core, deadline) is None
             if ownerless:
@@ -142,7 +143,7 @@ class AsyncProducer:
             self._lock.release()
 
     async def _put(self, plan: Plan, deadline: float, timeout: float) -> None:
-        core, ownerless, pause = self._core, False, _Pause()
+        core, ownerless, pause = self._core, False, None
         while True:
             need = core.advance(plan, ownerless=ownerless)
             if need is Need.NOTHING:
@@ -158,6 +159,7 @@ class AsyncProducer:
                 core.drain()
                 continue
             if ownerless:  # see the synchronous one
+                pause = pause or _Pause()
                 await asyncio.sleep(min(pause.next(), left))
             ownerless = await _in_thread(lambda: _attach_once(core, deadline)) is None
             if ownerless:

@@ -99,17 +99,17 @@ class Core:
     def advance(self, plan: Plan, *, ownerless: bool) -> Need:
         """One try to put. `ownerless`: nobody listens now, so put into the ring as it lies there, if it may be kept."""
         self.check()
-        writer, segment = self._writer, self._segment
+        writer, segment, attachment = self._writer, self._segment, self._attachment
         if writer is None or segment is None or segment.sealed:
             return Need.OWNER
-        if self._attachment is None and not ownerless:
+        if attachment is None and not ownerless:
             return Need.OWNER
         if not writer.try_put(plan, checksum=self._checksum):
-            return Need.SPACE if self._attachment is not None else Need.OWNER
+            return Need.OWNER if attachment is None else Need.SPACE
         fault("producer.notify")
         self.unannounced = True
-        if self._attachment is not None:
-            os.eventfd_write(self._attachment.data, 1)
+        if attachment is not None:
+            os.eventfd_write(attachment.data, 1)
             # Looked at after the record was there: an owner that lived until now was told, or the next one will look.
             self.unannounced = self._owner_left()
         if segment.sealed:  # the owner may have looked before the record was there: put it again, elsewhere

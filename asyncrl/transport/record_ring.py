@@ -22,9 +22,9 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -163,7 +163,7 @@ class RecordRing:
             return False
         self.end_intake()
         self._state, arena = "closed", self._arena
-        keep = not discard and any([*link.reader.poll()] or link.reader.outstanding for link in self._links.values())
+        keep = not discard and any(link.reader.poll() or link.reader.outstanding for link in self._links.values())
         for link in self._links.values():
             link.close(self._loop)
         self._loop.remove_reader(self._data)
@@ -191,32 +191,39 @@ class RecordRing:
                 self._counts.torn += 1
                 self._let_go(link, slot, sequence)
                 continue
-            fresh = self._known.fresh((record.epoch, record.group), record.members.tolist())
-            self._counts.duplicates += record.size - len(fresh)
+            members = tuple(record.members.tolist())
+            fresh = self._known.fresh((record.epoch, record.group), members)
+            self._counts.duplicates += len(members) - len(fresh)
             if fresh:
                 self._counts.records += 1
                 return Delivery(self, link, slot, record, fresh)
             self._let_go(link, slot, sequence)
 
-    async def get(self) -> Delivery:
+    def get(self) -> Coroutine[Any, Any, Delivery]:
         """Wait for a record. A cancelled get took nothing. Errors: anyio.ClosedResourceError."""
+        return self._next(anyio.ClosedResourceError)
+
+    def __aiter__(self) -> RecordRing:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, Delivery]:
+        return self._next(StopAsyncIteration)
+
+    async def _next(self, ended: type[Exception]) -> Delivery:
+        """One coroutine for both: each more is resumed at every record."""
         while True:
             if self._ready or self._state != "open":
                 try:
                     return self.get_nowait()
                 except anyio.WouldBlock:  # of what was there nothing was new
                     pass
-            with self._waiting():
+                except anyio.ClosedResourceError:
+                    raise ended from None
+            if self.recorder is None:
                 await _wait_in(self._getters)
-
-    def __aiter__(self) -> RecordRing:
-        return self
-
-    async def __anext__(self) -> Delivery:
-        try:
-            return await self.get()
-        except anyio.ClosedResourceError:
-            raise StopAsyncIteration from None
+            else:
+                with self._waiting(self.recorder):
+                    await _wait_in(self._getters)
 
     def publish_version(self, version: int) -> None:
         """Let every producer know the policy version."""
@@ -235,16 +242,14 @@ class RecordRing:
         if self._state == "closed":
             raise anyio.ClosedResourceError
 
-    def _waiting(self) -> AbstractContextManager[object]:
-        if self.recorder is None:
-            return nullcontext()
+    def _waiting(self, recorder: Recorder) -> AbstractContextManager[object]:
         who = task.get_name() if (task := asyncio.current_task()) else "?"
-        return self.recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
+        return recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
 
     def _release(self, link: Link, slot: int, record: Record) -> None:
         if self._state != "open":
             return  # the next owner gets it again
-        self._known.leave((record.epoch, record.group), record.members.tolist())
+        self._known.leave((record.epoch, record.group), tuple(record.members.tolist()))
         self._counts.released += 1
         self._let_go(link, slot, record.sequence)
 
@@ -382,8 +387,9 @@ class RecordRing:
             _wake_one(self._getters)
 
     def _free_if_done(self, link: Link) -> None:
-        done = link.ended() and not link.reader.outstanding and self._links.get(link.producer) is link
-        if not done or self._door is None:  # the intake ended: what was not looked at may lie in it
+        if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
+            return
+        if self._door is None:  # the intake ended: what was not looked at may lie in it
             return
         assert self._arena is not None
         self._counts.passed_over += link.reader.counts.passed_over

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,7 +113,8 @@ class RingWriter:
         self.memory = memory
         self._extents = Extents(len(memory.payload))
         self._held: dict[int, tuple[int, int]] = {}  # slot -> extent
-        self._busy = np.zeros(memory.slots, bool)
+        self._busy = bytearray(memory.slots)  # 1 where the slot is held
+        self._all_busy = np.frombuffer(self._busy, bool)
         self._sequences = np.frombuffer(memory.sequences.view, np.uint64)
         self._released = np.frombuffer(memory.released.view, np.uint64)
 
@@ -124,7 +124,7 @@ class RingWriter:
 
     def used(self) -> tuple[int, int]:
         """(records, bytes) that are accepted and not released."""
-        live = self._busy & (self._sequences != self._released)
+        live = self._all_busy & (self._sequences != self._released)
         return int(live.sum()), sum(self._held.get(slot, (0, 0))[1] for slot in np.flatnonzero(live).tolist())
 
     def try_put(self, plan: Plan, *, checksum: bool) -> bool:
@@ -134,13 +134,14 @@ class RingWriter:
                 f"group {plan.draft.group}: a record of {plan.size:,} bytes; a ring holds {self._extents.size:,}. Make the "
                 "owner's rings larger, or put the members of the group in several records"
             )
-        self._reclaim()
-        memory, slots = self.memory, self.memory.slots
-        head = memory.head[0]
-        if len(self._held) >= slots:
+        memory, held = self.memory, self._held
+        if held:
+            self._reclaim()
+        slots = memory.slots
+        if len(held) >= slots:
             return False
-        position = head
-        while position % slots in self._held:
+        position = memory.head.view[0]
+        while position % slots in held:
             position += 1
         start = self._extents.allocate(plan.size)
         if start is None:
@@ -154,13 +155,13 @@ class RingWriter:
             memory.sizes.store(slot, plan.size)
             memory.checks.store(slot, zlib.crc32(_CHECK.pack(sequence, start, plan.size)))
             memory.sequences.store(slot, sequence)
-            self._held[slot] = (start, plan.size)
-            self._busy[slot] = True
+            held[slot] = (start, plan.size)
+            self._busy[slot] = 1
             memory.head.store(0, sequence)  # accepted
         except BaseException:
             if memory.head[0] != sequence:  # interrupted before it was accepted: nothing happened
-                self._held.pop(slot, None)
-                self._busy[slot] = False
+                held.pop(slot, None)
+                self._busy[slot] = 0
                 self._extents.free(start, plan.size)
             raise
         return True
@@ -177,13 +178,13 @@ class RingWriter:
     def _reclaim(self) -> None:
         held = self._held
         if len(held) <= _FEW:
-            sequences, released = self.memory.sequences, self.memory.released
+            sequences, released = self.memory.sequences.view, self.memory.released.view
             free = [slot for slot in held if sequences[slot] == released[slot]]
         else:
-            free = np.flatnonzero(self._busy & (self._sequences == self._released)).tolist()
+            free = np.flatnonzero(self._all_busy & (self._sequences == self._released)).tolist()
         for slot in free:
             self._extents.free(*held.pop(slot))
-            self._busy[slot] = False
+            self._busy[slot] = 0
 
 
 @dataclass(slots=True)
@@ -212,35 +213,37 @@ class RingReader:
         self.outstanding += len(found)
         return found
 
-    def poll(self) -> Iterator[tuple[int, int]]:
+    def poll(self) -> list[tuple[int, int]]:
         """(slot, sequence) of what was accepted since the last look."""
-        memory, head = self.memory, self.memory.head[0]
-        while self._next < head:
-            position = self._next
-            self._next += 1
+        memory, position = self.memory, self._next
+        self._next = head = memory.head.view[0]
+        found = []
+        for position in range(position, head):
             slot = position % memory.slots
-            sequence = memory.sequences[slot]
+            sequence = memory.sequences.view[slot]
             if sequence == position + 1:
-                self.outstanding += 1
-                yield slot, sequence
+                found.append((slot, sequence))
             elif sequence and (sequence - 1) % memory.slots == slot:
                 # An earlier record was live here when this position was given out (it may be gone by now, and a later
                 # one here). A record put at this very position would still be here: it leaves by our release only.
                 self.counts.passed_over += 1
             else:
                 self.counts.lost += 1
-        if memory.read[0] != head:
+        self.outstanding += len(found)
+        if memory.read.view[0] != head:
             memory.read.store(0, head)
+        return found
 
     def take(self, slot: int, sequence: int, *, checksum: bool) -> Record:
         """The record, as views of the payload. Errors: RecordError, after which `release` is all that is left to do."""
-        memory = self.memory
-        start, size = memory.offsets[slot], memory.sizes[slot]
-        if zlib.crc32(_CHECK.pack(sequence, start, size)) != memory.checks[slot] or start + size > len(memory.payload):
+        memory, payload = self.memory, self.memory.payload
+        start, size = memory.offsets.view[slot], memory.sizes.view[slot]
+        check = zlib.crc32(_CHECK.pack(sequence, start, size))
+        if check != memory.checks.view[slot] or start + size > len(payload):
             self.counts.torn += 1
             raise RecordError(f"the descriptor of record {sequence} is damaged")
         try:
-            record = read(memory.payload[start : start + size], sequence=sequence, checksum=checksum)
+            record = read(payload[start : start + size], sequence=sequence, checksum=checksum)
         except RecordError:
             self.counts.torn += 1
             raise

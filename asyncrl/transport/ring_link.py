@@ -56,7 +56,7 @@ class Link:
 
     def ended(self) -> bool:
         """Nothing more will come: it closed and hung up, or it died."""
-        return self.dead or (self.closed_well and self.connection is None)
+        return self.dead or (self.connection is None and self.closed_well)
 
     def open_space(self) -> int:
         if self.space is None:

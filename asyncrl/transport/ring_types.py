@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,46 +75,51 @@ class RingSettings:
 
 class Memory:
     """Which members came before: those that lie in the ring, and the latest `most` that left it. Kept group by
-    group: one is as old as its latest member."""
+    group: one is as old as its latest member.
+
+    Nearly always all members of a group come together and leave together: then the tuple that came is what is kept.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._here: dict[_Group, set[int]] = {}
-        self._gone: OrderedDict[_Group, dict[int, None]] = OrderedDict()  # in the order in which they left
+        self._here: dict[_Group, Collection[int]] = {}
+        self._gone: OrderedDict[_Group, tuple[int, ...]] = OrderedDict()  # in the order in which they left
         self._left = 0  # members in `_gone`
 
-    def fresh(self, group: _Group, members: Sequence[int]) -> tuple[int, ...]:
-        """Positions of the members that had not come before; they are here from now on."""
+    def fresh(self, group: _Group, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Positions of the members (distinct) that had not come before; they are here from now on."""
         here, gone = self._here.get(group), self._gone.get(group)
         if here is None and gone is None:
-            self._here[group] = set(members)
-            return tuple(range(len(members)))
-        here = self._here.setdefault(group, set())
-        before = here.union(gone or ())
-        here.update(member for member in members if member not in before)
-        return tuple([position for position, member in enumerate(members) if member not in before])
+            self._here[group] = members
+            return _positions(len(members))
+        before = {*(here or ()), *(gone or ())}
+        found = tuple([position for position, member in enumerate(members) if member not in before])
+        self._here[group] = {*(here or ()), *[members[position] for position in found]}
+        return found
 
-    def leave(self, group: _Group, members: Iterable[int]) -> None:
-        """They left the ring, or had left it before this memory began."""
-        here = self._here.get(group)
-        if here is not None:
-            here.difference_update(members)
-            if not here:
-                del self._here[group]
+    def leave(self, group: _Group, members: tuple[int, ...]) -> None:
+        """They (distinct) left the ring, or had left it before this memory began."""
+        here = self._here.pop(group, None)
+        if here is not None and here != members and (rest := set(here).difference(members)):
+            self._here[group] = rest
         gone = self._gone.get(group)
         if gone is None:
-            self._gone[group] = gone = dict.fromkeys(members)
-            self._left += len(gone)
+            self._gone[group] = members
+            self._left += len(members)
         else:
             self._gone.move_to_end(group)
-            before = len(gone)
-            gone.update(dict.fromkeys(members))
-            self._left += len(gone) - before
+            self._gone[group] = both = tuple(dict.fromkeys((*gone, *members)))
+            self._left += len(both) - len(gone)
         while self._left > self._most:
-            oldest = next(iter(self._gone.values()))
-            if self._left - len(oldest) >= self._most:  # whole groups at once
-                self._gone.popitem(last=False)
-                self._left -= len(oldest)
-                continue
-            del oldest[next(iter(oldest))]
-            self._left -= 1
+            oldest, gone = next(iter(self._gone.items()))
+            forgotten = min(len(gone), self._left - self._most)
+            self._left -= forgotten
+            if forgotten == len(gone):
+                del self._gone[oldest]
+            else:
+                self._gone[oldest] = gone[forgotten:]
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(count: int) -> tuple[int, ...]:
+    return tuple(range(count))

@@ -203,7 +203,7 @@ class Segment:
     @property
     def sealed(self) -> bool:
         """Its owner closes or removed it: what is written now, nobody may ever look for."""
-        return self._life[3] != 0
+        return bool(self._life.view[3])
 
     def seal(self) -> None:
         """Before the owner's last look. Whoever writes looks at `sealed` after writing: one of the two sees the other."""

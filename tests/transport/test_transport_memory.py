@@ -13,7 +13,7 @@ from asyncrl.transport.ring_types import Memory
 def test_the_memory_of_members_against_a_plain_model(steps: list[tuple[bool, int, int]]) -> None:
     memory, known = Memory(1000), set[tuple[int, int]]()
     for arrives, group, first in steps:
-        members = [first, first + 2]
+        members = (first, first + 2)
         if arrives:
             expected = tuple(i for i, member in enumerate(members) if (group, member) not in known)
             assert memory.fresh((0, group), members) == expected
@@ -25,11 +25,11 @@ def test_the_memory_of_members_against_a_plain_model(steps: list[tuple[bool, int
 def test_only_the_latest_members_that_left_are_remembered() -> None:
     memory = Memory(3)
     for group in (1, 2):
-        assert memory.fresh((0, group), [0, 1]) == (0, 1)
-        memory.leave((0, group), [0, 1])
-    assert memory.fresh((0, 2), [0, 1, 2]) == (2,)
-    assert memory.fresh((0, 1), [1]) == ()
-    assert memory.fresh((0, 1), [0]) == (0,)
-    memory.leave((0, 3), [5, 6, 7])  # as many as it keeps: the others are forgotten, those in the ring are not
-    assert memory.fresh((0, 2), [0, 2]) == (0,)
-    assert memory.fresh((0, 3), [5, 6, 7]) == ()
+        assert memory.fresh((0, group), (0, 1)) == (0, 1)
+        memory.leave((0, group), (0, 1))
+    assert memory.fresh((0, 2), (0, 1, 2)) == (2,)
+    assert memory.fresh((0, 1), (1,)) == ()
+    assert memory.fresh((0, 1), (0,)) == (0,)
+    memory.leave((0, 3), (5, 6, 7))  # as many as it keeps: the others are forgotten, those in the ring are not
+    assert memory.fresh((0, 2), (0, 2)) == (0,)
+    assert memory.fresh((0, 3), (5, 6, 7)) == ()

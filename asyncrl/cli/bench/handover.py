@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.data.stash import Stash
-from asyncrl.records.layout import USER_SECTIONS, Section
+from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.transport.producer import Producer
@@ -35,7 +35,7 @@ from asyncrl.transport.tensor_queue import attach_queue, share_queue
 from .job import HandoverJob
 from .peers.handover_group import COLUMNS, MEMBERS, answer, arrays, footprint, turns
 
-STAMP = USER_SECTIONS.start
+END = 0  # the stamp behind the last group
 LOOPS = ("asyncio", "uvloop")
 RECORDS = 8  # groups that the ring, and each queue, holds
 Times = list[tuple[int, ...]]
@@ -46,12 +46,12 @@ def sections(tokens: int) -> dict[int, list[Any]]:
 
 
 def record(group: int, data: dict[int, list[Any]], stamp: int) -> Plan:
-    """One group as it is put; the members of `data` are as many as it has."""
-    return plan(Draft(group, range(MEMBERS), MEMBERS, {**data, STAMP: stamp.to_bytes(8, "little")}))
+    """One group as it is put. Its stamp travels as its epoch, so that nothing is added to what is handed over."""
+    return plan(Draft(group, range(MEMBERS), MEMBERS, data, stamp))
 
 
 def end_record(group: int) -> Plan:
-    return record(group, {Section.TOKENS: [np.empty(0, np.int32)] * MEMBERS}, 0)
+    return record(group, {Section.TOKENS: [np.empty(0, np.int32)] * MEMBERS}, END)
 
 
 def ring_settings(tokens: int, records: int = RECORDS) -> RingSettings:
@@ -119,8 +119,8 @@ async def consume_ring(job: HandoverJob, *, stash: bool) -> Times:
         async for delivery in ring:
             leased, found = time.monotonic_ns(), delivery.record
             parts: tuple[int, ...] = ()
-            stamp = int.from_bytes(found.strings[STAMP], "little")
-            if not stamp:
+            stamp = found.epoch
+            if stamp == END:
                 delivery.release()
                 break
             if stash:
