@@ -28,6 +28,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 import anyio
 
 from asyncrl.errors import DataError, StallError
+from asyncrl.records.quick import quick
 from asyncrl.types import Trajectory
 
 C = TypeVar("C")
@@ -105,6 +106,7 @@ class Arrival(Generic[C]):
     ended: tuple[StashedGroup[C], ...] = ()
 
 
+_stashed_group = quick(StashedGroup)
 _WHOLE = Ending.WHOLE  # enum look-ups are slow here
 _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
@@ -219,7 +221,7 @@ class Stash(Generic[C]):
         self._accepted += size
         self._together += 1
         self._bury(key)
-        return StashedGroup(key, _WHOLE, context, size, tuple(trajectories), (lease,) * size)
+        return _stashed_group(key, _WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
         if same(entry.members[trajectory.member][0], trajectory):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -72,6 +72,8 @@ def _spread(place: int, column: Any, pieces: list[slice], copy: bool) -> list[An
 
 def _twin(cls: type[T]) -> Callable[..., T]:
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # fields() itself refuses what is no dataclass
-    if getattr(cls, "__slots__", None) != tuple(names) or cls.__bases__ != (object,) or hasattr(cls, "__post_init__"):
-        raise TypeError(f"{cls.__name__}: a dataclass with slots, without bases and __post_init__ is needed")
-    return dataclasses.make_dataclass(f"_{cls.__name__}", names, slots=True, eq=False)
+    plain = cls.__bases__ in ((object,), (Generic,)) and not hasattr(cls, "__post_init__")
+    if getattr(cls, "__slots__", None) != tuple(names) or not plain:
+        raise TypeError(f"{cls.__name__}: a dataclass with slots, without bases (but Generic) and __post_init__ is needed")
+    bases = getattr(cls, "__orig_bases__", ())
+    return dataclasses.make_dataclass(f"_{cls.__name__}", names, bases=bases, slots=True, eq=False)

@@ -26,6 +26,7 @@ _SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSI
 _TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
 _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section.MESSAGES), int(Section.METADATA)
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
+_BOOL = np.dtype(np.bool_)
 _trajectories = quick_rows(Trajectory)
 
 
@@ -74,24 +75,24 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     Columns that a foreign producer left out: mask all ones behind the prompt, log-probs 0, versions the record's policy
     version where the mask is 1, temperature 1.
     """
-    arrays = record.arrays
+    arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)
     columns = (
         record.group,
         record.members.tolist(),
         record.group_size,
-        _values(arrays.get(_PROMPT_LENGTHS), 0),
+        arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else 0,
         tokens,
         masks,
         logprobs,
         sampled,
         versions,
-        _values(arrays.get(_TEMPERATURES), 1.0),
-        _reasons(record),
-        _texts(record, _MESSAGES, str, list) or "",
-        _rewards(record),
-        _components(record),
-        _texts(record, _METADATA, dict) or dict,
+        arrays[_TEMPERATURES].tolist() if _TEMPERATURES in arrays else 1.0,
+        _reasons(arrays[_FINISH_REASONS]) if _FINISH_REASONS in arrays else FinishReason.STOP,
+        _texts(record, _MESSAGES, str, list) if _MESSAGES in strings else "",
+        _rewards(arrays[_REWARDS]) if _REWARDS in arrays else None,
+        _components(record) if _COMPONENTS in arrays else dict,  # an empty one for each
+        _texts(record, _METADATA, dict) if _METADATA in strings else dict,
     )
     return _trajectories(record.bounds, columns, copy)
 
@@ -107,9 +108,9 @@ def _columns(record: Record) -> tuple[Any, ...]:
     arrays, bounds = record.arrays, record.bounds
     masks: Any = arrays.get(_MASK)
     if masks is None:
-        prompts = _values(arrays.get(_PROMPT_LENGTHS), [0] * record.size)
+        prompts = arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else [0] * record.size
         masks = [np.arange(length) >= prompt for length, prompt in zip(record.lengths.tolist(), prompts, strict=True)]
-    elif masks.dtype != np.bool_:
+    elif masks.dtype != _BOOL:
         masks = masks != 0
     versions: Any = arrays.get(_VERSIONS)
     if versions is None:
@@ -121,21 +122,11 @@ def _columns(record: Record) -> tuple[Any, ...]:
     return arrays[_TOKENS], masks, logprobs, arrays.get(_SAMPLED, logprobs), versions
 
 
-def _values(array: Any, default: Any) -> Any:
-    return default if array is None else array.tolist()
-
-
-def _rewards(record: Record) -> list[float | None] | None:
-    array = record.arrays.get(_REWARDS)
-    if array is None:
-        return None
+def _rewards(array: Any) -> list[float | None]:
     return [None if reward != reward else reward for reward in array.tolist()]  # NaN: not scored
 
 
-def _reasons(record: Record) -> list[FinishReason] | FinishReason:
-    array = record.arrays.get(_FINISH_REASONS)
-    if array is None:
-        return FinishReason.STOP
+def _reasons(array: Any) -> list[FinishReason]:
     try:
         return list(map(_REASONS.__getitem__, array.tolist()))
     except KeyError as unknown:
@@ -143,9 +134,7 @@ def _reasons(record: Record) -> list[FinishReason] | FinishReason:
 
 
 def _texts(record: Record, section: int, *kinds: type) -> list[Any]:
-    """Of every member; an empty list where the record has none."""
-    if section not in record.strings:
-        return []
+    """Of every member."""
     return [_json(record.row_bytes(section, position) or b"", section, *kinds) for position in range(record.size)]
 
 
@@ -161,9 +150,9 @@ def _json(raw: bytes, section: int, *kinds: type) -> Any:
 
 
 def _components(record: Record) -> list[dict[str, float | None]] | type[dict[str, float | None]]:
-    values, raw = record.arrays.get(_COMPONENTS), record.strings.get(_COMPONENT_NAMES)
-    if values is None or raw is None or not (names := _json(bytes(raw), _COMPONENT_NAMES, dict)):
-        return dict  # an empty one for each
+    values, raw = record.arrays[_COMPONENTS], record.strings.get(_COMPONENT_NAMES)
+    if raw is None or not (names := _json(bytes(raw), _COMPONENT_NAMES, dict)):
+        return dict
     try:
         rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]
         return [

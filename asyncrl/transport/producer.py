@@ -54,22 +54,21 @@ class Producer:
 
     def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
         """Returns when the record is accepted. Errors: RingFull, RingDetached, RecordTooLarge, LifecycleError."""
-        deadline = time.monotonic() + timeout
-        if not self._lock.acquire(timeout=timeout):
-            raise self._core.late(plan, timeout)
+        core, deadline = self._core, time.monotonic() + timeout
+        if not (self._lock.acquire(False) or self._lock.acquire(timeout=timeout)):
+            raise core.late(plan, timeout)
         try:
-            self._put(plan, deadline, timeout)
+            need = core.advance(plan, ownerless=False)
+            if need is not Need.NOTHING:
+                self._wait_and_put(plan, need, deadline, timeout)
+            if core.unannounced:
+                _announce(core, deadline)
         finally:
             self._lock.release()
 
-    def _put(self, plan: Plan, deadline: float, timeout: float) -> None:
-        core, ownerless, pause = self._core, False, None
-        while True:
-            need = core.advance(plan, ownerless=ownerless)
-            if need is Need.NOTHING:
-                if core.unannounced:
-                    _announce(core, deadline)
-                return
+    def _wait_and_put(self, plan: Plan, need: Need, deadline: float, timeout: float) -> None:
+        core, ownerless, pause = self._core, False, _Pause()
+        while need is not Need.NOTHING:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise core.late(plan, timeout)
@@ -77,13 +76,13 @@ class Producer:
                 core.waits += 1
                 _wait_readable(core.space(), left)
                 core.drain()
-                continue
-            if ownerless:  # nobody listened a moment ago, and the ring as it lies there cannot take it
-                pause = pause or _Pause()
-                time.sleep(min(pause.next(), left))
-            ownerless = _attach_once(core, deadline) is None
-            if ownerless:
-                core.hear_end()
+            else:
+                if ownerless:  # nobody listened a moment ago, and the ring as it lies there cannot take it
+                    time.sleep(min(pause.next(), left))
+                ownerless = _attach_once(core, deadline) is None
+                if ownerless:
+                    core.hear_end()
+            need = core.advance(plan, ownerless=ownerless)
 
     @property
     def policy_version(self) -> int:
@@ -138,18 +137,17 @@ class AsyncProducer:
         except TimeoutError:
             raise self._core.late(plan, timeout) from None
         try:
-            await self._put(plan, deadline, timeout)
+            need = self._core.advance(plan, ownerless=False)
+            if need is not Need.NOTHING:
+                await self._wait_and_put(plan, need, deadline, timeout)
+            if self._core.unannounced:
+                await _in_thread(lambda: _announce(self._core, deadline))
         finally:
             self._lock.release()
 
-    async def _put(self, plan: Plan, deadline: float, timeout: float) -> None:
-        core, ownerless, pause = self._core, False, None
-        while True:
-            need = core.advance(plan, ownerless=ownerless)
-            if need is Need.NOTHING:
-                if core.unannounced:
-                    await _in_thread(lambda: _announce(core, deadline))
-                return
+    async def _wait_and_put(self, plan: Plan, need: Need, deadline: float, timeout: float) -> None:
+        core, ownerless, pause = self._core, False, _Pause()
+        while need is not Need.NOTHING:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise core.late(plan, timeout)
@@ -157,13 +155,13 @@ class AsyncProducer:
                 core.waits += 1
                 await _readable(core.space(), left)
                 core.drain()
-                continue
-            if ownerless:  # see the synchronous one
-                pause = pause or _Pause()
-                await asyncio.sleep(min(pause.next(), left))
-            ownerless = await _in_thread(lambda: _attach_once(core, deadline)) is None
-            if ownerless:
-                core.hear_end()
+            else:
+                if ownerless:  # see the synchronous one
+                    await asyncio.sleep(min(pause.next(), left))
+                ownerless = await _in_thread(lambda: _attach_once(core, deadline)) is None
+                if ownerless:
+                    core.hear_end()
+            need = core.advance(plan, ownerless=ownerless)
 
     @property
     def policy_version(self) -> int:

@@ -20,6 +20,17 @@ from .words import fault
 VERSION_WORD = 0  # of the segment's board: policy version + 1, 0 while unknown
 
 
+_life = 0  # forks between the first process and this one; asking the kernel for the process's number costs more
+
+
+def _after_fork_in_child() -> None:
+    global _life
+    _life += 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 class Need(Enum):
     """What a put waits for."""
 
@@ -55,13 +66,13 @@ class Core:
         self._attachment: Attachment | None = None
         self._heard = False  # that the owner ended
         self._poll = select.poll()
-        self._pid = os.getpid()
+        self._life = _life
         self._checksum = False
 
     def check(self) -> None:
         if self.closed:
             raise LifecycleError(f"the producer of ring {self.name!r} is closed")
-        if self._pid != os.getpid():
+        if self._life != _life:
             raise LifecycleError(
                 f"the producer of ring {self.name!r} was made before a fork; each process attaches by itself, because a ring "
                 "has one writer"
@@ -114,6 +125,7 @@ class Core:
             self.unannounced = self._owner_left()
         if segment.sealed:  # the owner may have looked before the record was there: put it again, elsewhere
             return Need.OWNER
+        writer.reclaim()
         self.puts += 1
         self.bytes += plan.size
         return Need.NOTHING
@@ -169,7 +181,7 @@ class Core:
 
     def close(self) -> None:
         """What was accepted stays. Twice is fine."""
-        if self.closed or self._pid != os.getpid():
+        if self.closed or self._life != _life:
             self.closed = True
             return
         self.closed = True

@@ -134,18 +134,16 @@ class RingWriter:
                 f"group {plan.draft.group}: a record of {plan.size:,} bytes; a ring holds {self._extents.size:,}. Make the "
                 "owner's rings larger, or put the members of the group in several records"
             )
+        start = self._allocate(plan.size)
+        if start is None:
+            self.reclaim()
+            start = self._allocate(plan.size)
+            if start is None:
+                return False
         memory, held = self.memory, self._held
-        if held:
-            self._reclaim()
-        slots = memory.slots
-        if len(held) >= slots:
-            return False
-        position = memory.head.view[0]
+        slots, position = memory.slots, memory.head.view[0]
         while position % slots in held:
             position += 1
-        start = self._extents.allocate(plan.size)
-        if start is None:
-            return False
         slot, sequence = position % slots, position + 1
         try:
             memory.state.store(3, sequence)
@@ -175,7 +173,11 @@ class RingWriter:
         del self._sequences, self._released
         self.memory.release_views()
 
-    def _reclaim(self) -> None:
+    def _allocate(self, size: int) -> int | None:
+        return self._extents.allocate(size) if len(self._held) < self.memory.slots else None
+
+    def reclaim(self) -> None:
+        """Take back what was released. `try_put` does where there is no room; better at leisure, when nobody waits for a record."""
         held = self._held
         if len(held) <= _FEW:
             sequences, released = self.memory.sequences.view, self.memory.released.view
