@@ -55,16 +55,15 @@ class Extents:
     def free(self, start: int, size: int) -> None:
         """Give back what `allocate` or `reserve` gave, in any order."""
         size = _rounded(size)
-        self._merge()
-        self._check_taken(start, size)
+        if self._aside is not None:
+            self._merge()
+        starts = self._starts
+        index = bisect_left(starts, start)
+        before = index and starts[index - 1] + self._sizes[index - 1] > start
+        if before or (index < len(starts) and start + size > starts[index]):
+            raise AssertionError(f"extent {start}+{size} was given back twice")
         self.used -= size
         self._aside = (start, size)
-
-    def _check_taken(self, start: int, size: int) -> None:
-        index = bisect_left(self._starts, start)
-        before = index and self._starts[index - 1] + self._sizes[index - 1] > start
-        if before or (index < len(self._starts) and start + size > self._starts[index]):
-            raise AssertionError(f"extent {start}+{size} was given back twice")
 
     def _merge(self) -> None:
         """What is kept aside goes to the others."""

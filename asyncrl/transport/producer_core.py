@@ -125,7 +125,6 @@ class Core:
             self.unannounced = self._owner_left()
         if segment.sealed:  # the owner may have looked before the record was there: put it again, elsewhere
             return Need.OWNER
-        writer.reclaim()
         self.puts += 1
         self.bytes += plan.size
         return Need.NOTHING

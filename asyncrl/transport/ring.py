@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,14 +135,13 @@ class RingWriter:
                 f"group {plan.draft.group}: a record of {plan.size:,} bytes; a ring holds {self._extents.size:,}. Make the "
                 "owner's rings larger, or put the members of the group in several records"
             )
-        start = self._allocate(plan.size)
-        if start is None:
-            self.reclaim()
-            start = self._allocate(plan.size)
-            if start is None:
-                return False
         memory, held = self.memory, self._held
+        if held:
+            self._reclaim()  # first, so that the bytes that are still in the cache are those that are used again
         slots, position = memory.slots, memory.head.view[0]
+        start = self._extents.allocate(plan.size) if len(held) < slots else None
+        if start is None:
+            return False
         while position % slots in held:
             position += 1
         slot, sequence = position % slots, position + 1
@@ -173,20 +173,16 @@ class RingWriter:
         del self._sequences, self._released
         self.memory.release_views()
 
-    def _allocate(self, size: int) -> int | None:
-        return self._extents.allocate(size) if len(self._held) < self.memory.slots else None
-
-    def reclaim(self) -> None:
-        """Take back what was released. `try_put` does where there is no room; better at leisure, when nobody waits for a record."""
-        held = self._held
-        if len(held) <= _FEW:
-            sequences, released = self.memory.sequences.view, self.memory.released.view
-            free = [slot for slot in held if sequences[slot] == released[slot]]
-        else:
-            free = np.flatnonzero(self._all_busy & (self._sequences == self._released)).tolist()
-        for slot in free:
-            self._extents.free(*held.pop(slot))
-            self._busy[slot] = 0
+    def _reclaim(self) -> None:
+        held, free = self._held, self._extents.free
+        slots: Iterable[int] = tuple(held)
+        if len(held) > _FEW:
+            slots = np.flatnonzero(self._all_busy & (self._sequences == self._released)).tolist()
+        sequences, released = self.memory.sequences.view, self.memory.released.view
+        for slot in slots:
+            if sequences[slot] == released[slot]:
+                free(*held.pop(slot))
+                self._busy[slot] = 0
 
 
 @dataclass(slots=True)
