@@ -18,6 +18,7 @@ Used from one thread; only `wait_expired` waits.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -107,6 +108,7 @@ class Arrival(Generic[C]):
 
 
 _stashed_group = quick(StashedGroup)
+_key = functools.partial(tuple.__new__, GroupKey)
 _WHOLE = Ending.WHOLE  # enum look-ups are slow here
 _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
@@ -214,7 +216,7 @@ class Stash(Generic[C]):
             if t.group_id != group_id:
                 raise ValueError(f"stash: {sorted({t.group_id for t in trajectories})} are several groups")
             whole = whole and t.member == position and t.group_size == size
-        key = GroupKey(epoch, group_id)
+        key = _key((epoch, group_id))
         capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
         if capped or not whole or key in self._ended or key in self._waiting:
             return None

@@ -114,6 +114,7 @@ class RingWriter:
         self.memory = memory
         self._extents = Extents(len(memory.payload))
         self._held: dict[int, tuple[int, int]] = {}  # slot -> extent
+        self._latest = -1  # the slot that was filled last
         self._busy = bytearray(memory.slots)  # 1 where the slot is held
         self._all_busy = np.frombuffer(self._busy, bool)
         self._sequences = np.frombuffer(memory.sequences.view, np.uint64)
@@ -136,12 +137,10 @@ class RingWriter:
                 "owner's rings larger, or put the members of the group in several records"
             )
         memory, held = self.memory, self._held
-        if held:
-            self._reclaim()  # first, so that the bytes that are still in the cache are those that are used again
-        slots, position = memory.slots, memory.head.view[0]
-        start = self._extents.allocate(plan.size) if len(held) < slots else None
+        start = self._room(plan.size)
         if start is None:
             return False
+        slots, position = memory.slots, memory.head.view[0]
         while position % slots in held:
             position += 1
         slot, sequence = position % slots, position + 1
@@ -154,6 +153,7 @@ class RingWriter:
             memory.checks.store(slot, zlib.crc32(_CHECK.pack(sequence, start, plan.size)))
             memory.sequences.store(slot, sequence)
             held[slot] = (start, plan.size)
+            self._latest = slot
             self._busy[slot] = 1
             memory.head.store(0, sequence)  # accepted
         except BaseException:
@@ -172,6 +172,18 @@ class RingWriter:
     def release_views(self) -> None:
         del self._sequences, self._released
         self.memory.release_views()
+
+    def _room(self, size: int) -> int | None:
+        """Bytes that nobody uses: best those of the latest record, which are still in the cache."""
+        held, latest, words = self._held, self._latest, self.memory
+        if latest in held and words.sequences.view[latest] == words.released.view[latest]:
+            start, bytes_ = held.pop(latest)
+            self._busy[latest] = 0
+            if bytes_ == size:
+                return start
+            self._extents.free(start, bytes_)
+        self._reclaim()
+        return self._extents.allocate(size) if len(held) < words.slots else None
 
     def _reclaim(self) -> None:
         held, free = self._held, self._extents.free
