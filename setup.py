@@ -14,7 +14,9 @@ from setuptools import Extension, setup
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 QUIET = ["-g0", "-Wno-psabi"]
 KERNELS = ["asyncrl/models/native.cpp", "asyncrl/models/vectors.h"]
-RECORDS = [f"asyncrl/records/{name}" for name in ("native.c", "native_read.c", "native_write.c", "native.h")]
+RECORDS = [
+    f"asyncrl/records/{name}" for name in ("native.c", "native_read.c", "native_slot.c", "native_write.c", "native.h")
+]
 
 
 def stamp(root: str, texts: list[str]) -> str:

@@ -18,7 +18,6 @@ Used from one thread; only `wait_expired` waits.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -108,8 +107,6 @@ class Arrival(Generic[C]):
 
 
 _stashed_group = quick(StashedGroup)
-_key = functools.partial(tuple.__new__, GroupKey)
-_WHOLE = Ending.WHOLE  # enum look-ups are slow here
 _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
 
@@ -216,14 +213,14 @@ class Stash(Generic[C]):
             if t.group_id != group_id:
                 raise ValueError(f"stash: {sorted({t.group_id for t in trajectories})} are several groups")
             whole = whole and t.member == position and t.group_size == size
-        key = _key((epoch, group_id))
+        key = GroupKey(epoch, group_id)
         capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
         if capped or not whole or key in self._ended or key in self._waiting:
             return None
         self._accepted += size
         self._together += 1
         self._bury(key)
-        return _stashed_group(key, _WHOLE, context, size, tuple(trajectories), (lease,) * size)
+        return _stashed_group(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
         if same(entry.members[trajectory.member][0], trajectory):
@@ -355,7 +352,7 @@ class Stash(Generic[C]):
             late=self._late,
             stale=self._stale,
             refused=dict(self._refused),
-            endings=dict(self._endings + Counter({_WHOLE: self._together})),
+            endings=dict(self._endings + Counter({Ending.WHOLE: self._together})),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -379,9 +376,6 @@ class Stash(Generic[C]):
             self._ended.popitem(last=False)
 
 
-_COLUMNS = ("tokens", "mask", "logprobs", "sampled_logprobs", "versions")
-
-
 def nbytes(trajectory: Trajectory) -> int:
     """Bytes of its per-token columns."""
     t = trajectory
@@ -394,7 +388,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     return scalars[0] == scalars[1] and all(
         getattr(a, column).dtype == getattr(b, column).dtype
         and getattr(a, column).tobytes() == getattr(b, column).tobytes()
-        for column in _COLUMNS
+        for column in ("tokens", "mask", "logprobs", "sampled_logprobs", "versions")
     )
 
 

@@ -59,6 +59,12 @@ int asyncrl_int64(PyObject *number, int64_t *value) {
   return number && (*value != -1 || !PyErr_Occurred());
 }
 
+int asyncrl_hit(PyObject *fault, const char *where) {
+  PyObject *found = fault == Py_None ? Py_NewRef(Py_None) : PyObject_CallFunction(fault, "s", where);
+  Py_XDECREF(found);
+  return found != NULL;
+}
+
 int asyncrl_crc(PyObject *stolen, uint32_t *crc) {
   PyObject *found = stolen ? PyObject_CallOneArg(asyncrl_crc32, stolen) : NULL;
   Py_XDECREF(stolen);
@@ -101,6 +107,9 @@ static PyMethodDef methods[] = {
     {"set_record", asyncrl_set_record, METH_O, NULL},
     {"read", (PyCFunction)(void (*)(void))asyncrl_read, METH_FASTCALL, NULL},
     {"rows", (PyCFunction)(void (*)(void))asyncrl_rows, METH_FASTCALL, NULL},
+    {"set_ring", asyncrl_set_ring, METH_VARARGS, NULL},
+    {"publish", (PyCFunction)(void (*)(void))asyncrl_publish, METH_FASTCALL, NULL},
+    {"take", (PyCFunction)(void (*)(void))asyncrl_take, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

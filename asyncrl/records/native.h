@@ -1,4 +1,4 @@
-// What the three files of the extension share: the layout (records/layout.py), and what an answer means.
+// What the files of the extension share: the layout (records/layout.py), and what an answer means.
 
 #pragma once
 
@@ -67,6 +67,10 @@ int asyncrl_learn(Shape *shape, PyObject *type, const char *fields);
 PyObject *asyncrl_unusual(void);
 int asyncrl_int64(PyObject *number, int64_t *value);
 int asyncrl_crc(PyObject *stolen, uint32_t *crc);
+int asyncrl_hit(PyObject *fault, const char *where);
+PyObject *asyncrl_write_into(PyObject *plan, char *into, Py_ssize_t room, int64_t sequence, int checksum, PyObject *fault,
+                             uint64_t *written);
+PyObject *asyncrl_read_view(PyObject *view, PyObject *sequence, int checksum);
 
 PyObject *asyncrl_set_plan(PyObject *, PyObject *);
 PyObject *asyncrl_plan(PyObject *, PyObject *);
@@ -74,6 +78,9 @@ PyObject *asyncrl_write(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *asyncrl_set_record(PyObject *, PyObject *);
 PyObject *asyncrl_read(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *asyncrl_rows(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *asyncrl_set_ring(PyObject *, PyObject *);
+PyObject *asyncrl_publish(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *asyncrl_take(PyObject *, PyObject *const *, Py_ssize_t);
 
 static inline PyObject **field_of(const Shape *shape, PyObject *object, Py_ssize_t i) {
   return (PyObject **)((char *)object + shape->offset[i]);

@@ -1,4 +1,5 @@
-"""The extension of `native.c`, if it was built: `plan`, `write`, `read` and `rows` for records of the usual form.
+"""The extension of `native.c`, if it was built: `plan`, `write`, `read` and `rows` for records of the usual form, `publish` and
+`take` for those in a ring.
 
 `records` is None where it was not built (no compiler, another platform) or is turned off (`ASYNCRL_NATIVE=0`).
 """
@@ -12,7 +13,7 @@ from types import ModuleType
 from ..builds import of_this_source, wanted
 from .layout import CODES, DTYPES, SPECS, Axis, Spec
 
-SOURCES = ("native.c", "native_read.c", "native_write.c", "native.h")
+SOURCES = ("native.c", "native_read.c", "native_slot.c", "native_write.c", "native.h")
 USER_BYTES = Spec(Axis.BYTES, (DTYPES[1],))  # of a user's own section
 
 

@@ -176,24 +176,30 @@ static int understood(Found *found, Py_ssize_t here, PyObject *expected, int che
   return there == 1;
 }
 
-// read(buffer, sequence | None, checksum) -> Record | None
-PyObject *asyncrl_read(PyObject *self, PyObject *const *given, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "read: 3 arguments expected, found %zd", count);
-  int checksum = PyObject_IsTrue(given[2]);
-  PyObject *whole = checksum < 0 ? NULL : PyMemoryView_Check(given[0]) ? Py_NewRef(given[0]) : PyMemoryView_FromObject(given[0]);
-  if (!whole) return NULL;
+// The record in the memoryview `view`, or None.
+PyObject *asyncrl_read_view(PyObject *view, PyObject *sequence, int checksum) {
   Found found;
   found.arrays = found.strings = found.members = found.lengths = found.bounds = NULL;
-  found.view = PyObject_CallMethodNoArgs(whole, to_read_only);
-  Py_DECREF(whole);
+  found.view = PyMemoryView_GET_BUFFER(view)->readonly ? Py_NewRef(view) : PyObject_CallMethodNoArgs(view, to_read_only);
   if (!found.view) return NULL;
   Py_buffer *buffer = PyMemoryView_GET_BUFFER(found.view);
   found.data = buffer->buf;
   int plain_bytes = buffer->itemsize == 1 && buffer->ndim == 1 && PyBuffer_IsContiguous(buffer, 'C');
-  int good = plain_bytes && understood(&found, buffer->len, given[1], checksum);
+  int good = plain_bytes && understood(&found, buffer->len, sequence, checksum);
   PyObject *record = good ? record_of(&found) : asyncrl_unusual();
   PyObject *owned[] = {found.view, found.arrays, found.strings, found.members, found.lengths, found.bounds};
   for (int i = 0; i < 6; ++i) Py_XDECREF(owned[i]);
+  return record;
+}
+
+// read(buffer, sequence | None, checksum) -> Record | None
+PyObject *asyncrl_read(PyObject *self, PyObject *const *given, Py_ssize_t count) {
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "read: 3 arguments expected, found %zd", count);
+  int checksum = PyObject_IsTrue(given[2]);
+  // A view of our own: a released one is refused here, and nobody else can release this one.
+  PyObject *view = checksum < 0 ? NULL : PyMemoryView_FromObject(given[0]);
+  PyObject *record = view ? asyncrl_read_view(view, given[1], checksum) : NULL;
+  Py_XDECREF(view);
   return record;
 }
 

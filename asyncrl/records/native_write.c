@@ -224,12 +224,6 @@ static int place(Layout *layout, PyObject *part) {
   return 1;
 }
 
-static int hit(PyObject *fault, const char *where) {
-  PyObject *found = fault == Py_None ? Py_NewRef(Py_None) : PyObject_CallFunction(fault, "s", where);
-  Py_XDECREF(found);
-  return found != NULL;
-}
-
 // Copy the sections. With `fault` one by one, and it is called behind each.
 static int copy_sections(const Layout *layout, PyObject *fault) {
   Py_ssize_t i = 0;
@@ -238,7 +232,7 @@ static int copy_sections(const Layout *layout, PyObject *fault) {
     char *to = layout->into + layout->entries[part].offset;
     for (; i < layout->last[part]; to += layout->pieces[i++].bytes)
       if (layout->pieces[i].bytes) memcpy(to, layout->pieces[i].from, layout->pieces[i].bytes);
-    if (!state && !hit(fault, "section")) return 0;
+    if (!state && !asyncrl_hit(fault, "section")) return 0;
   }
   if (state) PyEval_RestoreThread(state);
   return 1;
@@ -281,53 +275,62 @@ static int store(const Layout *layout, Header *header, int checksum, PyObject *f
   memcpy(PyBytes_AS_STRING(head) + sizeof(Header), layout->entries, table);
   if (!asyncrl_crc(head, &header->crc)) return 0;
   memcpy(layout->into + sizeof(Header), layout->entries, table);
-  if (!hit(fault, "table")) return 0;
+  if (!asyncrl_hit(fault, "table")) return 0;
   __atomic_thread_fence(__ATOMIC_RELEASE);
   memcpy(layout->into, header, sizeof(Header));
-  return hit(fault, "header");
+  return asyncrl_hit(fault, "header");
 }
 
-static PyObject *write_parts(PyObject *plan, PyObject *parts, PyObject *const *given) {
+static PyObject *write_parts(PyObject *plan, PyObject *parts, char *into, Py_ssize_t room, int64_t sequence, int checksum,
+                             PyObject *fault, uint64_t *written) {
   PyObject *done = NULL;
-  int64_t size, sequence;
+  int64_t size;
   Py_ssize_t count = PyTuple_GET_SIZE(parts);
   Header header = {MAGIC, VERSION, 1, sizeof(Header), sizeof(Entry), (uint32_t)count};
-  if (!asyncrl_int64(*field_of(&plan_shape, plan, P_SIZE), &size) || !asyncrl_int64(given[2], &sequence) ||
-      !header_of(plan, &header) || size < 0 || sequence < 0)
+  if (!asyncrl_int64(*field_of(&plan_shape, plan, P_SIZE), &size) || !header_of(plan, &header) || size < 0 || sequence < 0)
     return asyncrl_unusual();
-  Py_buffer into;
-  if (PyObject_GetBuffer(given[1], &into, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
-    if (!PyErr_ExceptionMatches(PyExc_BufferError)) return NULL;
-    PyErr_Clear();
-    Py_RETURN_NONE;
-  }
   Layout layout;
-  layout.into = into.buf, layout.size = size, layout.end = aligned(sizeof(Header) + sizeof(Entry) * count);
+  layout.into = into, layout.size = size, layout.end = aligned(sizeof(Header) + sizeof(Entry) * count);
   layout.count = 0, layout.pieces = NULL, layout.used = layout.room = 0;
-  int good = size <= into.len && layout.end <= layout.size;
+  int good = size <= room && layout.end <= layout.size;
   for (Py_ssize_t i = 0; good && i < count; ++i) good = place(&layout, PyTuple_GET_ITEM(parts, i));
   if (good && layout.end == layout.size) {
-    header.record_bytes = size, header.sequence = sequence;
-    int checksum = PyObject_IsTrue(given[3]);
-    if (checksum >= 0 && store(&layout, &header, checksum, given[4])) done = Py_NewRef(Py_True);
+    header.record_bytes = *written = size, header.sequence = sequence;
+    if (store(&layout, &header, checksum, fault)) done = Py_NewRef(Py_True);
   } else {
     done = asyncrl_unusual();
   }
   for (Py_ssize_t i = 0; i < layout.used; ++i) Py_DECREF(layout.pieces[i].owner);
   PyMem_Free(layout.pieces);
-  PyBuffer_Release(&into);
+  return done;
+}
+
+// True where the record of `plan` lies at `into`, with its size in `written`; None: unusual.
+PyObject *asyncrl_write_into(PyObject *plan, char *into, Py_ssize_t room, int64_t sequence, int checksum, PyObject *fault,
+                             uint64_t *written) {
+  if (!Py_IS_TYPE(plan, plan_shape.type)) Py_RETURN_NONE;
+  PyObject *parts = *field_of(&plan_shape, plan, P_PARTS);
+  if (!parts || !PyList_CheckExact(parts) || PyList_GET_SIZE(parts) > PARTS) Py_RETURN_NONE;
+  if (!(parts = PyList_AsTuple(parts))) return NULL;  // ours: what runs in between may change the list
+  PyObject *done = write_parts(plan, parts, into, room, sequence, checksum, fault, written);
+  Py_DECREF(parts);
   return done;
 }
 
 // write(plan, buffer, sequence, checksum, fault) -> True | None
 PyObject *asyncrl_write(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   if (count != 5) return PyErr_Format(PyExc_TypeError, "write: 5 arguments expected, found %zd", count);
-  PyObject *plan = given[0], *parts, *done = NULL;
-  if (!Py_IS_TYPE(plan, plan_shape.type)) Py_RETURN_NONE;
-  parts = *field_of(&plan_shape, plan, P_PARTS);
-  if (!parts || !PyList_CheckExact(parts) || PyList_GET_SIZE(parts) > PARTS) Py_RETURN_NONE;
-  if (!(parts = PyList_AsTuple(parts))) return NULL;  // ours: what runs in between may change the list
-  done = write_parts(plan, parts, given);
-  Py_DECREF(parts);
+  int64_t sequence;
+  uint64_t written;
+  Py_buffer into;
+  int checksum = PyObject_IsTrue(given[3]);
+  if (checksum < 0 || !asyncrl_int64(given[2], &sequence)) return asyncrl_unusual();
+  if (PyObject_GetBuffer(given[1], &into, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
+    if (!PyErr_ExceptionMatches(PyExc_BufferError)) return NULL;
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  PyObject *done = asyncrl_write_into(given[0], into.buf, into.len, sequence, checksum, given[4], &written);
+  PyBuffer_Release(&into);
   return done;
 }

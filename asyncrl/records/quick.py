@@ -74,6 +74,8 @@ def _twin(cls: type[T]) -> Callable[..., T]:
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # fields() itself refuses what is no dataclass
     plain = cls.__bases__ in ((object,), (Generic,)) and not hasattr(cls, "__post_init__")
     if getattr(cls, "__slots__", None) != tuple(names) or not plain:
-        raise TypeError(f"{cls.__name__}: a dataclass with slots, without bases (but Generic) and __post_init__ is needed")
+        raise TypeError(
+            f"{cls.__name__}: a dataclass with slots, without bases (but Generic) and __post_init__ is needed"
+        )
     bases = getattr(cls, "__orig_bases__", ())
     return dataclasses.make_dataclass(f"_{cls.__name__}", names, bases=bases, slots=True, eq=False)

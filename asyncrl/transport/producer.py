@@ -67,13 +67,14 @@ class Producer:
             self._lock.release()
 
     def _wait_and_put(self, plan: Plan, need: Need, deadline: float, timeout: float) -> None:
-        core, ownerless, pause = self._core, False, _Pause()
+        core, ownerless, full, pause = self._core, False, False, _Pause()
         while need is not Need.NOTHING:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise core.late(plan, timeout)
             if need is Need.SPACE:
-                core.waits += 1
+                core.waits += not full  # each put once
+                full = True
                 _wait_readable(core.space(), left)
                 core.drain()
             else:
@@ -146,13 +147,14 @@ class AsyncProducer:
             self._lock.release()
 
     async def _wait_and_put(self, plan: Plan, need: Need, deadline: float, timeout: float) -> None:
-        core, ownerless, pause = self._core, False, _Pause()
+        core, ownerless, full, pause = self._core, False, False, _Pause()
         while need is not Need.NOTHING:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise core.late(plan, timeout)
             if need is Need.SPACE:
-                core.waits += 1
+                core.waits += not full  # each put once
+                full = True
                 await _readable(core.space(), left)
                 core.drain()
             else:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import RecordError, RecordTooLarge, TransportError
+from ..records.native import records
 from ..records.read import Record, read
 from ..records.write import Plan
 from . import words
@@ -44,7 +45,8 @@ _CRC_AT = _STATIC.size
 _HEAD_AT, _READ_AT, _STATE_AT, _ARRAYS_AT = 128, 192, 256, 320
 _CHECK = struct.Struct("<QQQ")
 _FEW = 8  # slots that are looked at sooner one by one than all at once
-MASK = (1 << 64) - 1
+if records is not None:
+    records.set_ring(_HEAD_AT, _STATE_AT, _ARRAYS_AT)
 
 
 def block_bytes(slots: int, payload: int) -> int:
@@ -76,7 +78,10 @@ class RingMemory:
         good = magic == MAGIC and version == VERSION and zlib.crc32(buffer[:_CRC_AT]) == crc
         if not good or payload_at != _payload_at(slots) or payload_at + payload != len(buffer):
             raise TransportError(f"a block of {len(buffer)} bytes is no ring of version {VERSION}, or damaged")
+        self.block = buffer[:]
+        self.readable = buffer.toreadonly()
         self.slots: int = slots
+        self.payload_at: int = payload_at
         self.producer: bytes = producer
         self.payload = buffer[payload_at:]
         self.head = Words(buffer, _HEAD_AT, 1, "ring.head")
@@ -104,7 +109,8 @@ class RingMemory:
     def release_views(self) -> None:
         for name in ("head", "read", "state", "sequences", "released", "offsets", "sizes", "checks"):
             getattr(self, name).release()
-        self.payload.release()
+        for view in (self.payload, self.block, self.readable):
+            view.release()
 
 
 class RingWriter:
@@ -145,17 +151,10 @@ class RingWriter:
             position += 1
         slot, sequence = position % slots, position + 1
         try:
-            memory.state.store(3, sequence)
-            into = memory.payload[start : start + plan.size]
-            plan.write(into, sequence=sequence, checksum=checksum, fault=words.FAULT)
-            memory.offsets.store(slot, start)
-            memory.sizes.store(slot, plan.size)
-            memory.checks.store(slot, zlib.crc32(_CHECK.pack(sequence, start, plan.size)))
-            memory.sequences.store(slot, sequence)
             held[slot] = (start, plan.size)
             self._latest = slot
             self._busy[slot] = 1
-            memory.head.store(0, sequence)  # accepted
+            self._publish(plan, slot, start, sequence, checksum)
         except BaseException:
             if memory.head[0] != sequence:  # interrupted before it was accepted: nothing happened
                 held.pop(slot, None)
@@ -172,6 +171,21 @@ class RingWriter:
     def release_views(self) -> None:
         del self._sequences, self._released
         self.memory.release_views()
+
+    def _publish(self, plan: Plan, slot: int, start: int, sequence: int, checksum: bool) -> None:
+        memory, size, fault = self.memory, plan.size, words.FAULT
+        if records is not None and records.publish(
+            plan, memory.block, memory.slots, memory.payload_at, slot, start, size, sequence, checksum, fault
+        ):
+            return
+        memory.state.store(3, sequence)
+        into = memory.payload[start : start + size]
+        plan.write(into, sequence=sequence, checksum=checksum, fault=fault)
+        memory.offsets.store(slot, start)
+        memory.sizes.store(slot, size)
+        memory.checks.store(slot, zlib.crc32(_CHECK.pack(sequence, start, size)))
+        memory.sequences.store(slot, sequence)
+        memory.head.store(0, sequence)  # accepted
 
     def _room(self, size: int) -> int | None:
         """Bytes that nobody uses: best those of the latest record, which are still in the cache."""
@@ -225,10 +239,10 @@ class RingReader:
 
     def poll(self) -> list[tuple[int, int]]:
         """(slot, sequence) of what was accepted since the last look."""
-        memory, position = self.memory, self._next
+        memory, first = self.memory, self._next
         self._next = head = memory.head.view[0]
         found = []
-        for position in range(position, head):
+        for position in range(first, head):
             slot = position % memory.slots
             sequence = memory.sequences.view[slot]
             if sequence == position + 1:
@@ -247,6 +261,11 @@ class RingReader:
     def take(self, slot: int, sequence: int, *, checksum: bool) -> Record:
         """The record, as views of the payload. Errors: RecordError, after which `release` is all that is left to do."""
         memory, payload = self.memory, self.memory.payload
+        if records is not None:
+            record = records.take(memory.readable, memory.slots, memory.payload_at, slot, sequence, checksum)
+            if record is not None:
+                self.counts.records += 1
+                return record
         start, size = memory.offsets.view[slot], memory.sizes.view[slot]
         check = zlib.crc32(_CHECK.pack(sequence, start, size))
         if check != memory.checks.view[slot] or start + size > len(payload):

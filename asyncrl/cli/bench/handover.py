@@ -33,11 +33,10 @@ from asyncrl.transport.ring_types import RingSettings
 from asyncrl.transport.tensor_queue import attach_queue, share_queue
 
 from .job import HandoverJob
-from .peers.handover_group import COLUMNS, MEMBERS, answer, arrays, footprint, turns
+from .peers.handover_group import COLUMNS, IN_FLIGHT, MEMBERS, answer, arrays, footprint, turns
 
 END = 0  # the stamp behind the last group
 LOOPS = ("asyncio", "uvloop")
-RECORDS = 8  # groups that the ring, and each queue, holds
 Times = list[tuple[int, ...]]
 
 
@@ -54,7 +53,7 @@ def end_record(group: int) -> Plan:
     return record(group, {Section.TOKENS: [np.empty(0, np.int32)] * MEMBERS}, END)
 
 
-def ring_settings(tokens: int, records: int = RECORDS) -> RingSettings:
+def ring_settings(tokens: int, records: int = IN_FLIGHT) -> RingSettings:
     ring = records * (footprint(tokens) + (1 << 13))
     return RingSettings(size=ring + (1 << 22), slots=64, ring_bytes=ring)
 
@@ -73,7 +72,7 @@ def produce_ring(name: str, job: HandoverJob, credit: Any) -> None:
 def produce_tensors(name: str, job: HandoverJob, credit: Any) -> None:
     async def produce() -> None:
         data = arrays(job.tokens)
-        async with share_queue(name, RECORDS, (RECORDS + 1) * (footprint(job.tokens) + (1 << 12))) as sender:
+        async with share_queue(name, IN_FLIGHT, (IN_FLIGHT + 1) * (footprint(job.tokens) + (1 << 12))) as sender:
             for _ in turns(vars_of(job)):
                 if credit is not None:
                     await asyncio.to_thread(credit.acquire)  # the loop has the receiver to let in
@@ -156,7 +155,7 @@ async def consume_tensors(job: HandoverJob) -> Times:
 
 
 def consume_queue(job: HandoverJob) -> Times:
-    queue, credit = multiprocessing.get_context("spawn").Queue(RECORDS), new_credit(job)
+    queue, credit = multiprocessing.get_context("spawn").Queue(IN_FLIGHT), new_credit(job)
     times: Times = []
     process = spawn(produce_queue, queue, job, credit)
     while True:
