@@ -165,7 +165,7 @@ class Stash(Generic[C]):
         self._bytes = self._accepted = self._duplicates = self._late = self._stale = 0
         self._refused: Counter[Refusal] = Counter()
         self._endings: Counter[Ending] = Counter()
-        self._together = 0  # groups that came whole; of the endings too
+        self._together = 0  # WHOLE endings of `add_whole`; in `statistics` with the others
         self._arrived = anyio.Event()
 
     # -- in ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 //
 // Optional. Where this was not built, the Python beside it runs; and it runs for all that is unusual: a function here that
 // meets what it does not know (another dtype, a list in the place of an array, a damaged table, a newer writer) answers
-// None and has changed nothing. So each rule and each message stands in Python alone, which is the reference of the tests.
+// None and has changed nothing that counts. So each rule and each message stands in Python alone, which is the reference of the tests.
 //
 // What is won are cache lines, not arithmetic: in a process that slept the caches are cold, and the interpreter between the
 // columns costs three times there what it costs in a tight loop.

@@ -292,7 +292,7 @@ PyObject *asyncrl_rows(PyObject *self, PyObject *const *given, Py_ssize_t count)
   for (Py_ssize_t i = 0; rows && i < shape.count; ++i) {
     PyObject *column = PyTuple_GET_ITEM(columns, i);
     int good = 0;
-    if (i && column == PyTuple_GET_ITEM(columns, i - 1))
+    if (i && column == PyTuple_GET_ITEM(columns, i - 1) && column != (PyObject *)&PyDict_Type)
       good = fill_as_before(&shape, rows, i);
     else if (PyList_CheckExact(column))
       good = fill_from_list(&shape, rows, i, column);

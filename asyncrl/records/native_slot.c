@@ -42,6 +42,9 @@ static int open_ring(Ring *ring, PyObject *const *given, int flags) {
 
 static uint64_t *word_of(const Ring *ring, int array) { return ring->arrays + array * ring->slots + ring->slot; }
 
+// Once: somebody may write there meanwhile.
+static uint64_t load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
 static int store(uint64_t *word, uint64_t value, const char *before, const char *after, PyObject *fault) {
   if (!asyncrl_hit(fault, before)) return 0;
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
@@ -56,7 +59,7 @@ static int check_of(uint64_t sequence, uint64_t start, uint64_t size, uint32_t *
 }
 
 // publish(plan, block, slots, payload's offset, slot, start, size, sequence, checksum, fault) -> True | None. None: at most the
-// word that says what is being written was stored, and perhaps some payload; nobody looks at either.
+// word that says what is being written was stored; the Python stores it again.
 PyObject *asyncrl_publish(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   if (count != 10) return PyErr_Format(PyExc_TypeError, "publish: 10 arguments expected, found %zd", count);
   PyObject *fault = given[9], *done = NULL;
@@ -90,9 +93,9 @@ PyObject *asyncrl_take(PyObject *self, PyObject *const *given, Py_ssize_t count)
   uint32_t check;
   Ring ring;
   int checksum = PyObject_IsTrue(given[5]);
-  if (checksum < 0 || !asyncrl_int64(given[4], &sequence) || !open_ring(&ring, given, PyBUF_SIMPLE)) return asyncrl_unusual();
-  uint64_t start = __atomic_load_n(word_of(&ring, OFFSETS), __ATOMIC_ACQUIRE), size = *word_of(&ring, SIZES);
-  uint64_t expected = *word_of(&ring, CHECKS);
+  if (checksum < 0 || !PyMemoryView_Check(given[0]) || !asyncrl_int64(given[4], &sequence) || !open_ring(&ring, given, PyBUF_SIMPLE))
+    return asyncrl_unusual();
+  uint64_t start = load(word_of(&ring, OFFSETS)), size = load(word_of(&ring, SIZES)), expected = load(word_of(&ring, CHECKS));
   int good = start <= ring.room && size <= ring.room - start;
   Py_ssize_t at = good ? ring.payload + start - (char *)ring.block.buf : 0;
   PyBuffer_Release(&ring.block);

@@ -35,10 +35,10 @@ def quick_rows(cls: type[T]) -> Callable[[tuple[int, ...], tuple[Any, ...], bool
 
     * a jagged array [bounds[n]] is cut: instance i gets `array[bounds[i] : bounds[i + 1]]`, or with `copy` a copy of it;
     * a list has a value for each instance; the type `dict` stands for an empty one of its own for each;
-    * anything else is the same for all. The same column twice in succession: its values are shared.
+    * anything else is the same for all. The same column (but `dict`) twice in succession: its values are shared.
 
     Errors: ValueError for a column that does not fit; here TypeError, for a class that is no dataclass with slots or has
-    bases or a `__post_init__`.
+    bases other than Generic or a `__post_init__`.
     """
     twin = _twin(cls)
 
@@ -48,7 +48,7 @@ def quick_rows(cls: type[T]) -> Callable[[tuple[int, ...], tuple[Any, ...], bool
         pieces = list(itertools.starmap(slice, itertools.pairwise(bounds)))
         full: list[list[Any]] = []
         for place, column in enumerate(columns):
-            again = place and column is columns[place - 1]
+            again = place and column is columns[place - 1] and column is not dict
             full.append(full[-1] if again else _spread(place, column, pieces, copy))
         made = list(map(twin, *full))
         for one in made:

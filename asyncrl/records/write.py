@@ -43,7 +43,8 @@ _FLAT = (1, 1)  # inner dimensions where there are none
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """What a record shall hold. n members; L_i tokens of member i. Not frozen: that would be half the time of planning.
+    """What a record shall hold. n members; L_i tokens of member i. Not to be changed once it is
+    planned; not frozen, which would be half the time of planning.
 
     `sections` by id, as `layout.SPECS` says: TOKENS: n arrays [L_i, ...]; ROWS: one array [n, ...]; ROW_BYTES: n byte
     strings; BYTES: one. Ids of `USER_SECTIONS` carry one byte string each. LENGTHS and MEMBERS are made here.

@@ -142,26 +142,37 @@ class RingWriter:
                 f"group {plan.draft.group}: a record of {plan.size:,} bytes; a ring holds {self._extents.size:,}. Make the "
                 "owner's rings larger, or put the members of the group in several records"
             )
+        try:
+            return self._put(plan, checksum)
+        except BaseException:  # Ctrl-C comes anywhere
+            self._learn()
+            raise
+
+    def _put(self, plan: Plan, checksum: bool) -> bool:
         memory, held = self.memory, self._held
         start = self._room(plan.size)
         if start is None:
             return False
         slots, position = memory.slots, memory.head.view[0]
-        while position % slots in held:
-            position += 1
+        if position % slots in held:
+            self._reclaim()
+            while position % slots in held:
+                position += 1
         slot, sequence = position % slots, position + 1
-        try:
-            held[slot] = (start, plan.size)
-            self._latest = slot
-            self._busy[slot] = 1
-            self._publish(plan, slot, start, sequence, checksum)
-        except BaseException:
-            if memory.head[0] != sequence:  # interrupted before it was accepted: nothing happened
-                held.pop(slot, None)
-                self._busy[slot] = 0
-                self._extents.free(start, plan.size)
-            raise
+        self._publish(plan, slot, start, sequence, checksum)
+        held[slot] = (start, plan.size)
+        self._latest = slot
+        self._busy[slot] = 1
         return True
+
+    def _learn(self) -> None:
+        """What is held, from the words in shared memory: they alone say what was accepted and not released."""
+        memory = self.memory
+        self._extents = Extents(len(memory.payload))
+        self._held = {slot: (memory.offsets[slot], memory.sizes[slot]) for slot in memory.live()}
+        for start, size in self._held.values():
+            self._extents.reserve(start, size)
+        self._busy[:] = bytes(slot in self._held for slot in range(memory.slots))
 
     def close(self) -> None:
         """Nothing will be put any more."""
@@ -173,14 +184,14 @@ class RingWriter:
         self.memory.release_views()
 
     def _publish(self, plan: Plan, slot: int, start: int, sequence: int, checksum: bool) -> None:
-        memory, size, fault = self.memory, plan.size, words.FAULT
+        memory, size, hook = self.memory, plan.size, words.FAULT
         if records is not None and records.publish(
-            plan, memory.block, memory.slots, memory.payload_at, slot, start, size, sequence, checksum, fault
+            plan, memory.block, memory.slots, memory.payload_at, slot, start, size, sequence, checksum, hook
         ):
             return
         memory.state.store(3, sequence)
         into = memory.payload[start : start + size]
-        plan.write(into, sequence=sequence, checksum=checksum, fault=fault)
+        plan.write(into, sequence=sequence, checksum=checksum, fault=hook)
         memory.offsets.store(slot, start)
         memory.sizes.store(slot, size)
         memory.checks.store(slot, zlib.crc32(_CHECK.pack(sequence, start, size)))
@@ -189,15 +200,15 @@ class RingWriter:
 
     def _room(self, size: int) -> int | None:
         """Bytes that nobody uses: best those of the latest record, which are still in the cache."""
-        held, latest, words = self._held, self._latest, self.memory
-        if latest in held and words.sequences.view[latest] == words.released.view[latest]:
+        held, latest, memory = self._held, self._latest, self.memory
+        if latest in held and memory.sequences.view[latest] == memory.released.view[latest]:
             start, bytes_ = held.pop(latest)
             self._busy[latest] = 0
             if bytes_ == size:
                 return start
             self._extents.free(start, bytes_)
         self._reclaim()
-        return self._extents.allocate(size) if len(held) < words.slots else None
+        return self._extents.allocate(size) if len(held) < memory.slots else None
 
     def _reclaim(self) -> None:
         held, free = self._held, self._extents.free
@@ -239,8 +250,10 @@ class RingReader:
 
     def poll(self) -> list[tuple[int, int]]:
         """(slot, sequence) of what was accepted since the last look."""
-        memory, first = self.memory, self._next
-        self._next = head = memory.head.view[0]
+        memory, head, first = self.memory, self.memory.head.view[0], self._next
+        if head > first + memory.slots**2:  # each of the slots that a put may fill can have passed over all others
+            self.counts.lost += head - first
+            first = head
         found = []
         for position in range(first, head):
             slot = position % memory.slots
@@ -253,6 +266,7 @@ class RingReader:
                 self.counts.passed_over += 1
             else:
                 self.counts.lost += 1
+        self._next = max(first, head)  # a head that goes back is damage too
         self.outstanding += len(found)
         if memory.read.view[0] != head:
             memory.read.store(0, head)

@@ -94,7 +94,8 @@ class Memory:
             return _positions(len(members))
         before = {*(here or ()), *(gone or ())}
         found = tuple([position for position, member in enumerate(members) if member not in before])
-        self._here[group] = {*(here or ()), *[members[position] for position in found]}
+        if found:
+            self._here[group] = {*(here or ()), *[members[position] for position in found]}
         return found
 
     def leave(self, group: _Group, members: tuple[int, ...]) -> None:

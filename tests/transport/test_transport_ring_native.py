@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from transport_records import planned, whole
 
 from asyncrl.errors import RecordError
+from asyncrl.records import read as reading
+from asyncrl.records import write
 from asyncrl.records.layout import CRC_OFFSET
 from asyncrl.records.native import records
 from asyncrl.records.write import Plan
@@ -35,8 +37,17 @@ def new_ring() -> memoryview:
     return block
 
 
+def fill(writer: RingWriter) -> None:
+    """All slots, and most of the bytes."""
+    for group in range(SLOTS):
+        assert writer.try_put(planned(20 + group, length=400), checksum=True)
+    assert not writer.try_put(planned(30), checksum=True)
+    assert writer.used()[0] == SLOTS
+
+
 def natively(patch: pytest.MonkeyPatch, wanted: bool) -> None:
-    patch.setattr(ring, "records", records if wanted else None)
+    for module in (ring, reading, write):
+        patch.setattr(module, "records", records if wanted else None)
 
 
 def steps_of(patch: pytest.MonkeyPatch, block: memoryview, work: Plan, stop: int | None = None) -> list[str]:
@@ -53,8 +64,9 @@ def steps_of(patch: pytest.MonkeyPatch, block: memoryview, work: Plan, stop: int
     try:
         assert writer.try_put(work, checksum=True)
     except Stop:
-        assert writer.used() == (0, 0)
-        assert writer._extents.used == 0
+        assert writer.used() == (0, 0) and writer._extents.used == 0
+        patch.setattr(words, "FAULT", None)
+        fill(writer)  # nothing of it is left
     finally:
         patch.setattr(words, "FAULT", None)
     return passed
@@ -91,16 +103,15 @@ def test_a_put_that_stops_anywhere_before_the_head_did_not_happen(
     for stop in range(passed.index("ring.head:before") + 1):
         block = new_ring()
         assert steps_of(monkeypatch, block, planned(7), stop) == passed[: stop + 1]
-        memory = RingMemory(block)
-        assert memory.live() == [] and memory.unpublished() == (stop > 0)
-        assert RingWriter(memory).try_put(planned(8), checksum=True)
         reader = RingReader(RingMemory(block))
-        ((slot, sequence),) = reader.replay()
-        record = reader.take(slot, sequence, checksum=True)
-        assert record.group == 8 and whole(record)
+        taken = [reader.take(slot, sequence, checksum=True) for slot, sequence in reader.replay()]
+        assert [record.group for record in taken] == [20, 21, 22, 23] and all(map(whole, taken))
 
 
-def test_a_put_that_is_interrupted_behind_the_head_did_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_put_that_is_interrupted_behind_the_head_did_happen(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
+    natively(monkeypatch, wanted)
+
     def fault(label: str) -> None:
         if label == "ring.head:after":
             raise Stop
@@ -124,7 +135,7 @@ def answer(compute: Callable[[], Any]) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    word=st.sampled_from(["offsets", "sizes", "checks", "sequences"]),
+    word=st.sampled_from(["offsets", "sizes", "checks"]),
     value=st.one_of(st.integers(0, 1 << 15), st.integers(0, 2**64 - 1)),
     honest=st.booleans(),
 )
@@ -170,6 +181,7 @@ def test_what_lies_outside_of_the_ring_is_left_to_python() -> None:
     with pytest.raises(TypeError, match="6 arguments"):
         records.take(block)  # type: ignore[call-arg]
     assert records.publish("a plan", block, slots, at, 0, 0, work.size, 1, True, None) is None  # type: ignore[arg-type]
+    assert records.take(bytes(block), slots, at, 0, 1, True) is None  # type: ignore[arg-type]  # no memoryview
     memory.block.release()
     with pytest.raises(ValueError, match="released"):
         records.publish(work, memory.block, slots, at, 0, 0, work.size, 1, True, None)
@@ -202,7 +214,6 @@ def test_nothing_is_leaked() -> None:
     memory = RingMemory(block)
     writer, reader = RingWriter(memory), RingReader(memory)
     reader.replay()
-    watched = [memory.block, memory.readable, work, work.draft, *work.parts, None, True, RecordError]
 
     def turn() -> None:
         for _ in range(300):
@@ -215,7 +226,7 @@ def test_nothing_is_leaked() -> None:
 
     turn()
     gc.collect()
-    before = [sys.getrefcount(one) for one in watched]
+    before = sys.getallocatedblocks()
     turn()
     gc.collect()
-    assert all(abs(a - b) < 50 for a, b in zip([sys.getrefcount(one) for one in watched], before, strict=True))
+    assert sys.getallocatedblocks() - before < 100  # one object a turn would be 300
