@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 MEMBERS = 16
-IN_FLIGHT = 4  # groups on the way at full speed, of every side; with more, p50 is the length of the queue
+IN_FLIGHT = 3  # groups on the way at full speed, of every side: with fewer less arrives, with more p50 is a queue
 LEAST = 5  # groups of a run, however long they take
 PATIENCE_S = 120.0  # for a hand-over; the slowest peer takes some seconds for the largest group
 COLUMNS = {"tokens": np.int32, "mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
