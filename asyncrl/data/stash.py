@@ -29,6 +29,7 @@ import anyio
 
 from asyncrl.errors import DataError, StallError
 from asyncrl.records.quick import quick
+from asyncrl.records.trajectories import whole_group
 from asyncrl.types import Trajectory
 
 C = TypeVar("C")
@@ -207,15 +208,11 @@ class Stash(Generic[C]):
     ) -> StashedGroup[C] | None:
         """All members of one group that came together, as `add` of each would yield them. None, with nothing changed,
         where `add` has to look at each (some wait here, or a cap counts). Errors: ValueError for several groups."""
-        group_id, size = trajectories[0].group_id, trajectories[0].group_size
-        whole = len(trajectories) == size
-        for position, t in enumerate(trajectories):
-            if t.group_id != group_id:
-                raise ValueError(f"stash: {sorted({t.group_id for t in trajectories})} are several groups")
-            whole = whole and t.member == position and t.group_size == size
-        key = GroupKey(epoch, group_id)
+        if not whole_group(trajectories):
+            return None
+        key, size = GroupKey(epoch, trajectories[0].group_id), len(trajectories)
         capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
-        if capped or not whole or key in self._ended or key in self._waiting:
+        if capped or key in self._ended or key in self._waiting:
             return None
         self._accepted += size
         self._together += 1

@@ -107,6 +107,7 @@ static PyMethodDef methods[] = {
     {"set_record", asyncrl_set_record, METH_O, NULL},
     {"read", (PyCFunction)(void (*)(void))asyncrl_read, METH_FASTCALL, NULL},
     {"rows", (PyCFunction)(void (*)(void))asyncrl_rows, METH_FASTCALL, NULL},
+    {"whole", (PyCFunction)(void (*)(void))asyncrl_whole, METH_FASTCALL, NULL},
     {"set_ring", asyncrl_set_ring, METH_VARARGS, NULL},
     {"publish", (PyCFunction)(void (*)(void))asyncrl_publish, METH_FASTCALL, NULL},
     {"take", (PyCFunction)(void (*)(void))asyncrl_take, METH_FASTCALL, NULL},

@@ -78,6 +78,7 @@ PyObject *asyncrl_write(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *asyncrl_set_record(PyObject *, PyObject *);
 PyObject *asyncrl_read(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *asyncrl_rows(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *asyncrl_whole(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *asyncrl_set_ring(PyObject *, PyObject *);
 PyObject *asyncrl_publish(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *asyncrl_take(PyObject *, PyObject *const *, Py_ssize_t);

@@ -270,6 +270,29 @@ static int fill_as_before(const Shape *shape, PyObject *rows, Py_ssize_t place) 
   return 1;
 }
 
+// whole(cls, rows) -> bool: rows 0 to n - 1 of one group of n, in order, by the first three fields of `cls`: group, row, n. False
+// too where they are no plain integers.
+PyObject *asyncrl_whole(PyObject *self, PyObject *const *given, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "whole: 2 arguments expected, found %zd", count);
+  if (!PyList_CheckExact(given[1]) && !PyTuple_CheckExact(given[1])) Py_RETURN_FALSE;
+  if ((PyObject *)last_rows.type != given[0] && !asyncrl_learn(&last_rows, given[0], NULL)) return NULL;
+  Py_ssize_t n = PySequence_Fast_GET_SIZE(given[1]);
+  if (last_rows.count < 3) Py_RETURN_FALSE;
+  int64_t expected[3] = {0, 0, n};
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject *row = PySequence_Fast_GET_ITEM(given[1], i);
+    if (!Py_IS_TYPE(row, last_rows.type)) Py_RETURN_FALSE;
+    for (int place = 0; place < 3; ++place) {
+      PyObject *number = *field_of(&last_rows, row, place);
+      int overflow = 1;
+      int64_t value = number && PyLong_CheckExact(number) ? PyLong_AsLongLongAndOverflow(number, &overflow) : 0;
+      if (!place && !i && !overflow) expected[0] = value;
+      if (overflow || value != (place == 1 ? i : expected[place])) Py_RETURN_FALSE;
+    }
+  }
+  return PyBool_FromLong(n > 0);
+}
+
 // rows(cls, bounds, columns, copy) -> [cls], as quick.py says. Errors: ValueError, TypeError.
 PyObject *asyncrl_rows(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   if (count != 4 || !PyTuple_CheckExact(given[1]) || !PyTuple_CheckExact(given[2]) || PyTuple_GET_SIZE(given[1]) < 1)

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
+from .native import records
 from .quick import quick_rows
 from .read import Record
 from .write import Draft
@@ -95,6 +96,17 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
         _texts(record, _METADATA, dict) if _METADATA in strings else dict,
     )
     return _trajectories(record.bounds, columns, copy)
+
+
+def whole_group(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether these are all members of one group, in order. Errors: ValueError for several groups."""
+    if records is not None and records.whole(Trajectory, trajectories):
+        return True
+    groups = {t.group_id for t in trajectories}
+    if len(groups) > 1:
+        raise ValueError(f"{sorted(groups)} are several groups")
+    size = len(trajectories)
+    return size > 0 and all(t.member == i and t.group_size == size for i, t in enumerate(trajectories))
 
 
 def group_metadata(record: Record) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from records_helpers import resealed, same, trajectory, usual
 
 from asyncrl import builds
 from asyncrl.errors import RecordError
-from asyncrl.records import native, quick, write
+from asyncrl.records import native, quick, trajectories, write
 from asyncrl.records import read as reading
 from asyncrl.records.layout import CRC_OFFSET, ENTRY, HEADER, SPECS, Section
 from asyncrl.records.read import Record, read
-from asyncrl.records.trajectories import draft_of, trajectories_of
+from asyncrl.records.trajectories import draft_of, trajectories_of, whole_group
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.types import Trajectory
 
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(native.records is None, reason="the native code 
 @contextmanager
 def python_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (write, reading, quick):
+        for module in (write, reading, quick, trajectories):
             patch.setattr(module, "records", None)
         yield
 
@@ -252,6 +253,38 @@ def test_rows_are_frozen_and_their_errors_say_what_is_wrong() -> None:
         rows(Trajectory, (0, 1, 2), ([1, 2],), False)
     with pytest.raises(TypeError, match="slots"):
         rows(dict, (0, 1, 2), ([1, 2],), False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 5),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(["group_id", "member", "group_size"]), st.integers(-1, 6)),
+        max_size=2,
+    ),
+    st.sampled_from([list, tuple]),
+)
+def test_a_whole_group_is_told_alike(n: int, changes: list[tuple[int, str, int]], kind: type) -> None:
+    group = [replace(trajectory(0, 4), group_id=3, member=i, group_size=n) for i in range(n)]
+    for position, name, value in changes:
+        if position < n:
+            group[position] = replace(group[position], **{name: value})
+    ours, reference = both(lambda: whole_group(kind(group)))
+    assert ours == reference
+    if not changes:
+        assert ours is (n > 0)
+
+
+def test_what_is_no_plain_integer_is_told_in_python() -> None:
+    assert native.records is not None
+    good = [replace(trajectory(0, 4), group_id=3, member=i, group_size=2) for i in range(2)]
+    assert native.records.whole(Trajectory, good)
+    odd = [replace(good[0], group_id=2**70), replace(good[1], group_id=2**70)]  # type: ignore[arg-type]
+    for rows in (odd, [replace(good[0], member=np.int64(0)), good[1]], [good[0], "a row"], iter(good)):
+        assert not native.records.whole(Trajectory, rows)  # type: ignore[type-var, arg-type]
+    assert whole_group(odd)
+    with pytest.raises(TypeError, match="2 arguments"):
+        native.records.whole(good)  # type: ignore[call-arg]
 
 
 def test_a_build_of_another_source_is_refused(tmp_path: Path) -> None:
