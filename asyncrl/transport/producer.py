@@ -78,7 +78,7 @@ class Producer:
                 _wait_readable(core.space(), left)
                 core.drain()
             else:
-                if ownerless:  # nobody listened a moment ago, and the ring as it lies there cannot take it
+                if ownerless:  # nobody listened a moment ago, and no event tells that one does: see `_Pause`
                     time.sleep(min(pause.next(), left))
                 ownerless = _attach_once(core, deadline) is None
                 if ownerless:

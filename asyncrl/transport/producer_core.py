@@ -12,23 +12,13 @@ from enum import Enum
 from ..errors import LifecycleError, RingDetached, RingFull
 from ..records.write import Plan
 from . import rendezvous
+from . import segment as segments
 from .rendezvous import Attachment
 from .ring import RingMemory, RingWriter
 from .segment import Segment, path_of
 from .words import fault
 
 VERSION_WORD = 0  # of the segment's board: policy version + 1, 0 while unknown
-
-
-_forks = 0  # between the first process and this one; asking the kernel for the process's number costs more
-
-
-def _after_fork_in_child() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Need(Enum):
@@ -66,13 +56,13 @@ class Core:
         self._attachment: Attachment | None = None
         self._heard = False  # that the owner ended
         self._poll = select.poll()
-        self._forks = _forks
+        self._forks = segments.forks
         self._checksum = False
 
     def check(self) -> None:
         if self.closed:
             raise LifecycleError(f"the producer of ring {self.name!r} is closed")
-        if self._forks != _forks:
+        if self._forks != segments.forks:
             raise LifecycleError(
                 f"the producer of ring {self.name!r} was made before a fork; each process attaches by itself, because a ring "
                 "has one writer"
@@ -180,7 +170,7 @@ class Core:
 
     def close(self) -> None:
         """What was accepted stays. Twice is fine."""
-        if self.closed or self._forks != _forks:
+        if self.closed or self._forks != segments.forks:
             self.closed = True
             return
         self.closed = True
