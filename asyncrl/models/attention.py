@@ -1,14 +1,19 @@
-"""Our attention, registered through transformers' own interface.
+"""Our attention, registered through transformers' own interfaces for attention and for masks.
 
 A forward of the model carries an `AttentionPlan` in its keyword arguments; every attention layer hands its rotated
 queries, keys and values to `plan.attend(...)`. The plan knows the layout (a packed prefix tree, a decode batch over a
 cache); the model code knows none of it. So any architecture that uses transformers' attention interface is served.
+
+What a layer does beyond `softmax(q k' scaling) v` arrives as `AttentionTerms`: the window by way of the mask that the model
+asks transformers for, which here is a note of what may be seen instead of a tensor; the rest as keyword arguments. Whatever
+is neither acted on nor known to be without effect is refused: a model must not lose a term in silence.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,14 +21,62 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from asyncrl.errors import ConfigError
+
 IMPLEMENTATION = "asyncrl"
 PLAN_ARGUMENT = "attention_plan"
 
+# Keyword arguments of transformers' attention calls that change nothing here: bookkeeping, what the mask says as well, and
+# what only other implementations read.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+        "sliding_window", "num_items_in_batch", "cache_position", "layer_idx", "output_router_logits", "is_causal",
+        "logits_to_keep", "labels",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTerms:
+    """What one layer's attention does beyond `softmax(q k' scaling) v` under a causal mask.
+
+    window: a query sees itself and the `window - 1` tokens of its sequence before it; None: all of them.
+    softcap: scores s become `softcap * tanh(s / softcap)` before mask and softmax (Gemma 2, arXiv:2408.00118, section 2).
+    sinks: [H] one more score a head, which takes its share of the softmax and has no value (gpt-oss; differentiable).
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.softcap is None and self.sinks is None
+
+    def within(self, longest: int) -> AttentionTerms:
+        """The same for sequences of at most `longest` tokens: a window that none of them leaves is none."""
+        if self.window is None or self.window < longest:
+            return self
+        return AttentionTerms(None, self.softcap, self.sinks)
+
+
+PLAIN = AttentionTerms()
+
 
 class AttentionPlan(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] (rotary applied) -> [T, H, D]. Differentiable where asked."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """What our mask interface answers in the place of a tensor: causal, within `window`."""
+
+    window: int | None
 
 
 def _attention(
@@ -31,11 +84,30 @@ def _attention(
     query: Tensor,  # [1, H, T, D]
     key: Tensor,  # [1, K, T, D]
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: SeenTokens | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    plan: AttentionPlan = kwargs[PLAN_ARGUMENT]
+    plan: AttentionPlan = kwargs.pop(PLAN_ARGUMENT)
+    if not isinstance(attention_mask, SeenTokens):
+        raise ConfigError(f"{type(module).__name__} makes a mask of its own")
+    window = kwargs.get("sliding_window")
+    if window is not None and window != attention_mask.window:
+        raise ConfigError(f"{type(module).__name__} has sliding_window={window}, its mask {attention_mask.window}")
+    if dropout or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise ConfigError(f"{type(module).__name__} is not causal, or drops out")
+    unknown = {name: given for name, given in kwargs.items() if name not in _WITHOUT_EFFECT and given is not None}
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which ours does not act on"
+        )
+    if value.shape[-1] != query.shape[-1] or query.shape[0] != 1:
+        raise ConfigError(
+            f"{type(module).__name__} attends with queries {tuple(query.shape)} and values {tuple(value.shape)}"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = plan.attend(
         module.layer_idx,  # type: ignore[arg-type]
@@ -43,16 +115,22 @@ def _attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scale,
+        AttentionTerms(attention_mask.window, softcap, s_aux),
     )
     return out.unsqueeze(0), None  # [1, T, H, D]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The plan masks by itself; without this transformers would build a [T, T] mask."""
-    return None
+def _mask(*args: Any, **kwargs: Any) -> SeenTokens:
+    """The plan masks by itself; what it has to know of the mask is the window."""
+    if kwargs.get("use_vmap") or "allow_is_bidirectional_skip" in kwargs:
+        raise ConfigError("the model lays a mask of its own over the causal one, or asks for one that is not causal")
+    window = kwargs.get("local_size")
+    if window is not None and window != getattr(kwargs.get("config"), "sliding_window", None):
+        raise ConfigError(f"the model attends in chunks of {window} tokens")
+    return SeenTokens(window)
 
 
 def register() -> None:
     """Idempotent; called when a policy model is loaded."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)

@@ -27,9 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncrl.errors import ConfigError
 from asyncrl.types import Microbatch
 
 from . import native
+from .attention import PLAIN, AttentionTerms
 from .row_attention import RowAttention, fits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -108,8 +110,12 @@ class TreePlan:
             if self._prefixes[tree].length
         ]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable."""
+        if not terms.plain:
+            raise ConfigError(f"attention with {terms} is not supported yet")
         if query.device.type != "cpu":
             self._check(query)
             return self.attend_masked(query, key, value, scaling)

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from asyncrl.errors import ConfigError
 from asyncrl.models import native
+from asyncrl.models.attention import PLAIN, AttentionTerms
 from asyncrl.types import Int64Array
 
 SPLIT_GAIN_BYTES = (
@@ -179,7 +181,11 @@ class DecodePlan:
                 mask.masked_fill_((column >= length_n[start:stop, None])[:, None, None], float("-inf"))
             self.runs.append(_Run(start, stop, longest, mask))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> Tensor:
+        if not terms.plain:
+            raise ConfigError(f"attention with {terms} is not supported yet")
         cache = self.cache
         size = cache.shape.head_size
         if cache.native:
@@ -261,7 +267,11 @@ class ExtendPlan:
         mask = torch.zeros(segment.length, end, dtype=dtype, device=device)
         return mask.masked_fill_(torch.arange(end, device=device) > own, float("-inf"))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> Tensor:
+        if not terms.plain:
+            raise ConfigError(f"attention with {terms} is not supported yet")
         cache = self.cache
         for segment, offset in zip(self.segments, self.offsets, strict=False):
             own = slice(offset, offset + segment.length)
