@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
@@ -25,8 +26,12 @@ from .liger_head import choose_head_kernel
 from .lora import LoraParameters
 from .norms import replace_norms
 from .packed import JoinedLinear, packing_works
+from .paths import FUSED, PACKED, ModelPath
+from .plain import PlainForward
 from .tree_attention import TreePlan
 
+KNOWN_LAYERS = {"full_attention"}
+KNOWN_ROTARY = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -48,11 +53,14 @@ class PolicyModel:
         seed: int = 0,
         head_kernel: str = "auto",
         served: bool = False,
+        path: ModelPath | None = None,
     ) -> None:
-        """`lora` with a rank freezes the weights and trains adapters, whose start is keyed by `seed` (lora.py). `served`:
-        the modules only read; the masters lie elsewhere, cut over the ranks.
+        """`path`: how the model is run, as the gate has found (runtime/gate.py). None: fused where its parts allow it, else
+        packed, unproved; for models that somebody else has compared. `lora` with a rank freezes the weights and trains
+        adapters, whose start is keyed by `seed` (lora.py). `served`: the modules only read; the masters lie elsewhere, cut
+        over the ranks.
         Errors: ConfigError for a model that is not supported, and for a `head_kernel` that cannot be had (liger_head.py)."""
-        prepare(module)
+        prepare(module, path or PACKED)
         self.module = module
         self.dtype = DTYPES[dtype]
         self.version = version
@@ -77,10 +85,15 @@ class PolicyModel:
         pack = packing_works(self.dtype, self.weights.working.device)
         self._head_product = JoinedLinear(self.weights, [self.head], index, pack)
         self.head_kernel = choose_head_kernel(head_kernel, self.device, self.dtype, self.head.weight.shape[0])
-        self._checkpointing = False
-        self.fused = FusedDecoder.of(module, self.weights)
-        if self.fused is not None and not self._fused_agrees():
+        self._checkpointed: list[nn.Module] = []
+        self._training = False
+        self.fused = FusedDecoder.of(module, self.weights) if path in (None, FUSED) else None
+        if self.fused is not None and path is None and not self._fused_agrees():
             self.fused = None
+        if path == FUSED and self.fused is None:
+            raise ConfigError(f"model.path: {type(module).__name__} has layers that the fused decoder does not know")
+        self.path = path or (PACKED if self.fused is None else FUSED)
+        self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
         # Multiply-adds of one token's forward, attention's own left out: an embedding that is only looked up has none.
         looked_up = None if embedding.weight is self.head.weight else embedding.weight
         self.matmul_parameters = sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not looked_up)
@@ -101,6 +114,9 @@ class PolicyModel:
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
+        if self._plain is not None:
+            assert isinstance(plan, TreePlan), "the plain path samples through caches of its own (generation/embedded)"
+            return self._plain.hidden(tokens_T, plan)
         gradient = self.weights.grad
         if torch.is_grad_enabled() and self._embedding_index is not None and gradient is not None:
             buffer_VE = self.weights.view(gradient, self._embedding_index)
@@ -148,18 +164,19 @@ class PolicyModel:
         return bool(errors.median() <= tolerance)
 
     def enable_checkpointing(self) -> None:
-        """Keep a layer's input alone and compute the rest again in backward."""
-        self._checkpointing = True
+        """Keep a layer's input alone and compute the rest again in backward. Errors: ConfigError where the model cannot."""
         if self.fused is not None:
             self.fused.checkpointing = True
         else:
-            enable_checkpointing(self.module)
+            self._checkpointed = enable_checkpointing(self.module)
 
     def set_training(self, training: bool) -> None:
-        """Mode of the modules for a forward: transformers checkpoints layers only in train mode; dropout is refused."""
-        wanted = training and self._checkpointing and self.fused is None
-        if self.module.training != wanted:  # walking all modules costs a millisecond
-            self.module.train(wanted)
+        """For a forward with gradients: whether layers are checkpointed, which transformers does where a layer says that it
+        trains. Nothing inside a layer is told: routers add noise in train mode, and the sampler has to compute the same."""
+        if self._training != training:
+            for layer in self._checkpointed:
+                layer.training = training
+            self._training = training
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """[N, E] -> [N, V] in float32 (float64 for a float64 model): products in the matmul dtype, the rest wider."""
@@ -223,29 +240,79 @@ def decode(decoder: nn.Module, inputs: Tensor, positions_T: Tensor, plan: Attent
     return hidden_TE
 
 
-def prepare(module: PreTrainedModel) -> None:
-    """Our attention and norms inside a model whose weights are float32 or wider, trainable. Errors: ConfigError."""
-    register()
+def prepare(module: PreTrainedModel, path: ModelPath = PACKED) -> None:
+    """A model whose weights are float32 or wider, trainable; with our attention and norms, except on the plain path, where
+    nothing is replaced. Errors: ConfigError."""
     refuse_unsupported(module)
-    module.set_attn_implementation(IMPLEMENTATION)
+    module.eval()
+    module.requires_grad_(True)
     for buffer in module.buffers():  # rotary tables stay float32: they were computed so
         assert not buffer.requires_grad
-    module.requires_grad_(True)
+    if path.name == "plain":
+        set_attention(module, path.attention)
+        return
+    register()
+    set_attention(module, IMPLEMENTATION)
+    refuse_unknown_layers(module)
     replace_norms(module)
 
 
-def enable_checkpointing(module: PreTrainedModel) -> None:
-    """Every layer, without reentrant autograd. transformers renames this call within 5.x, and warns about the old one."""
+def set_attention(module: PreTrainedModel, implementation: str) -> None:
+    """Errors: ConfigError where the model does not take it: transformers then only logs a warning, and goes on as before."""
+    try:
+        module.set_attn_implementation(implementation)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} does not take {implementation} attention: {error}"
+        ) from error
+    parts = {type(part).__name__: part.config for part in module.modules() if isinstance(part, PreTrainedModel)}
+    for name, config in parts.items():
+        if config._attn_implementation != implementation:
+            raise ConfigError(
+                f"model.path: {name} keeps its own attention ({config._attn_implementation}): it is outside of transformers' "
+                "attention interface"
+            )
+
+
+def enable_checkpointing(module: PreTrainedModel) -> list[nn.Module]:
+    """Every layer, without reentrant autograd. Returns the layers, which recompute while their `training` is set.
+    transformers renames this call within 5.x, and warns about the old one. Errors: ConfigError where the model has none."""
     options = {"use_reentrant": False}
+    layers: list[nn.Module] = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not layers or not module.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"train.gradient_checkpointing: {type(module).__name__} has no layers that can be checkpointed; set it to false"
+        )
     if hasattr(module, "activation_checkpointing_enable"):
         module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return layers
+
+
+def refuse_unknown_layers(module: PreTrainedModel) -> None:
+    """Packed rows need layers that see tokens through attention alone. Errors: ConfigError."""
+    config = module.config.get_text_config()
+    strange = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    if strange:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} has layers of type {', '.join(sorted(map(str, strange)))}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {
+        str(part["rope_type"]) for part in (rope, *rope.values()) if isinstance(part, dict) and "rope_type" in part
+    }
+    if kinds - KNOWN_ROTARY:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} has rotary scaling of type {', '.join(kinds - KNOWN_ROTARY)}"
+        )
 
 
 def refuse_unsupported(module: PreTrainedModel) -> None:
-    """ConfigError for what would silently compute something else: dropout, transformed logits, sliding windows."""
+    """ConfigError for what no path computes: dropout, encoder-decoders, heads that are not one linear layer."""
     config = module.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"model.path: {type(module).__name__} is an encoder-decoder; asyncrl trains decoders")
     for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
         if getattr(config, key, 0):
             raise ConfigError(
@@ -256,8 +323,6 @@ def refuse_unsupported(module: PreTrainedModel) -> None:
             raise ConfigError(
                 f"model.path: {type(module).__name__} transforms its logits ({key}); this is not supported yet"
             )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        raise ConfigError(f"model.path: {type(module).__name__} has sliding-window layers; use a full-attention model")
     if getattr(module.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model.path: {type(module).__name__} has a bias in its head; this is not supported yet")
     if module.get_output_embeddings() is None or not hasattr(module, "get_decoder"):

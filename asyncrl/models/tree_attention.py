@@ -95,6 +95,13 @@ class TreePlan:
     def of(cls, batch: Microbatch) -> TreePlan:
         return cls(batch.prefix_start, batch.prefix_length, batch.suffix_start, batch.suffix_length, batch.suffix_tree)
 
+    def rows(self) -> list[tuple[_Span, _Span]]:
+        """(prefix, own tokens) of each sequence: a suffix behind its prefix; a prefix that has none, behind nothing."""
+        empty, extended = _Span(0, 0), set(self._tree_of)
+        rows = [(empty, span) for tree, span in enumerate(self._prefixes) if span.length and tree not in extended]
+        rows += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
+        return rows
+
     def _cross_blocks(self) -> list[tuple[_Span, _Span]]:
         ends: dict[int, tuple[int, int]] = {}
         for span, tree in zip(self._suffixes, self._tree_of, strict=True):

@@ -91,12 +91,12 @@ class ShardedForward:
         master = torch.float64 if dtype == torch.float64 else torch.float32
         for parameter in model.parameters():  # and no buffer: rotary tables stay as they were computed
             parameter.data = parameter.data.to(master)
-        if checkpointing:
-            enable_checkpointing(model)
+        model.eval()
+        for layer in enable_checkpointing(model) if checkpointing else ():
+            layer.training = True  # the layer alone, nothing inside it: see PolicyModel.set_training
         self._scoring = _Scoring(model, kernel)
         self.device = device
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.")
-        self._scoring.train(checkpointing)  # transformers checkpoints in train mode only; dropout is refused
 
     def __call__(self, batch: Microbatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         device = self.device

@@ -46,6 +46,8 @@ class Policy(Protocol):
 
     def logits(self, hidden_NE: Tensor) -> Tensor: ...
 
+    def set_training(self, training: bool) -> None: ...
+
 
 @dataclass(slots=True)
 class Prefix:
@@ -171,6 +173,7 @@ class Core:
     def _enter(self) -> None:
         if self.policy.module.training:  # walking all modules costs a millisecond, asking costs nothing
             self.policy.module.eval()
+        self.policy.set_training(False)
 
     def _sample(self, hidden: Tensor, slots: Int64Array) -> Sampled:
         parts = []

@@ -16,6 +16,7 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest
 
 from .cache import CacheShape, KVCache
 from .core import Core, Decoded
+from .plain_core import PlainCore
 from .sequences import Sequences, prefix_key
 from .stops import StopStrings, Tokenizer
 
@@ -76,7 +77,7 @@ class EmbeddedEngine(OwnedEngine):
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
         self._eos = eos_token_ids(policy, tokenizer)
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
-        self._core: Core | None = None
+        self._core: Core | PlainCore | None = None
 
     async def __aenter__(self) -> EmbeddedEngine:
         await super().__aenter__()
@@ -105,15 +106,18 @@ class EmbeddedEngine(OwnedEngine):
     async def _prepare(self) -> None:
         self._core = await self.lane.run(self._open_core, name="engine/open")
 
-    def _open_core(self) -> Core:
+    def _open_core(self) -> Core | PlainCore:
         """On the lane: its device's memory is allocated by its owner."""
+        if self.policy.path.name == "plain":
+            rows = Sequences(self.max_sequences, self.max_context)
+            return PlainCore(self.policy, rows, prefill_tokens=self._prefill_tokens)
         shape = cache_shape(self.policy.config, self.max_sequences, self.max_context)
         cache = KVCache(shape, self.policy.dtype, self.policy.device)
         columns = Sequences(self.max_sequences, self.max_context)
         return Core(self.policy, cache, columns, prefill_tokens=self._prefill_tokens, recompute=self._recompute)
 
     @property
-    def core(self) -> Core:
+    def core(self) -> Core | PlainCore:
         assert self._core is not None, "the owner task prepares the core before anything else"
         return self._core
 
@@ -149,7 +153,7 @@ class EmbeddedEngine(OwnedEngine):
         self.recorder.count("engine/tokens", decoded.rows)
         return self._ended(core, decoded)
 
-    def _ended(self, core: Core, decoded: Decoded) -> list[tuple[Job, Generation]]:
+    def _ended(self, core: Core | PlainCore, decoded: Decoded) -> list[tuple[Job, Generation]]:
         reasons = dict.fromkeys(decoded.ended, FinishReason.LENGTH)
         reasons |= dict.fromkeys(decoded.stopped, FinishReason.STOP)
         for slot, stop in self._stop_strings.items():

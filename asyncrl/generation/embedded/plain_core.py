@@ -1,0 +1,192 @@
+"""The running batch of a model on the plain path: transformers' own forward and cache, for any model that generates with one.
+
+Sequences of one known length that come together are a *cohort*: one cache, no padding, one forward a token. The members of
+a group are one, so a prompt is run once for each of them, side by side. A sequence that ends leaves its cohort, whose cache
+keeps the rows of the others (`reorder_cache`); a cache that cannot is built anew. What a cache holds is transformers'
+business alone: keys and values, states of convolutions and of linear attention, windows.
+
+After an update of the weights all caches are rebuilt, whatever they hold (`kv_after_update: recompute`).
+
+Shape legend: n sequences of a cohort, L their known tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from asyncrl.models.policy import PolicyModel
+from asyncrl.types import GenerationRequest, Int64Array
+
+from .core import HEAD_ROWS, Decoded
+from .sampling import Sampled, Sampler
+from .sequences import Sequences
+
+
+@dataclass(eq=False, slots=True)
+class Cohort:
+    """`state`: transformers' own keyword arguments from one forward to the next, the cache among them."""
+
+    slots: list[int]
+    state: dict[str, Any]
+    left: set[int]  # slots that are gone, whose rows are still in the cache
+
+
+class PlainCore:
+    """The same interface as `Core`. `add` and `remove` belong to the owner task, between closures; all else to the lane."""
+
+    def __init__(self, policy: PolicyModel, sequences: Sequences, *, prefill_tokens: int) -> None:
+        """`prefill_tokens`: most tokens of one prefill; a single longer sequence is prefilled alone, at once."""
+        self.policy = policy
+        self.sequences = sequences
+        self.sampler = Sampler()
+        self.prefill_tokens = prefill_tokens
+        self.version = policy.version
+        self.tokens_prefilled = 0
+        self.tokens_copied = 0
+        self._cohorts: list[Cohort] = []
+        self._fresh: list[int] = []  # slots without a cohort
+
+    # -- between closures, on the loop --------------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """A running sequence needs prefill before it can decode."""
+        return bool(self._fresh)
+
+    def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
+        slot = self.sequences.add(request, stop_ids)
+        self._fresh.append(slot)
+        return slot
+
+    def remove(self, slot: int, *, keep_prefix: bool) -> None:
+        """Free the slot. (`keep_prefix`: nothing is shared here.)"""
+        self.sequences.remove(slot)
+        if slot in self._fresh:
+            self._fresh.remove(slot)
+            return
+        cohort = next(each for each in self._cohorts if slot in each.slots and slot not in each.left)
+        cohort.left.add(slot)
+        if len(cohort.left) == len(cohort.slots):
+            self._cohorts.remove(cohort)
+
+    # -- on the lane --------------------------------------------------------------------------------------------------
+
+    def sync(self) -> int:
+        """Notice a new version, and who has left; every closure begins with it. Returns the version."""
+        for cohort in [each for each in self._cohorts if each.left]:
+            self._leave(cohort)
+        if self.policy.version != self.version:
+            self.version = self.policy.version
+            for cohort in list(self._cohorts):
+                self._dissolve(cohort)
+        return self.version
+
+    def prefill(self) -> int:
+        """Caches for sequences that have none, those of one length together. Returns the tokens computed."""
+        self._enter()
+        total = 0
+        with torch.no_grad():
+            self.sync()
+            by_length: dict[int, list[int]] = defaultdict(list)
+            for slot in self._fresh:
+                by_length[int(self.sequences.length[slot])].append(slot)
+            for length, slots in by_length.items():
+                most = max((self.prefill_tokens - total) // max(length - 1, 1), 0 if total else 1)
+                if not (taken := slots[:most]):
+                    break
+                self._fresh = [slot for slot in self._fresh if slot not in taken]
+                self._cohorts.append(Cohort(taken, self._prefilled(taken, length - 1), set()))
+                self.sequences.cached[taken] = length - 1
+                total += len(taken) * (length - 1)
+        self.tokens_prefilled += total
+        return total
+
+    def decode(self) -> Decoded:
+        """One token for every running sequence."""
+        self._enter()
+        with torch.no_grad():
+            version = self.sync()
+            if self.behind:
+                return Decoded(0)
+            columns = self.sequences
+            slots = np.array([slot for cohort in self._cohorts for slot in cohort.slots], np.int64)
+            parts = [part for cohort in self._cohorts for part in self._step(cohort)]
+            sampled = Sampled(
+                np.concatenate([part.tokens for part in parts]),
+                np.concatenate([part.logprobs for part in parts]),
+                np.concatenate([part.sampled_logprobs for part in parts]),
+            )
+            stopped, ended = columns.append(slots, sampled, version)
+        return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
+
+    def _enter(self) -> None:
+        if self.policy.module.training:
+            self.policy.module.eval()
+        self.policy.set_training(False)  # a layer that recomputes drops the cache that it is given
+
+    def _tokens(self, slots: list[int], length: int) -> Tensor:
+        """[n, length], int64."""
+        return torch.from_numpy(self.sequences.tokens[np.array(slots), :length]).to(self.policy.device)
+
+    def _prefilled(self, slots: list[int], length: int) -> dict[str, Any]:
+        """The state after the first `length` tokens."""
+        state: dict[str, Any] = {"use_cache": True}
+        if length:
+            tokens = self._tokens(slots, length)
+            state["attention_mask"] = torch.ones_like(tokens)
+            self._forward(tokens, state, None)
+        else:
+            state["attention_mask"] = torch.ones(len(slots), 1, dtype=torch.int64, device=self.policy.device)
+        return state
+
+    def _forward(self, tokens_nL: Tensor, state: dict[str, Any], last: int | None) -> Tensor:
+        """Logits [n, V] of the last position. `state` becomes that of the next token. `last`: tokens that are new; None: all."""
+        module: Any = self.policy.module  # transformers' generation mixin is not typed
+        arguments = module.prepare_inputs_for_generation(
+            tokens_nL, next_sequence_length=last, is_first_iteration=last is None, **state
+        )
+        output = module(**arguments, return_dict=True)
+        state.update(module._update_model_kwargs_for_generation(output, state))
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _step(self, cohort: Cohort) -> list[Sampled]:
+        length = int(self.sequences.length[cohort.slots[0]])
+        fresh = length == 1  # one token, and no cache before it
+        logits_nV = self._forward(self._tokens(cohort.slots, length), cohort.state, None if fresh else 1)
+        wide = logits_nV if logits_nV.dtype == torch.float64 else logits_nV.float()
+        slots: Int64Array = np.array(cohort.slots, np.int64)
+        return [
+            self.sampler.sample(
+                wide[start : start + HEAD_ROWS].clone(), self.sequences.parameters(slots[start : start + HEAD_ROWS])
+            )
+            for start in range(0, slots.size, HEAD_ROWS)
+        ]
+
+    def _leave(self, cohort: Cohort) -> None:
+        """Rows of those who left go out of the cache; where it cannot be told so, it is built anew."""
+        kept = [row for row, slot in enumerate(cohort.slots) if slot not in cohort.left]
+        index = torch.tensor(kept, dtype=torch.int64, device=self.policy.device)
+        for name, value in cohort.state.items():
+            if isinstance(value, Cache):
+                value.reorder_cache(index)  # type: ignore[arg-type]
+            elif isinstance(value, Tensor) and value.ndim and value.shape[0] == len(cohort.slots):
+                cohort.state[name] = value.index_select(0, index)
+            elif not isinstance(value, (bool, int, float, str, type(None))):
+                self._dissolve(cohort)
+                return
+        cohort.slots = [cohort.slots[row] for row in kept]
+        cohort.left = set()
+
+    def _dissolve(self, cohort: Cohort) -> None:
+        self._cohorts.remove(cohort)
+        slots = [slot for slot in cohort.slots if slot not in cohort.left]
+        self._fresh += slots
+        self.sequences.cached[slots] = 0

@@ -1,0 +1,163 @@
+"""A few layers of a model with its own weights: small enough to be compared with itself whenever a run starts.
+
+    kinds of layers    as many of the first layers as it takes to have one of each kind
+    vocabulary         its first tokens
+    windows, contexts  the numbers in the configuration from which on a model behaves differently, made small, so that a
+                       short row passes them
+    weights            the model's own; scaled up where they are so small that a lost term would not show, and moved off
+                       constants (a norm's 1, a bias's 0), which hide a term as well
+
+What is compared is what the class of the model computes under this configuration: code, not sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+WINDOW = 8  # tokens that a window of the probe spans
+CONTEXT = 16  # "original" context of the probe's rotary scaling
+VOCABULARY = 256
+_WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size")
+_NOISE = 0.2
+
+
+def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", seed: int = 0) -> PreTrainedModel:
+    """A small float32 model of the class of `module`, whose weights may lie on the meta device: then the probe's are random.
+
+    Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
+    """
+    config = probe_config(module)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        probe: PreTrainedModel = type(module)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    source = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
+            _copy(source.get(name), target)
+        for name, parameter in probe.named_parameters():
+            _enliven(parameter, "embed" in name, generator)
+    return nn.Module.to(probe.eval(), torch.device(device))  # type: ignore[return-value]
+
+
+def probe_config(module: PreTrainedModel) -> PretrainedConfig:
+    """The configuration of the probe of `module`."""
+    config = copy.deepcopy(module.config)
+    text = config.get_text_config()
+    layers = layer_kinds(module)
+    text.num_hidden_layers = layers
+    for name, value in vars(text).items():
+        if isinstance(value, (list, tuple)) and len(value) == module.config.get_text_config().num_hidden_layers:
+            setattr(text, name, type(value)(value[:layers]))
+    if int(text.vocab_size) > VOCABULARY:
+        text.vocab_size = VOCABULARY
+        for part in (text, config):
+            for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+                value = getattr(part, name, None)
+                if value is not None and not (isinstance(value, int) and 0 <= value < VOCABULARY):
+                    setattr(part, name, None if name != "pad_token_id" else VOCABULARY - 1)
+    _shrink_contexts(text)
+    return config
+
+
+def _shrink_contexts(text: PretrainedConfig) -> None:
+    for name in _WINDOWS:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
+            setattr(text, name, WINDOW)
+    rope = getattr(text, "rope_parameters", None)
+    for part in [rope, *(rope.values() if isinstance(rope, dict) else ())]:
+        if not isinstance(part, dict) or depends_on_length(part):
+            continue
+        if int(part.get("original_max_position_embeddings") or 0) > CONTEXT:
+            part["original_max_position_embeddings"] = CONTEXT
+
+
+def depends_on_length(rope: dict[str, Any]) -> bool:
+    """Whether these rotary parameters give frequencies that follow the length of the row."""
+    return rope.get("rope_type") in ("dynamic", "longrope")
+
+
+def longest_row(config: PretrainedConfig) -> int | None:
+    """Most tokens of a row for which rotary frequencies do not depend on its length; None: any.
+
+    Beyond it, with `longrope` and `dynamic` scaling, transformers computes all tokens of a row with other frequencies: what
+    was sampled before a row grew past it was sampled by another model, and no cache survives it.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    limits = []
+    for part in [rope, *(rope.values() if isinstance(rope, dict) else ())]:
+        if isinstance(part, dict) and depends_on_length(part):
+            original = part.get("original_max_position_embeddings")
+            if part["rope_type"] == "dynamic" or not original:
+                original = text.max_position_embeddings
+            limits.append(int(original))
+    return min(limits, default=None)
+
+
+def layer_kinds(module: PreTrainedModel) -> int:
+    """How many of the first layers hold one of each kind; at least two where there are two."""
+    total = int(module.config.get_text_config().num_hidden_layers)
+    stacks = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == total]
+    if not stacks:
+        return total
+    seen: set[Any] = set()
+    needed = min(2, total)
+    text = module.config.get_text_config()
+    lists = [v for v in vars(text).values() if isinstance(v, (list, tuple)) and len(v) == total]
+    for number in range(total):
+        kind = (tuple(_kind(stack[number]) for stack in stacks), tuple(str(values[number]) for values in lists))
+        if kind not in seen:
+            seen.add(kind)
+            needed = max(needed, number + 1)
+    return needed
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """Classes, shapes and settings of everything in a layer. Floats are left out: some count the layer's own number."""
+    parts: list[Any] = []
+    for name, part in block.named_modules():
+        settings = sorted(
+            (key, value)
+            for key, value in vars(part).items()
+            if isinstance(value, (bool, int, str, type(None))) and key not in ("layer_idx", "layer_id", "layer_number")
+        )
+        shapes = tuple((key, tuple(value.shape)) for key, value in part.named_parameters(recurse=False))
+        parts.append((name, type(part).__qualname__, tuple(settings), shapes))
+    return tuple(parts)
+
+
+def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = module.state_dict().keys()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+
+
+def _copy(source: Tensor | None, target: Tensor) -> None:
+    """The values of `source`, its first rows where the target has fewer; nothing where they do not fit."""
+    if source is None or source.device.type == "meta" or source.ndim != target.ndim:
+        return
+    if source.ndim and source.shape[1:] == target.shape[1:] and source.shape[0] >= target.shape[0]:
+        target.copy_(source[: target.shape[0]])
+    elif source.shape == target.shape:
+        target.copy_(source)
+
+
+def _enliven(parameter: Tensor, embedding: bool, generator: torch.Generator) -> None:
+    """Nothing so small, or so constant, that a term with it would not show."""
+    if not parameter.is_floating_point() or not parameter.numel():
+        return
+    if parameter.ndim >= 2:
+        wanted = (1.0 if embedding else float(parameter.shape[-1])) ** -0.5
+        size = float(parameter.square().mean().sqrt())
+        if size == 0:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * wanted)
+        elif size < 0.5 * wanted:
+            parameter.mul_(wanted / size)
+    elif float(parameter.std(correction=0)) < 0.05:
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)
