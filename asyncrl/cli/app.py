@@ -11,6 +11,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...]   train (the same as a one-rank torchrun -m asyncrl.main)
   asyncrl run --help                                        every setting, its default and what it means
   asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
+  asyncrl check-model PATH                                  which way this runtime can train a model, and how exactly
   asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
   asyncrl bench [step | generate | train | ...] [options]   measure against other systems and this machine's limits
@@ -41,7 +42,19 @@ def _explain(arguments: Sequence[str]) -> int:
     return explain(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "explain": _explain, "bench": _bench, "shm": _shm}
+def _check_model(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.check_model import main as check_model
+
+    return check_model(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "check-model": _check_model,
+    "explain": _explain,
+    "bench": _bench,
+    "shm": _shm,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,9 @@ from .check_distributed import check_distributed
 from .check_losses import check_losses, warn_algorithm
 from .schema import LONELY_ADVANTAGES, STEP_ADVANTAGES, Config
 
+# Nats that trainer and sampler may be apart on average: some hundred times what rounding makes of the paths of a small model
+# (tools/results/models.md); in bfloat16 transformers and vLLM are 0.04 apart.
+MISMATCH: dict[str, float] = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}
 PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False), "async": (2, True)}
 
 
@@ -71,6 +74,8 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> 
         algorithm["epsilon_high"] = config.algorithm.epsilon
     if config.algorithm.old_logprobs == "sampler":
         algorithm["importance_cap"] = None  # the clip itself is around the sampler's log-probs
+    if config.algorithm.mismatch_gate == "auto":
+        algorithm["mismatch_gate"] = MISMATCH[config.model.dtype] if config.train.kind == "torch" else None
     config = _with(config, "algorithm", algorithm)
     if config.engine.max_sequences is None:
         groups_of_rank = -(-slots(config) // world_size)

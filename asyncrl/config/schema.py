@@ -99,8 +99,10 @@ class EngineConfig(Section):
     )
     max_sequences: int | None = field(None, "Sequences decoded together; derived: slots x group_size.", ge=1)
     prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
-    kv_after_update: Literal["keep", "recompute"] = field(
-        "keep", "Cached keys and values of sequences in flight when the weights change: keep, or rebuild."
+    kv_after_update: Literal["keep", "recompute"] | None = field(
+        None,
+        "Cached keys and values of sequences in flight when the weights change: keep, or rebuild. Left out: keep, and "
+        "recompute for a model on the plain path, which cannot keep.",
     )
 
 
@@ -217,9 +219,10 @@ class AlgorithmConfig(Section):
         False, "Centre of the clip: the log-probs of the training forward itself, in every update; the ratio is 1."
     )
     updates_per_batch: int = field(1, "Optimizer steps per batch; old log-probs are taken once before the first.", ge=1)
-    mismatch_gate: float | None = field(
-        None,
-        "End the run when the mean |trainer - sampler| log-prob of tokens of the current version exceeds this (nats).",
+    mismatch_gate: Literal["auto"] | float | None = field(
+        "auto",
+        "End the run when the mean |trainer - sampler| log-prob of a step, over sequences sampled by the version that trains "
+        "them, exceeds this (nats). auto: 0.001, in bfloat16 0.1; null is off.",
     )
 
 

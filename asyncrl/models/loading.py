@@ -7,6 +7,7 @@ would silently compute something else than the checkpoint means is refused here,
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +21,54 @@ from asyncrl.errors import ConfigError
 
 from .liger_head import require_head_kernel
 from .lora import find_targets, require_peft
+from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
 from .tree_attention import TreePlan
 
 _PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.5}  # of the logits' own scale
 
 
-def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0) -> tuple[PolicyModel, Any]:
+Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
+
+
+def load_policy(
+    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0, choose: Choose | None = None
+) -> tuple[PolicyModel, Any]:
     """(policy, tokenizer). `seed` keys the random weights of `random_init`. Errors: ConfigError.
 
-    `model.path` may also be `file.py:function` or `module:function`: it is called with the seed and returns both.
+    `model.path` may also be `file.py:function` or `module:function`: it is called with the seed and returns both. `choose`:
+    see there; without it, the path is what the model's parts allow, and its logits alone are compared.
     """
     if config.lora.rank:
         require_peft()
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
-    module, tokenizer = _load(config, seed)
+    module, tokenizer = load_module(config, seed)
+    path = None if choose is None else choose(module)
     nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel)
-    _probe(policy)
+    policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel, path=path)
+    if path is None:
+        _probe(policy)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
 def load_served(
-    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0
+    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0, choose: Choose | None = None
 ) -> tuple[PolicyModel, PreTrainedModel, Any]:
     """(policy, model, tokenizer) of a sharded run: a policy on `device` that only reads, in the matmul dtype, and the same
     model once more, on the host and in float32, to be cut over the ranks. Errors: ConfigError."""
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
-    module, tokenizer = _load(config, seed)
+    module, tokenizer = load_module(config, seed)
+    path = None if choose is None else choose(module)
     twin = copy.deepcopy(module)
     nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel)
-    _probe(policy)
+    policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel, path=path)
+    if path is None:
+        _probe(policy)
     return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
-def _load(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]:
+def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+    """The model as transformers loads it, float32 on the host, and the tokenizer of a builder, else None. Errors: ConfigError."""
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
     else:
@@ -96,20 +109,20 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 def parameter_count(config: ModelConfig) -> int:
     """Number of the model's parameters, tied ones once, from the configuration alone: nothing is allocated."""
-    return sum(parameter.numel() for parameter in _describe(config).parameters())
+    return sum(parameter.numel() for parameter in describe_module(config).parameters())
 
 
 def adapter_sizes(config: ModelConfig) -> tuple[int, int]:
     """(parameters of the adapters, weights that they are merged into), from the configuration alone; zeros without any."""
     if not config.lora.rank:
         return 0, 0
-    layers = [layer for _, layer in find_targets(_describe(config), config.lora)]
+    layers = [layer for _, layer in find_targets(describe_module(config), config.lora)]
     adapters = sum(config.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
     return adapters, sum(layer.weight.numel() for layer in layers)
 
 
-def _describe(config: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device."""
+def describe_module(config: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device: nothing is allocated."""
     with torch.device("meta"):
         if is_builder(config):
             module, _ = _call_builder(config, 0)

@@ -263,7 +263,7 @@ def set_attention(module: PreTrainedModel, implementation: str) -> None:
         module.set_attn_implementation(implementation)
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"model.path: {type(module).__name__} does not take {implementation} attention: {error}"
+            f"model.path: {type(module).__name__} does not take {implementation} attention: {str(error).partition('. ')[0]}"
         ) from error
     parts = {type(part).__name__: part.config for part in module.modules() if isinstance(part, PreTrainedModel)}
     for name, config in parts.items():

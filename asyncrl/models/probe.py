@@ -40,8 +40,10 @@ def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", see
     with torch.no_grad():
         for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
             _copy(source.get(name), target)
+        head = probe.get_output_embeddings()
         for name, parameter in probe.named_parameters():
-            _enliven(parameter, "embed" in name, generator)
+            tied = head is not None and parameter is head.weight  # of a size for logits, not for a residual stream
+            _enliven(parameter, "embed" in name and not tied, generator)
     return nn.Module.to(probe.eval(), torch.device(device))  # type: ignore[return-value]
 
 

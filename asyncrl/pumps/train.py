@@ -351,9 +351,10 @@ class TrainPump:
     def _check_divergence(self, result: StepResult) -> None:
         gate = self._rooms.config.algorithm.mismatch_gate
         mismatch = result.metrics.get("mismatch/current_mean")
+        assert gate != "auto"  # `resolve` has put a number there
         if gate is not None and mismatch is not None and mismatch > gate:
             raise DivergenceError(
-                f"step {result.version}: trainer and sampler log-probs of the same version differ by {mismatch:.4f} nats on "
+                f"step {result.version}: trainer and sampler log-probs of the same version differ by {mismatch:.2g} nats on "
                 f"average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the weights that trained"
             )
 

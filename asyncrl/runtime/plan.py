@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
@@ -10,6 +11,9 @@ from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 
 from .memory import predicted, table
+
+if TYPE_CHECKING:
+    from .gate import Verdict
 
 
 def plan(config: Config) -> str:
@@ -25,18 +29,31 @@ def plan(config: Config) -> str:
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
     ]
     if config.train.kind == "torch":
+        lines += _verdict(config).lines()
         lines += ["predicted memory of one rank:", table(predicted(config, world.world_size))]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)
 
 
-def announcement(config: Config, directory: Path | None) -> list[str]:
-    """A few plain lines on what starts, and the warnings of a resolved configuration."""
+def _verdict(config: Config) -> Verdict:
+    """Which way the model is run, by its class and configuration: the weights are not read, random ones are compared."""
+    from asyncrl.models.loading import (
+        describe_module,
+    )  # transformers takes seconds to import, and a dry run has no model
+
+    from .gate import check_for
+
+    return check_for(config, describe_module(config.model))
+
+
+def announcement(config: Config, directory: Path | None, verdict: Verdict | None) -> list[str]:
+    """A few plain lines on what starts, which way its model is run, and the warnings of a resolved configuration."""
     rollout, where = config.rollout, directory or "no run directory"
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
         f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
     ]
+    lines += verdict.lines() if verdict else []
     return lines + [f"note: {warning}" for warning in warnings(config)]
 
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.concurrency.lane import ThreadLane
@@ -14,7 +15,8 @@ from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.loading import load_policy, load_served
+from asyncrl.models.loading import Choose, load_policy, load_served
+from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import WeightSink
 from asyncrl.telemetry.recorder import Recorder
@@ -24,6 +26,7 @@ from asyncrl.training.trainer import TorchTrainer
 from asyncrl.weights.gathered import GatheredWeights
 from asyncrl.weights.shared import SharedWeights
 
+from .gate import Verdict, check_for
 from .memory import check_memory
 from .offload import offload
 from .rates import Rates, measure_rates
@@ -46,7 +49,9 @@ async def open_real(
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await stack.enter_async_context(ThreadLane(name, recorder, on_start))
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
-        policy, tokenizer, core, rates = await lane.run(lambda: _load(config, world, device), name="start/load")
+        policy, tokenizer, core, rates, verdict = await lane.run(
+            lambda: _load(config, world, device), name="start/load"
+        )
     trainer = LaneTrainer(core, lane, recorder)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
@@ -57,20 +62,30 @@ async def open_real(
         max_sequences=config.engine.max_sequences,
         max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
         prefill_tokens=config.engine.prefill_tokens,
-        kv_after_update=config.engine.kv_after_update,
+        kv_after_update=config.engine.kv_after_update or "keep",
     )
     await stack.enter_async_context(engine)
     if isinstance(core, ShardedTrainer):
         sink: WeightSink = GatheredWeights(policy, core.sharded.parameters, engine, lane)
-        return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, trainer.train_round)
+        return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, trainer.train_round, verdict)
     sink = SharedWeights(policy, engine, lane)
-    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates)
+    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, verdict=verdict)
 
 
-def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates]:
-    if config.distributed.sharding == "fsdp":
-        return _load_sharded(config, world, device)
-    policy, tokenizer = load_policy(config.model, device, config.seed)
+def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates, Verdict]:
+    found: list[Verdict] = []
+
+    def choose(module: PreTrainedModel) -> ModelPath:
+        found.append(check_for(config, module, device))
+        return found[0].path
+
+    build = _build_sharded if config.distributed.sharding == "fsdp" else _build
+    policy, tokenizer, core = build(config, world, device, choose)
+    return policy, tokenizer, core, measure_rates(device, policy.dtype), found[0]
+
+
+def _build(config: Config, world: World, device: torch.device, choose: Choose) -> tuple[PolicyModel, Any, TorchTrainer]:
+    policy, tokenizer = load_policy(config.model, device, config.seed, choose)
     core = TorchTrainer(
         policy,
         config.train,
@@ -80,11 +95,13 @@ def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyMod
         updates_per_batch=config.algorithm.updates_per_batch,
         second_buffer=needs_second_buffer(config.algorithm),
     )
-    return policy, tokenizer, core, measure_rates(device, policy.dtype)
+    return policy, tokenizer, core
 
 
-def _load_sharded(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates]:
-    policy, model, tokenizer = load_served(config.model, device, config.seed)
+def _build_sharded(
+    config: Config, world: World, device: torch.device, choose: Choose
+) -> tuple[PolicyModel, Any, TorchTrainer]:
+    policy, model, tokenizer = load_served(config.model, device, config.seed, choose)
     core = ShardedTrainer(
         policy,
         model,
@@ -95,4 +112,4 @@ def _load_sharded(config: Config, world: World, device: torch.device) -> tuple[P
         updates_per_batch=config.algorithm.updates_per_batch,
     )
     world.before_leaving(core.sharded.parameters.release)
-    return policy, tokenizer, core, measure_rates(device, policy.dtype)
+    return policy, tokenizer, core

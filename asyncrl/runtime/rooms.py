@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
     from asyncrl.training.trainer import TorchTrainer
 
+    from .gate import Verdict
+
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
@@ -61,6 +63,7 @@ class Built:
     policy: PolicyModel | None
     core: TorchTrainer | None
     rates: Rates | None
+    verdict: Verdict | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Parts:
     core: TorchTrainer | None = None
     rates: Rates | None = None
     round: Round | None = None
+    verdict: Verdict | None = None
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -153,7 +157,7 @@ class Builder:
             weights=self._weights(reward),
             replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,
         )
-        return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates)
+        return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)
 
     def _gather(self, lane: Any) -> Callable[[StepPart], Awaitable[list[StepPart]]]:
         """On the lane of the trainer, whose collectives it must not cross."""

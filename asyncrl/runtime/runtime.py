@@ -239,7 +239,7 @@ class Runtime:
 
     def announce(self) -> None:
         """A few plain lines on what starts, and the warnings of the configuration."""
-        for line in announcement(self.config, self.directory.path if self.directory else None):
+        for line in announcement(self.config, self.directory.path if self.directory else None, self.built.verdict):
             self.note(line)
 
     def summary(self) -> RunSummary:

@@ -1,0 +1,54 @@
+"""`asyncrl check-model PATH`: which of its ways this runtime can train a model in, without a run.
+
+Every path is compared, not only the first that agrees. The same comparison opens each run (runtime/gate.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+USAGE = (
+    "asyncrl check-model PATH: compare every path with the model's own eager forward and backward (2: it is refused)"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit codes: 0, or 2 for a model that is refused."""
+    parser = argparse.ArgumentParser(prog="asyncrl check-model", description=USAGE)
+    parser.add_argument("path", help="what model.path takes: a directory, a hub id, or file.py:function")
+    parser.add_argument("--gguf-file", help="model.gguf_file")
+    parser.add_argument("--random-init", action="store_true", help="model.random_init: only the configuration is read")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="train.gradient_checkpointing")
+    parser.add_argument("--lora-rank", type=int, default=0, help="model.lora.rank")
+    parser.add_argument("--fsdp", action="store_true", help="distributed.sharding=fsdp")
+    given = parser.parse_args(list(arguments))
+
+    from asyncrl.config.schema import LoraConfig, ModelConfig
+    from asyncrl.errors import ConfigError
+    from asyncrl.models.loading import load_module
+    from asyncrl.models.probe import longest_row
+    from asyncrl.runtime.gate import check_model
+
+    try:
+        config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
+        module, _ = load_module(config)
+        verdict = check_model(
+            module,
+            lora=LoraConfig(rank=given.lora_rank),
+            checkpointing=given.gradient_checkpointing,
+            sharded=given.fsdp,
+            every=True,
+        )
+        limit = longest_row(module.config)
+        _ = verdict.path
+    except ConfigError as error:
+        print(f"asyncrl check-model: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(verdict.lines()))
+    print("compared:", *(f"  {result}" for result in verdict.results), sep="\n")
+    if limit is not None:
+        print(f"rows of at most {limit} tokens: past them the rotary frequencies of a row depend on its length")
+    print(f"in {verdict.seconds:.2f} s")
+    return 0

@@ -1,0 +1,197 @@
+"""The gate: no model trains before it was compared with itself, untouched, and it is run in the first way that agrees.
+
+    probe       a few layers of the same class with the model's own weights (models/probe.py)
+    comparison  training log-probs, gradients and the cached sampler against transformers' eager model (gate_trial.py)
+    paths       fused, packed, plain (models/paths.py), fastest first; a path that disagrees, or fails, is not used
+
+Where none agrees the model is refused with what was compared and by how much. All in float32: rounding of the run's dtype
+is not what is asked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.config.schema import Config, LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models.paths import PACKED, PATHS, ModelPath
+from asyncrl.models.probe import build_probe, longest_row
+
+from .gate_trial import Distance, Trial
+
+NATS = 1e-4  # most that a log-prob may differ, training or sampler
+RELATIVE = 1e-4  # most that a gradient may
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one path: how far it is from the eager model, or why it does not take the model."""
+
+    path: ModelPath
+    distance: Distance | None
+    reason: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return self.distance is not None and self.distance.within(NATS, RELATIVE)
+
+    def __str__(self) -> str:
+        if self.distance is None:
+            return f"{self.path}: {self.reason}"
+        where = "" if self.distance.gradients <= RELATIVE else f" ({self.distance.parameter})"
+        return f"{self.path}: {self.distance}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was compared, and what came of it. `layers` of the model's `total` were."""
+
+    name: str
+    layers: int
+    total: int
+    results: tuple[Result, ...]
+    seconds: float
+
+    @property
+    def chosen(self) -> Result | None:
+        return next((result for result in self.results if result.agrees), None)
+
+    @property
+    def path(self) -> ModelPath:
+        """Errors: ConfigError where no path agrees."""
+        if self.chosen is None:
+            raise ConfigError(
+                f"model.path: {self.name} is refused: this runtime computes something else than the model itself. Compared "
+                f"with its own eager forward and backward, {self._compared()}, where log-probs must agree within {NATS:g} nats "
+                f"and gradients within {RELATIVE:g}:\n{self._listed()}"
+            )
+        return self.chosen.path
+
+    def lines(self) -> list[str]:
+        """For a run's first lines."""
+        chosen = self.chosen
+        if chosen is None or chosen.distance is None:
+            return [f"model: {self.name}, refused", *(f"  {result}" for result in self.results)]
+        found = [
+            f"model: {self.name} on the {chosen.path.name} path; {chosen.distance} from itself, {self._compared()}"
+        ]
+        if chosen.path.name == "plain":
+            found.append(
+                "note: on the plain path nothing is shared in a group, and all caches are rebuilt after an update"
+            )
+        return found + [f"note: not {result}" for result in self.results[: self.results.index(chosen)]]
+
+    def _compared(self) -> str:
+        return f"{self.layers} of {self.total} layers, float32"
+
+    def _listed(self) -> str:
+        return "\n".join(f"  {result}" for result in self.results)
+
+
+def check_model(
+    module: PreTrainedModel,
+    device: torch.device | str = "cpu",
+    *,
+    lora: LoraConfig | None = None,
+    checkpointing: bool = False,
+    sharded: bool = False,
+    paths: Sequence[ModelPath] = PATHS,
+    every: bool = False,
+) -> Verdict:
+    """Compare on `device`. `module`: as loaded, or on the meta device, where the weights are random.
+
+    `sharded`: trained by transformers' own layers cut over the ranks, which is the packed path; the plain one is not. `every`:
+    go on after the first path that agrees. Errors: ConfigError where the model cannot be built small, or fails by itself.
+    """
+    started = time.perf_counter()
+    name = type(module).__name__
+    with _quiet():
+        try:
+            trial = Trial(build_probe(module, device), lora=lora, checkpointing=checkpointing)
+            _ = trial.eager
+        except Exception as error:
+            raise ConfigError(
+                f"model.path: {name} is refused: it cannot be compared with itself, because a small copy of it fails in "
+                f"transformers ({_short(error)})"
+            ) from error
+        results: list[Result] = []
+        if sharded:
+            paths = [path for path in paths if path.name != "plain"]
+            packed = _compare(trial, PACKED, sampler=False)
+            if not packed.agrees:
+                return _verdict(module, trial, [packed], started)
+        for path in paths:
+            results.append(_compare(trial, path))
+            if results[-1].agrees and not every:
+                break
+    return _verdict(module, trial, results, started)
+
+
+def check_for(config: Config, module: PreTrainedModel, device: torch.device | str = "cpu") -> Verdict:
+    """What the run of `config` needs, asked of `module`. Errors: ConfigError for settings that the path does not serve."""
+    check_rows(config, module)
+    verdict = check_model(
+        module,
+        device,
+        lora=config.model.lora,
+        checkpointing=config.train.gradient_checkpointing,
+        sharded=config.distributed.sharding == "fsdp",
+    )
+    if verdict.path.name == "plain" and config.engine.kv_after_update == "keep":
+        raise ConfigError(
+            f"engine.kv_after_update is keep, and {verdict.name} runs on the plain path, which rebuilds all caches after an "
+            "update; set it to recompute, or leave it out"
+        )
+    return verdict
+
+
+def check_rows(config: Config, module: PreTrainedModel) -> None:
+    """Errors: ConfigError where a row may grow past the length at which the model's rotary frequencies change."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    limit = longest_row(module.config)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {longest}, and past {limit} tokens {type(module).__name__} turns "
+            "all tokens of a row by other rotary frequencies (longrope or dynamic scaling): what was sampled before would "
+            f"belong to another model. Lower them to {limit} together, or choose another rope_type in the model's configuration"
+        )
+
+
+def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
+    try:
+        return Result(path, trial.run(path) if sampler else trial.training_only(path))
+    except ConfigError as error:
+        return Result(path, None, str(error).removeprefix("model.path: "))
+    except Exception as error:  # whatever a model's code raises when it is run so
+        return Result(path, None, _short(error))
+
+
+def _verdict(module: PreTrainedModel, trial: Trial, results: list[Result], started: float) -> Verdict:
+    layers, total = (int(part.config.get_text_config().num_hidden_layers) for part in (trial.probe, module))
+    return Verdict(type(module).__name__, layers, total, tuple(results), time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' advice about a few layers of a model, most of it about kernels that are not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        previous = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(previous)
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__

@@ -1,0 +1,264 @@
+"""One comparison of a model with itself: what a path computes on a probe against transformers' untouched eager model.
+
+    training    a packed microbatch (ragged rows, shared prompts, a row past every window and original context of the probe)
+                through the product's own forward and backward; against each row alone
+    sampler     requests with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
+                version on the way, through the product's own cache; against a forward over prompt and completion
+
+Everything in float32. The eager side runs one row at a time without a cache, so that it has nothing in common with what it
+is compared with but the weights.
+
+Shape legend: S scored tokens, L tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.config.schema import LoraConfig
+from asyncrl.data.packing import pack_groups
+from asyncrl.generation.embedded.cache import KVCache
+from asyncrl.generation.embedded.core import Core
+from asyncrl.generation.embedded.engine import cache_shape
+from asyncrl.generation.embedded.plain_core import PlainCore
+from asyncrl.generation.embedded.sequences import Sequences
+from asyncrl.models.paths import ModelPath
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.probe import longest_row
+from asyncrl.training.passes import Forward
+from asyncrl.types import (
+    FinishReason,
+    GenerationRequest,
+    Group,
+    Int64Array,
+    Microbatch,
+    Prompt,
+    SamplingParams,
+    Ticket,
+    Trajectory,
+)
+
+# (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
+_GROUPS = ((7, (13, 4)), (2, (26,)), (5, (2, 5)))
+# (prompt, completion, shares the prompt of the row before it)
+_REQUESTS = ((7, 3, False), (7, 12, True), (2, 20, False), (21, 2, False))
+_PREFILL = 8
+_NEW_VERSION = 6  # after so many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a path is from the eager model. logprobs, sampler: largest difference in nats; gradients: largest |g - g'| / |g'|
+    of a parameter (norms), where gradients far below all others are measured by the largest."""
+
+    logprobs: float
+    gradients: float
+    sampler: float
+    parameter: str = ""  # the one whose gradient is farthest
+
+    def within(self, nats: float, relative: float) -> bool:
+        """False for what is not a number, too."""
+        return self.logprobs <= nats and self.sampler <= nats and self.gradients <= relative
+
+    def __str__(self) -> str:
+        return f"training log-probs {self.logprobs:.1g} nats, gradients {self.gradients:.1g}, sampler {self.sampler:.1g} nats"
+
+
+class Trial:
+    """The eager side, computed once, and the comparison of a path with it."""
+
+    def __init__(self, probe: PreTrainedModel, *, lora: LoraConfig | None = None, checkpointing: bool = False) -> None:
+        """`probe`: of models/probe.py. `lora`, `checkpointing`: as the run has them."""
+        self.probe = probe
+        self._lora = lora
+        self._checkpointing = checkpointing
+        self._random = np.random.default_rng(0)
+        text = probe.config.get_text_config()
+        limits = [longest_row(probe.config), getattr(text, "max_position_embeddings", None)]
+        self._longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=1 << 30)
+        self._vocabulary = int(text.vocab_size)
+        self.temperature = self._measure_temperature()
+        self.rows = self._make_rows()
+        self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
+        self._weight_S = torch.from_numpy(self._random.standard_normal(self.batch.scored)).float()
+
+    # -- the eager side -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _measure_temperature(self) -> float:
+        """At which the next token is open: of logits far apart, rounding and the choice of a token hide everything else."""
+        tokens = torch.from_numpy(self._tokens(min(28, self._longest)).astype(np.int64)).to(self.probe.device)
+        logits = self.probe(input_ids=tokens.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
+        return max(1.0, round(float(logits.std(-1).mean()) / 2, 1))
+
+    @cached_property
+    def eager(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """(log-probs [S] in the batch's order, gradients by name of `sum(weight_S * logp_S)`)."""
+        probe, device = self.probe, self.probe.device
+        probe.requires_grad_(True)
+        probe.zero_grad()
+        found = torch.zeros(self.batch.scored)
+        by_row = {(t.group_id, t.member): t for group, _ in self.rows for t in group.trajectories}
+        for sequence in range(self.batch.sequences):
+            row = by_row[int(self.batch.group_ids[sequence]), int(self.batch.members[sequence])]
+            places = torch.from_numpy(np.flatnonzero(self.batch.sequence == sequence))
+            logp = self._logprobs(row.tokens, row.prompt_length)
+            (logp * self._weight_S[places].to(device)).sum().backward()
+            found[places] = logp.detach().cpu()
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.probe.named_parameters()
+        }
+        probe.requires_grad_(False)
+        return found, gradients
+
+    def _logprobs(self, tokens: Sequence[int] | np.ndarray, prompt: int) -> Tensor:  # type: ignore[type-arg]
+        """[L] tokens -> [L - prompt]."""
+        row = torch.as_tensor(np.asarray(tokens, np.int64), device=self.probe.device)
+        logits_LV = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
+        return (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1).gather(1, row[prompt:, None]).squeeze(1)
+
+    # -- a path -------------------------------------------------------------------------------------------------------
+
+    def run(self, path: ModelPath) -> Distance:
+        """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
+        policy = PolicyModel(copy.deepcopy(self.probe), "float32", path=path, lora=self._lora)
+        logprobs, gradients, parameter = self._training(policy)
+        return Distance(logprobs, gradients, self._sampler(policy), parameter)
+
+    def training_only(self, path: ModelPath) -> Distance:
+        """The same without the sampler."""
+        policy = PolicyModel(copy.deepcopy(self.probe), "float32", path=path, lora=self._lora)
+        logprobs, gradients, parameter = self._training(policy)
+        return Distance(logprobs, gradients, 0.0, parameter)
+
+    def _training(self, policy: PolicyModel) -> tuple[float, float, str]:
+        """(log-probs, gradients, the parameter whose gradient is farthest)."""
+        forward = Forward(policy, self._checkpointing)
+        logp_S, _ = forward(self.batch)
+        (logp_S * self._weight_S.to(logp_S.device)).sum().backward()
+        policy.set_training(False)
+        expected_S, gradients = self.eager
+        names, flat = policy.flat.names, policy.flat
+        assert flat.grad is not None
+        found = {name: flat.view(flat.grad, number) for number, name in enumerate(names)}
+        pairs = (
+            {name: (found[name], gradients[name]) for name in found}
+            if policy.lora is None
+            else _adapter_pairs(policy, found, gradients)
+        )
+        size = max(float(wanted.norm()) for _, wanted in pairs.values())
+        errors = {
+            name: float((own - wanted).norm()) / max(float(wanted.norm()), 1e-3 * size, 1e-30)
+            for name, (own, wanted) in pairs.items()
+        }
+        worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+        return _largest(logp_S.detach().cpu() - expected_S), errors[worst], worst
+
+    def _sampler(self, policy: PolicyModel) -> float:
+        requests = self._make_requests()
+        core = _open(policy, len(requests), max(r.prompt_ids.size + r.sampling.max_tokens for r in requests))
+        slots = [core.add(request, ()) for request in requests]
+        ended: dict[int, tuple[Int64Array, Tensor]] = {}
+        decoded = 0
+        while len(ended) < len(slots):
+            while core.behind:
+                core.prefill()
+            step = core.decode()
+            decoded += bool(step.rows)
+            for slot in step.ended:
+                generation = core.sequences.generation(slot, FinishReason.LENGTH)
+                ended[slot] = generation.token_ids.astype(np.int64), torch.from_numpy(generation.logprobs)
+                core.remove(slot, keep_prefix=False)
+            if decoded == _NEW_VERSION:
+                policy.version += 1  # the same weights under a new name: what is cached is computed again
+        worst = 0.0
+        for slot, request in zip(slots, requests, strict=True):
+            tokens, logprobs = ended[slot]
+            row = np.concatenate([request.prompt_ids.astype(np.int64), tokens])
+            with torch.no_grad():
+                expected = self._logprobs(row, request.prompt_ids.size)
+            worst = _larger(worst, _largest(logprobs - expected.cpu()))
+        return worst
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def _make_rows(self) -> list[tuple[Group, list[float]]]:
+        groups = []
+        for number, (prompt, lengths) in enumerate(_GROUPS):
+            start = self._tokens(prompt)
+            rows = tuple(
+                self._trajectory(number, member, len(lengths), start, min(length, self._longest - prompt))
+                for member, length in enumerate(lengths)
+            )
+            groups.append((Group(Ticket(number, 0, 0), Prompt(number, start, ""), rows), [0.0] * len(rows)))
+        return groups
+
+    def _trajectory(self, group: int, member: int, members: int, prompt: np.ndarray, length: int) -> Trajectory:  # type: ignore[type-arg]
+        size = prompt.size + length
+        mask = np.arange(size) >= prompt.size
+        nothing = np.zeros(size, np.float32)
+        return Trajectory(
+            group_id=group,
+            member=member,
+            group_size=members,
+            prompt_length=int(prompt.size),
+            tokens=np.concatenate([prompt, self._tokens(length)]),
+            mask=mask,
+            logprobs=nothing,
+            sampled_logprobs=nothing,
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            temperature=self.temperature,
+            finish_reason=FinishReason.LENGTH,
+        )
+
+    def _make_requests(self) -> list[GenerationRequest]:
+        requests: list[GenerationRequest] = []
+        for number, (prompt, length, shared) in enumerate(_REQUESTS):
+            ids = requests[-1].prompt_ids if shared else self._tokens(min(prompt, self._longest - length))
+            limit = min(length, self._longest - int(ids.size))
+            key = "shared" if number < 2 else None
+            sampling = SamplingParams(temperature=self.temperature, max_tokens=limit, ignore_eos=True)
+            requests.append(GenerationRequest(ids, sampling, number, key))
+        return requests
+
+    def _tokens(self, count: int) -> np.ndarray:  # type: ignore[type-arg]
+        return self._random.integers(0, self._vocabulary, count).astype(np.int32)
+
+
+def _open(policy: PolicyModel, rows: int, positions: int) -> Core | PlainCore:
+    sequences = Sequences(rows, positions)
+    if policy.path.name == "plain":
+        return PlainCore(policy, sequences, prefill_tokens=_PREFILL)
+    cache = KVCache(cache_shape(policy.config, rows, positions), policy.dtype, policy.device)
+    return Core(policy, cache, sequences, prefill_tokens=_PREFILL, recompute=True)
+
+
+def _adapter_pairs(
+    policy: PolicyModel, found: dict[str, Tensor], gradients: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gradients of the adapters' B, found and expected: `scale dW A'` (models/lora.py). (That of A is zero where B is.)"""
+    assert policy.lora is not None
+    pairs = {}
+    for name, own in found.items():
+        layer, _, end = name.removeprefix("base_model.model.").rpartition(".lora_")
+        if end.startswith("B"):
+            a = dict(policy.flat.named_masters())[name.replace(".lora_B.", ".lora_A.")]
+            pairs[name] = own, policy.lora.scale * gradients[f"{layer}.weight"] @ a.t()
+    return pairs
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+def _larger(one: float, other: float) -> float:
+    """What is not a number is larger than any."""
+    return other if other != other or other > one else one
