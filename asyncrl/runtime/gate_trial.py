@@ -222,7 +222,7 @@ class Trial:
     def _make_requests(self) -> list[GenerationRequest]:
         requests: list[GenerationRequest] = []
         for number, (prompt, length, shared) in enumerate(_REQUESTS):
-            ids = requests[-1].prompt_ids if shared else self._tokens(min(prompt, self._longest - length))
+            ids = requests[-1].prompt_ids if shared else self._tokens(min(prompt, self._longest - 1))
             limit = min(length, self._longest - int(ids.size))
             key = "shared" if number < 2 else None
             sampling = SamplingParams(temperature=self.temperature, max_tokens=limit, ignore_eos=True)

@@ -16,30 +16,57 @@ TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_gen
 
 def build(seed: int) -> tuple[Any, Any]:
     """(model, tokenizer): Qwen3-shaped, one layer, characters as tokens; the tokenizer has no chat template."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=1, head_dim=16), make_tokenizer()
+
+
+def build_stateful(seed: int) -> tuple[Any, Any]:
+    """A layer with a convolution, whose state a packed row would leak, and one that attends."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+    return seeded(Lfm2ForCausalLM, Lfm2Config, seed, **layers), make_tokenizer()
+
+
+def build_windowed(seed: int) -> tuple[Any, Any]:
+    """Both layers see the last four tokens only."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    layers = {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 4}
+    return seeded(MistralForCausalLM, MistralConfig, seed, **layers), make_tokenizer()
+
+
+def seeded(kind: Any, config: Any, seed: int, **settings: Any) -> Any:
+    """A model of class `kind` with weights keyed by `seed`."""
     import torch
+
+    torch.manual_seed(seed)
+    return kind(
+        config(
+            vocab_size=len(VOCABULARY),
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+            **settings,
+        )
+    )
+
+
+def make_tokenizer() -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config), tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
 
 
 def build_chat(seed: int) -> tuple[Any, Any]:

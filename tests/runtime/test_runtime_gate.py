@@ -1,0 +1,286 @@
+"""The gate: models are run the way that agrees with themselves, and what computes something else is not let in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import MODEL, REAL, config_of, metrics_of
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+)
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ForCausalLM
+from transformers.models.llama import modeling_llama
+
+from asyncrl.cli.app import main as cli
+from asyncrl.config.resolve import resolve
+from asyncrl.config.schema import LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generation.embedded.cache import KVCache
+from asyncrl.models import plain
+from asyncrl.models.paths import FUSED, PACKED, PLAIN
+from asyncrl.models.policy import PolicyModel
+from asyncrl.runtime.gate import RELATIVE, check_for, check_model
+from asyncrl.runtime.gate_trial import Trial
+from asyncrl.runtime.plan import plan
+from asyncrl.runtime.runtime import Runtime
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+GATED = SMALL | {"num_key_value_heads": 1, "intermediate_size": 48}
+
+
+def built(config: Any) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    return built(LlamaConfig(**(GATED | changes)))
+
+
+def stateful() -> PreTrainedModel:
+    return built(Lfm2Config(**GATED, layer_types=["conv", "full_attention"]))
+
+
+# -- which path ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_path_that_agrees_is_used() -> None:
+    assert check_model(llama()).path == FUSED
+    assert check_model(llama(hidden_act="relu")).path == PACKED
+    assert check_model(built(BloomConfig(**SMALL))).path in PLAIN
+    assert check_model(stateful()).path in PLAIN
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = llama()
+    before = copy.deepcopy(model.state_dict()), model.config.to_dict(), model.config._attn_implementation
+    random = torch.random.get_rng_state()
+    check_model(model)
+    after = model.state_dict(), model.config.to_dict(), model.config._attn_implementation
+    assert after[1:] == before[1:] and all(torch.equal(after[0][name], before[0][name]) for name in before[0])
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_weights_near_zero_hide_nothing() -> None:
+    """A model of the scale of random weights, where a lost layer moves no log-prob: the probe's are of a size that shows."""
+    model = llama(initializer_range=1e-6)
+    with_layers_off = Trial(probe_of(model))
+    lost = PolicyModel(copy.deepcopy(with_layers_off.probe), path=PACKED)
+    for layer in lost.module.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    assert with_layers_off._training(lost)[0] > 0.1
+
+
+def probe_of(model: PreTrainedModel) -> PreTrainedModel:
+    from asyncrl.models.probe import build_probe
+
+    return build_probe(model)
+
+
+def test_without_weights_the_class_is_compared() -> None:
+    with torch.device("meta"):
+        model = llama()
+    assert check_model(model).path == FUSED
+
+
+# -- refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=64, encoder_ffn_dim=32, decoder_ffn_dim=32
+    )
+    verdict = check_model(BartForConditionalGeneration(config))
+    with pytest.raises(ConfigError, match="BartForConditionalGeneration is refused"):
+        _ = verdict.path
+
+
+class ForgetfulForCausalLM(Lfm2ForCausalLM):
+    """Right in one forward; its cache loses the first token of every sequence."""
+
+    def forward(self, input_ids: Any = None, **given: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **given)
+        for layer in output.past_key_values.layers if output.past_key_values is not None else ():
+            if getattr(layer, "keys", None) is not None:
+                layer.keys[:, :, 0] = 0
+        return output
+
+
+def test_a_model_whose_own_cache_forgets_is_refused_with_what_was_compared() -> None:
+    model = ForgetfulForCausalLM(Lfm2Config(**GATED, layer_types=["conv", "full_attention"]))
+    verdict = check_model(model)
+    with pytest.raises(ConfigError) as caught:
+        _ = verdict.path
+    text = str(caught.value)
+    assert "ForgetfulForCausalLM is refused" in text and "2 of 2 layers" in text
+    for name in ("fused:", "packed:", "plain (sdpa", "plain (eager"):
+        assert name in text
+    last = verdict.results[-1].distance
+    assert last is not None and last.logprobs < 1e-5 and last.gradients < 1e-5 and last.sampler > 1e-3
+
+
+# -- made wrong on purpose: each break is in what the product runs, and the eager side does not have it -----------------
+
+
+def scaled_elsewhere(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: float, **given: Any
+) -> Any:
+    return EAGER(module, query, key, value, mask, scaling=0.5 * scaling, **given)
+
+
+EAGER = modeling_llama.eager_attention_forward
+
+
+def break_scale(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A model with a scale of its own in its eager attention, which ours is not told of."""
+    patch.setattr(modeling_llama, "eager_attention_forward", scaled_elsewhere)
+    return llama(hidden_act="relu")
+
+
+def break_cache(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A prompt that others have computed is not copied."""
+    patch.setattr(KVCache, "copy_row", lambda self, source, target, length: None)
+    return llama()
+
+
+def break_rows(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """The plain path pads on the left, and says nothing of it."""
+    forward = plain.PlainForward._forward
+
+    def unmasked(self: Any, tokens_T: Any, batch: Any, length: int) -> Any:
+        return forward(self, tokens_T, [row[::-1].copy() if row.size < length else row for row in batch], length)
+
+    patch.setattr(plain.PlainForward, "_forward", unmasked)
+    return stateful()
+
+
+def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """All modules train, as transformers' checkpointing is usually switched on: the router adds noise."""
+    patch.setattr(PolicyModel, "set_training", lambda self, training: self.module.train(training))
+    return built(MixtralConfig(**GATED, num_local_experts=4, router_jitter_noise=0.3))
+
+
+@pytest.mark.parametrize(
+    ("broken", "path", "what"),
+    [
+        (break_scale, PACKED, "logprobs"),
+        (break_cache, FUSED, "sampler"),
+        (break_rows, PLAIN[0], "logprobs"),
+        (break_mode, PACKED, "logprobs"),
+    ],
+)
+def test_what_is_made_wrong_on_purpose_is_caught(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], PreTrainedModel], path: Any, what: str
+) -> None:
+    with monkeypatch.context() as patch:
+        wrong = check_model(broken(patch), checkpointing=True, paths=[path])
+    distance = wrong.results[0].distance
+    assert wrong.chosen is None and distance is not None, wrong.results
+    assert getattr(distance, what) > 1e-3, distance
+    with monkeypatch.context() as patch:
+        model = broken(patch)
+    assert check_model(model, checkpointing=True, paths=[path]).path == path  # it was that, and nothing else
+
+
+def test_a_gradient_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.models import kernels
+
+    monkeypatch.setattr(kernels, "rms_norm_backward", lambda grad, x, weight, eps, into, through: through.add_(grad))
+    verdict = check_model(llama())
+    distance = verdict.results[0].distance
+    assert distance is not None and distance.logprobs < 1e-5 and distance.gradients > 100 * RELATIVE
+    assert "norm" in distance.parameter or "proj" in distance.parameter
+    assert verdict.path == PACKED
+
+
+# -- with what else a run asks for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [llama, stateful, lambda: built(BloomConfig(**SMALL))], ids=["llama", "lfm2", "bloom"])
+@pytest.mark.parametrize(
+    "more", [{"lora": LoraConfig(rank=2, alpha=4)}, {"checkpointing": True}], ids=["lora", "checkpoints"]
+)
+def test_adapters_and_checkpointing_are_compared_too(make: Callable[[], PreTrainedModel], more: dict[str, Any]) -> None:
+    assert check_model(make(), **more).path is not None
+
+
+def test_a_model_cut_over_ranks_needs_the_packed_path() -> None:
+    assert check_model(llama(), sharded=True).path == FUSED
+    verdict = check_model(stateful(), sharded=True)
+    assert all(result.path.name != "plain" for result in verdict.results)
+    with pytest.raises(ConfigError, match="is refused"):
+        _ = verdict.path
+
+
+def test_rows_stay_where_rotary_frequencies_do_not_depend_on_their_length(tmp_path: Path) -> None:
+    config = resolve(config_of(tmp_path, "data.max_prompt_tokens=12", "rollout.max_tokens=8"), 1)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert check_for(config, llama(rope_parameters=rope, max_position_embeddings=20)).path == FUSED
+    with pytest.raises(ConfigError, match=r"= 20, and past 19 tokens LlamaForCausalLM turns"):
+        check_for(config, llama(rope_parameters=rope, max_position_embeddings=19))
+
+
+def test_keys_of_old_weights_are_not_kept_on_the_plain_path(tmp_path: Path) -> None:
+    keep = resolve(config_of(tmp_path, "engine.kv_after_update=keep"), 1)
+    with pytest.raises(ConfigError, match="set it to recompute, or leave it out"):
+        check_for(keep, stateful())
+    assert check_for(keep, llama()).path == FUSED
+    for setting in ("recompute", "null"):
+        config = resolve(config_of(tmp_path, f"engine.kv_after_update={setting}"), 1)
+        assert any("rebuilt after an update" in line for line in check_for(config, stateful()).lines())
+
+
+# -- as users meet it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["sync", "async"])
+async def test_a_model_with_a_state_trains_on_the_plain_path(tmp_path: Path, preset: str) -> None:
+    config = config_of(tmp_path, f"model.path={MODEL}:build_stateful", f"preset={preset}", "train.max_steps=10")
+    async with Runtime(config) as runtime:
+        assert runtime.built.policy is not None and runtime.built.policy.path in PLAIN
+        await runtime.run()
+    lines = metrics_of(tmp_path / "runs/run")
+    assert len(lines) == 10
+    exact = [line["mismatch/current_max"] for line in lines if "mismatch/current_max" in line]
+    assert exact and max(exact) < 1e-4
+
+
+def test_check_model_and_a_dry_run_say_which_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["check-model", f"{MODEL}:build_stateful"]) == 0
+    output = capsys.readouterr().out
+    assert (
+        "model: Lfm2ForCausalLM on the plain path" in output
+        and "fused: Lfm2ForCausalLM has layers of type conv" in output
+    )
+    assert cli(["check-model", "/no/such/model"]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+
+    text = plan(config_of(tmp_path, f"model.path={MODEL}:build_stateful"))
+    assert "model: Lfm2ForCausalLM on the plain path" in text
+    with pytest.raises(ConfigError, match="kv_after_update is keep"):
+        plan(config_of(tmp_path, f"model.path={MODEL}:build_stateful", "engine.kv_after_update=keep"))
+    assert REAL["model"]["path"].endswith(":build")
+
+
+def test_mistral_windows_reach_the_comparison() -> None:
+    """The window in the configuration is longer than any row that a test can afford: the probe's is not."""
+    model = built(MistralConfig(**GATED, head_dim=16, sliding_window=4096))
+    assert probe_of(model).config.sliding_window == 8
+    assert check_model(model).chosen is not None
