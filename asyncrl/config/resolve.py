@@ -75,7 +75,8 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> 
     if config.algorithm.old_logprobs == "sampler":
         algorithm["importance_cap"] = None  # the clip itself is around the sampler's log-probs
     if config.algorithm.mismatch_gate == "auto":
-        algorithm["mismatch_gate"] = MISMATCH[config.model.dtype] if config.train.kind == "torch" else None
+        sampled_here = config.train.kind == "torch" and config.door.ring is None
+        algorithm["mismatch_gate"] = MISMATCH[config.model.dtype] if sampled_here else None
     config = _with(config, "algorithm", algorithm)
     if config.engine.max_sequences is None:
         groups_of_rank = -(-slots(config) // world_size)
