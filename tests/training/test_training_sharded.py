@@ -28,6 +28,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError, TrainStepError
+from asyncrl.models.head import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.signal import counted_only
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
@@ -341,6 +342,6 @@ def test_experts_are_refused_and_so_is_a_missing_group() -> None:
     module = tiny_module()
     module.config.num_experts = 8
     with pytest.raises(ConfigError, match=r"has experts.*use distributed\.sharding=replicate"):
-        ShardedForward(module, torch.device("cpu"), torch.float64, False)
+        ShardedForward(module, torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
     with pytest.raises(LifecycleError, match="open the world first"):
-        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False)
+        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
