@@ -91,15 +91,29 @@ def head_transform(module: PreTrainedModel) -> HeadTransform:
 
 
 def linear_head(module: PreTrainedModel) -> nn.Linear:
-    """Errors: ConfigError where the model has none, or no decoder."""
+    """Errors: ConfigError where the model has none."""
     head = module.get_output_embeddings()
-    if head is None or not hasattr(module, "get_decoder"):
+    if head is None:
         raise ConfigError(
             f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head"
         )
     if not isinstance(head, nn.Linear):
         raise ConfigError(f"model.path: the head of {type(module).__name__} is {type(head).__name__}, no linear layer")
     return head
+
+
+def decoder_of(module: PreTrainedModel) -> nn.Module:
+    """What gives `module` its last hidden states. For Llama 4 and Mllama transformers' own `get_decoder` gives the whole model:
+    their `base_model_prefix` names no part of it. Errors: ConfigError where there is no such part."""
+    decoder: nn.Module = module.get_decoder()
+    if decoder is not module:
+        return decoder
+    parts = [part for part in module.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) != 1:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head"
+        )
+    return parts[0]
 
 
 @dataclass(slots=True)
@@ -171,7 +185,7 @@ def _hooks(module: PreTrainedModel, head: nn.Linear, found: _Found) -> Iterator[
         found.outputs.append(output)
         return found.plant(output)
 
-    handles = [module.get_decoder().register_forward_hook(at_decoder), head.register_forward_hook(at_head)]
+    handles = [decoder_of(module).register_forward_hook(at_decoder), head.register_forward_hook(at_head)]
     try:
         yield
     finally:

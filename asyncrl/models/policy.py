@@ -22,7 +22,7 @@ from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .embedding import embed, is_plain
 from .flat import FlatParameters, FlatWeights, ServedParameters
 from .fused import FusedDecoder
-from .head import head_transform, linear_head
+from .head import decoder_of, head_transform, linear_head
 from .liger_head import choose_head_kernel
 from .lora import LoraParameters
 from .norms import replace_norms
@@ -78,7 +78,7 @@ class PolicyModel:
         else:
             self.flat = FlatParameters(module, self.dtype)
             self.weights = self.flat
-        self.decoder: nn.Module = module.get_decoder()
+        self.decoder = decoder_of(module)
         self.head = linear_head(module)
         embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]
         self._embedding = embedding

@@ -34,7 +34,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import ShardedParameters
 from asyncrl.errors import ConfigError, DivergenceError, LifecycleError
 from asyncrl.models.flat import ServedParameters
-from asyncrl.models.head import HeadTransform
+from asyncrl.models.head import HeadTransform, decoder_of
 from asyncrl.models.logprobs import HeadKernel, Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
 from asyncrl.models.tree_attention import TreePlan
@@ -65,7 +65,7 @@ class _Scoring(nn.Module):
         plan: TreePlan,
         entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        hidden_TE = decode(self.model.get_decoder(), tokens_T, positions_T, plan)
+        hidden_TE = decode(decoder_of(self.model), tokens_T, positions_T, plan)
         head = self.model.get_output_embeddings()
         return token_logprobs(
             hidden_TE.index_select(0, source_S),
@@ -142,7 +142,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
             f"distributed.sharding is fsdp, but {type(model).__name__} has experts ({experts[0]}): which of them run differs "
             "between ranks, and a rank would wait for ever for the gradients of the others; use distributed.sharding=replicate"
         )
-    layers = getattr(model.get_decoder(), "layers", None)
+    layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise ConfigError(
             f"distributed.sharding is fsdp, but {type(model).__name__} has no list of decoder layers to cut by; use "
