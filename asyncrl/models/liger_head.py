@@ -32,6 +32,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 
+from .head import PLAIN_HEAD, HeadTransform
 from .logprobs import Columns, HeadKernel, HeadPasses, TorchPasses
 
 MOST_TEMPERATURES = 8
@@ -45,9 +46,21 @@ _OUR_OWN = {"BLOCK_N": 4096, "num_warps": 8, **_FUSION}
 logger = logging.getLogger("asyncrl.models")
 
 
-def choose_head_kernel(kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int) -> HeadKernel | None:
-    """`model.head_kernel` on this machine; None: torch's passes. Errors: ConfigError where `liger` cannot be had."""
+def choose_head_kernel(
+    kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int, transform: HeadTransform = PLAIN_HEAD
+) -> HeadKernel | None:
+    """`model.head_kernel` on this machine; None: torch's passes. Errors: ConfigError where `liger` cannot be had.
+
+    A scale of the logits and a bias are nothing to the kernels: the one is a temperature to them, the other in the logits
+    that they read. A soft cap is not in their formulas."""
     require_head_kernel(kind, device, dtype)
+    if transform.softcap is not None:
+        if kind == "liger":
+            raise ConfigError(
+                f"model.head_kernel is liger, but the model soft-caps its logits (at {transform.softcap:g}), which its kernels "
+                "do not compute; use auto or torch"
+            )
+        return None
     if kind == "torch" or _absent(device, dtype) is not None:
         return None
     try:

@@ -19,14 +19,11 @@ from asyncrl.config.imports import load_object
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 
+from .head import linear_head
 from .liger_head import require_head_kernel
 from .lora import find_targets, require_peft
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
-from .tree_attention import TreePlan
-
-_PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.5}  # of the logits' own scale
-
 
 Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
 
@@ -37,7 +34,7 @@ def load_policy(
     """(policy, tokenizer). `seed` keys the random weights of `random_init`. Errors: ConfigError.
 
     `model.path` may also be `file.py:function` or `module:function`: it is called with the seed and returns both. `choose`:
-    see there; without it, the path is what the model's parts allow, and its logits alone are compared.
+    see there; without it, the path is what the model's parts allow, and nothing but its head is compared.
     """
     if config.lora.rank:
         require_peft()
@@ -46,8 +43,6 @@ def load_policy(
     path = None if choose is None else choose(module)
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel, path=path)
-    if path is None:
-        _probe(policy)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
@@ -62,8 +57,6 @@ def load_served(
     twin = copy.deepcopy(module)
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel, path=path)
-    if path is None:
-        _probe(policy)
     return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
@@ -201,7 +194,7 @@ def _repair(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _check_tied(module: PreTrainedModel) -> None:
-    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    head, embedding = linear_head(module), module.get_input_embeddings()
     if getattr(module.config, "tie_word_embeddings", False) and head.weight is not embedding.weight:
         raise ConfigError(
             f"model.path: {type(module).__name__} says tie_word_embeddings, but head and embedding are two tensors"
@@ -209,30 +202,6 @@ def _check_tied(module: PreTrainedModel) -> None:
     for part in module.modules():  # the repaired epsilon must reach the modules, which copied it when they were built
         if isinstance(getattr(part, "variance_epsilon", None), float):
             part.variance_epsilon = float(f"{part.variance_epsilon:.6g}")  # type: ignore[assignment]
-
-
-@torch.no_grad()
-def _probe(policy: PolicyModel) -> None:
-    """The model's own forward must give the logits that `PolicyModel.logits` gives, else the head hides a transform."""
-    config, device = policy.config, policy.device
-    count = 5
-    tokens = torch.arange(count, device=device) * 7 % int(config.vocab_size)
-    positions = torch.arange(count, device=device)
-    module: nn.Module = policy.module
-    module.eval()
-    own = module(
-        input_ids=tokens[None], position_ids=positions[None], use_cache=False, attention_plan=TreePlan([0], [count])
-    ).logits[0]
-    ours = policy.logits(policy.hidden(tokens, positions, TreePlan([0], [count])))
-    if own.shape != ours.shape or not torch.isfinite(ours).all():
-        raise ConfigError(f"model.path: {type(module).__name__} gives logits that are not finite, or of another shape")
-    scale = max(float(ours.abs().max()), 1e-6)
-    difference = float((own.to(ours.dtype) - ours).abs().max()) / scale
-    if difference > _PROBE_TOLERANCE[policy.dtype] * 0.1:
-        raise ConfigError(
-            f"model.path: {type(module).__name__} transforms its logits after the head (relative difference "
-            f"{difference:.2g}); such a model is not supported yet"
-        )
 
 
 def _short(error: BaseException) -> str:

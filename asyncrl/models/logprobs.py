@@ -4,12 +4,13 @@ Forward goes over chunks of rows and keeps three numbers a row; backward turns a
 gradient. Up to `KEEP_LOGITS` of them wait for it; more are computed again, so memory is bounded by that or by one chunk of
 [chunk, V], whatever S is.
 
-    z = logits / T,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
+    z = logits / T (of logits as head.py says),   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
 
 Products are in the dtype of the weight; everything after them is float32 (float64 for float64 weights). On a CPU the
 softmax runs over a few rows at a time: they stay in cache between its passes, which makes it two to three times faster; the
-native kernels, where they were built, go over each row twice.
+native kernels, where they were built, go over each row twice. A scale of the logits is a part of the temperature; soft-capped
+ones are capped in scratch, a few rows at a time.
 
 Where Liger's kernels may be used (liger_head.py) they take the place of `own_passes`: the same function, the same results.
 
@@ -27,12 +28,14 @@ from torch import Tensor
 
 from . import native
 from .flat import add_wider_
+from .head import PLAIN_HEAD, HeadTransform
 
 CHUNK_ROWS = 512  # of backward: fewer would add to the whole weight gradient more often
 KEEP_LOGITS = 2048 * 49_152  # a usual microbatch. More of them cost an eighth of what full logits would, or less
 _PRODUCT_ROWS = {torch.float32: 256}  # of one forward product; measured: 64 cost a tenth more in float32
 _FEW_ROWS = 64  # of any other dtype: in bfloat16 256 save no time and hold four times the memory
 _CPU_BLOCK_ROWS = 16
+_CAPPED_ROWS = 128  # on a GPU: each takes four rows of wide scratch
 _VOCABULARY_BLOCK = 4096
 
 
@@ -88,15 +91,19 @@ class HeadKernel(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Options:
     passes: HeadPasses | None
+    transform: HeadTransform
     grad_buffer: Tensor | None
+    bias_grad: Tensor | None
     entropy_grad: bool
     chunk: int
     keep: bool
     project: Callable[[Tensor], Tensor] | None
     spare: Spare
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return hidden @ weight.t() if self.project is None else self.project(hidden)
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.project is not None:
+            return self.project(hidden)
+        return hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
 
 
 def token_logprobs(
@@ -105,7 +112,10 @@ def token_logprobs(
     target_S: Tensor,
     temperature_S: Tensor,
     *,
+    bias_V: Tensor | None = None,
+    transform: HeadTransform = PLAIN_HEAD,
     grad_buffer: Tensor | None = None,
+    bias_grad: Tensor | None = None,
     entropy_grad: bool = False,
     chunk: int = CHUNK_ROWS,
     keep_logits: int = KEEP_LOGITS,
@@ -113,22 +123,27 @@ def token_logprobs(
     spare: Spare | None = None,
     kernel: HeadKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`log softmax(hidden @ weight.T / temperature)[target]` [S] and the entropy of that distribution [S], in nats.
+    """`log softmax(transform(hidden @ weight.T + bias) / temperature)[target]` [S] and the entropy of that distribution [S], in
+    nats.
 
-    hidden_SE and weight_VE share a dtype; target_S is int64; temperature_S is float, > 0, on any device.
+    hidden_SE, weight_VE and bias_V share a dtype; target_S is int64; temperature_S is float, > 0, on any device.
     Results are float32, or float64 for float64 inputs. The entropy carries gradient only with `entropy_grad`.
     grad_buffer: [V, E] in the accumulation dtype. Backward adds the gradient of the weight to it (float32 sums for a
-    bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd.
-    keep_logits: most logits that wait for backward, in `spare`. project: `hidden @ weight.T` of some rows, faster.
-    kernel: what does the passes over the logits instead of torch. It asks for temperatures on the host: there they cost no wait.
+    bfloat16 weight, and no temporary of that size for a float32 one) and reports none to autograd. bias_grad: [V], the same
+    for the bias.
+    keep_logits: most logits that wait for backward, in `spare`. project: `hidden @ weight.T + bias` of some rows, faster.
+    kernel: what does the passes over the logits instead of torch, but for soft-capped ones. It asks for temperatures on the host:
+    there they cost no wait.
     Errors: IndexError for a target outside of the vocabulary, on a CPU (a GPU would have to be waited for).
     """
     if target_S.device.type == "cpu":
         target_S = _checked(target_S, weight_VE.shape[0])
     keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits
-    passes = None if kernel is None else kernel.passes(temperature_S.cpu())
-    options = _Options(passes, grad_buffer, entropy_grad, chunk, keep, project, spare or Spare())
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, target_S, temperature_S, options)
+    if transform.softcap is None and transform.scale != 1:
+        temperature_S = temperature_S.double() / transform.scale
+    passes = None if kernel is None or transform.softcap is not None else kernel.passes(temperature_S.cpu())
+    options = _Options(passes, transform, grad_buffer, bias_grad, entropy_grad, chunk, keep, project, spare or Spare())
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_SE, weight_VE, bias_V, target_S, temperature_S, options)
     return result
 
 
@@ -147,22 +162,28 @@ def _checked(target_S: Tensor, vocabulary: int) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        temperature: Tensor,
+        options: _Options,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         rows, vocabulary = hidden.shape[0], weight.shape[0]
         inverse = temperature.to(hidden.device, wide).reciprocal()
         logp, lse, entropy = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3))
         kept = options.spare.take(rows, vocabulary, weight) if options.keep else None
-        passes = options.passes or own_passes(hidden, vocabulary, options.chunk)
+        passes = options.passes or own_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, _product_rows(hidden, options.chunk)):
-            chunk = options.logits(hidden[first:last], weight)
+            chunk = options.logits(hidden[first:last], weight, bias)
             passes.statistics(chunk, first, columns, logp)
             if kept is not None:
                 kept[first:last].copy_(chunk)
         ctx.kept = kept  # becomes a gradient in place: one backward only, as everywhere else here
-        ctx.save_for_backward(hidden, weight, target, inverse, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, target, inverse, lse, entropy)
         ctx.options = options
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -170,38 +191,51 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, target, inverse, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, target, inverse, lse, entropy = ctx.saved_tensors
         options: _Options = ctx.options
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows, vocabulary = hidden.shape[0], weight.shape[0]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         buffer = options.grad_buffer
         if need_weight and buffer is None:
             buffer = torch.zeros_like(weight, dtype=lse.dtype)
+        bias_total = options.bias_grad
+        if need_bias and bias_total is None:
+            bias_total = torch.zeros_like(bias, dtype=lse.dtype)
         bend = grad_entropy if options.entropy_grad else None
         kept, ctx.kept = ctx.kept, None
         fresh = None
         if kept is None:
             fresh = options.spare.take(min(options.chunk, rows), vocabulary, weight)  # not beside what once waited
-        passes = options.passes or own_passes(hidden, vocabulary, options.chunk)
+        passes = options.passes or own_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, options.chunk):
             chunk = kept[first:last] if fresh is None else fresh[: last - first]
             if fresh is not None:
                 for start, end in _ranges(last - first, _product_rows(hidden, options.chunk)):
-                    chunk[start:end].copy_(options.logits(hidden[first + start : first + end], weight))
+                    chunk[start:end].copy_(options.logits(hidden[first + start : first + end], weight, bias))
             passes.gradient_(chunk, first, columns, grad_logp, bend)
             if grad_hidden is not None:
                 torch.mm(chunk, weight, out=grad_hidden[first:last])
             if need_weight and buffer is not None:
                 _accumulate(buffer, chunk, hidden[first:last])
+            if need_bias and bias_total is not None:
+                bias_total.add_(chunk.sum(0, dtype=bias_total.dtype))
         options.spare.give(kept if fresh is None else fresh)
-        report = buffer if need_weight and options.grad_buffer is None else None
-        return grad_hidden, None if report is None else report.to(weight.dtype), None, None, None
+        reports = (
+            total.to(weight.dtype) if needed and theirs is None and total is not None else None
+            for needed, theirs, total in (
+                (need_weight, options.grad_buffer, buffer),
+                (need_bias, options.bias_grad, bias_total),
+            )
+        )
+        return grad_hidden, *reports, None, None, None
 
 
-def own_passes(hidden: Tensor, vocabulary: int, chunk: int) -> HeadPasses:
+def own_passes(hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = PLAIN_HEAD) -> HeadPasses:
     """Those of no kernel package: native on a CPU where they were built, torch's elsewhere."""
+    if transform.softcap is not None:
+        return CappedPasses(hidden, vocabulary, chunk, transform)
     return NativePasses() if native.takes(hidden) else TorchPasses(hidden, vocabulary, chunk)
 
 
@@ -250,6 +284,31 @@ class TorchPasses:
                 logits[start:end], inverse, columns.target[here], columns.lse[here], grad_logp[here] * inverse, bend,
                 self._scratch[:, : end - start],
             )  # fmt: skip
+
+
+class CappedPasses:
+    """The same over soft-capped logits, which exist a few rows at a time and in the columns' dtype. Owns [2, R, V] of them."""
+
+    def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform) -> None:
+        self._transform = transform
+        self._block = _block_rows(hidden, min(chunk, _CAPPED_ROWS))
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self._scratch = torch.empty(2, min(self._block, hidden.shape[0]), vocabulary, dtype=wide, device=hidden.device)
+        self._inner = own_passes(self._scratch[0], vocabulary, self._block)
+
+    def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
+        for start, end in _ranges(logits.shape[0], self._block):
+            capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
+            self._inner.statistics(capped, first + start, columns, logp)
+
+    def gradient_(
+        self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
+    ) -> None:
+        for start, end in _ranges(logits.shape[0], self._block):
+            capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
+            slope = self._transform.derivative_(self._scratch[1, : end - start].copy_(capped))
+            self._inner.gradient_(capped, first + start, columns, grad_logp, grad_entropy)
+            logits[start:end].copy_(capped.mul_(slope))
 
 
 def _statistics(

@@ -22,6 +22,7 @@ from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .embedding import embed, is_plain
 from .flat import FlatParameters, FlatWeights, ServedParameters
 from .fused import FusedDecoder
+from .head import decoder_of, head_transform, linear_head
 from .liger_head import choose_head_kernel
 from .lora import LoraParameters
 from .norms import replace_norms
@@ -60,6 +61,8 @@ class PolicyModel:
         adapters, whose start is keyed by `seed` (lora.py). `served`: the modules only read; the masters lie elsewhere, cut
         over the ranks.
         Errors: ConfigError for a model that is not supported, and for a `head_kernel` that cannot be had (liger_head.py)."""
+        refuse_unsupported(module)
+        self.transform = head_transform(module)  # asked before anything is replaced
         prepare(module, path or PACKED)
         self.module = module
         self.dtype = DTYPES[dtype]
@@ -75,16 +78,19 @@ class PolicyModel:
         else:
             self.flat = FlatParameters(module, self.dtype)
             self.weights = self.flat
-        self.decoder: nn.Module = module.get_decoder()
-        self.head: nn.Linear = module.get_output_embeddings()
+        self.decoder = decoder_of(module)
+        self.head = linear_head(module)
         embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]
         self._embedding = embedding
         index = {id(parameter): i for i, parameter in enumerate(self.weights.parameters)}
         self._head_index = index[id(self.head.weight)]
+        self._bias_index = None if self.head.bias is None else index[id(self.head.bias)]
         self._embedding_index = index[id(embedding.weight)] if is_plain(embedding) else None
         pack = packing_works(self.dtype, self.weights.working.device)
         self._head_product = JoinedLinear(self.weights, [self.head], index, pack)
-        self.head_kernel = choose_head_kernel(head_kernel, self.device, self.dtype, self.head.weight.shape[0])
+        self.head_kernel = choose_head_kernel(
+            head_kernel, self.device, self.dtype, self.head.weight.shape[0], self.transform
+        )
         self._checkpointed: list[nn.Module] = []
         self._training = False
         self.fused = FusedDecoder.of(module, self.weights) if path in (None, FUSED) else None
@@ -111,6 +117,13 @@ class PolicyModel:
         """The head's part of the flat gradient: [V, E], float32 or wider (also the embedding's where they are tied).
         None where it is frozen."""
         return None if self.weights.grad is None else self.weights.view(self.weights.grad, self._head_index)
+
+    @property
+    def head_bias_gradient(self) -> Tensor | None:
+        """The same of its bias, [V]; None where it has none."""
+        if self.weights.grad is None or self._bias_index is None:
+            return None
+        return self.weights.view(self.weights.grad, self._bias_index)
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
@@ -179,12 +192,13 @@ class PolicyModel:
             self._training = training
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """[N, E] -> [N, V] in float32 (float64 for a float64 model): products in the matmul dtype, the rest wider."""
+        """[N, E] -> [N, V] in float32 (float64 for a float64 model), without a graph: products in the matmul dtype, the rest
+        wider. What the model does to its logits is in them."""
         logits = self.project(hidden_NE)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return self.transform.apply_(logits if logits.dtype == torch.float64 else logits.float())
 
     def project(self, hidden_NE: Tensor) -> Tensor:
-        """[N, E] -> [N, V] in the matmul dtype, without a graph: the head's product alone."""
+        """[N, E] -> [N, V] in the matmul dtype, without a graph: the head's product with its bias, alone."""
         return self._head_product(hidden_NE)
 
     @torch.no_grad()
@@ -309,7 +323,7 @@ def refuse_unknown_layers(module: PreTrainedModel) -> None:
 
 
 def refuse_unsupported(module: PreTrainedModel) -> None:
-    """ConfigError for what no path computes: dropout, encoder-decoders, heads that are not one linear layer."""
+    """ConfigError for what no path computes: dropout, encoder-decoders. What is asked of the head: head.py."""
     config = module.config
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"model.path: {type(module).__name__} is an encoder-decoder; asyncrl trains decoders")
@@ -318,14 +332,3 @@ def refuse_unsupported(module: PreTrainedModel) -> None:
             raise ConfigError(
                 f"model.path: {key} is {getattr(config, key)}; dropout in an RL policy is refused, set it to 0"
             )
-    for key in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model.path: {type(module).__name__} transforms its logits ({key}); this is not supported yet"
-            )
-    if getattr(module.get_output_embeddings(), "bias", None) is not None:
-        raise ConfigError(f"model.path: {type(module).__name__} has a bias in its head; this is not supported yet")
-    if module.get_output_embeddings() is None or not hasattr(module, "get_decoder"):
-        raise ConfigError(
-            f"model.path: {type(module).__name__} is not a causal language model with a decoder and a head"
-        )

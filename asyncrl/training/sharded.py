@@ -34,6 +34,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import ShardedParameters
 from asyncrl.errors import ConfigError, DivergenceError, LifecycleError
 from asyncrl.models.flat import ServedParameters
+from asyncrl.models.head import HeadTransform, decoder_of
 from asyncrl.models.logprobs import HeadKernel, Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
 from asyncrl.models.tree_attention import TreePlan
@@ -47,9 +48,10 @@ from .trainer import TorchTrainer, local_norm
 class _Scoring(nn.Module):
     """The root of the sharded tree: whatever reads a parameter, the chunked head too, happens inside its forward."""
 
-    def __init__(self, model: PreTrainedModel, kernel: HeadKernel | None) -> None:
+    def __init__(self, model: PreTrainedModel, transform: HeadTransform, kernel: HeadKernel | None) -> None:
         super().__init__()
         self.model = model
+        self._transform = transform
         self._kernel = kernel
         self._spare = Spare()
 
@@ -63,12 +65,15 @@ class _Scoring(nn.Module):
         plan: TreePlan,
         entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        hidden_TE = decode(self.model.get_decoder(), tokens_T, positions_T, plan)
+        hidden_TE = decode(decoder_of(self.model), tokens_T, positions_T, plan)
+        head = self.model.get_output_embeddings()
         return token_logprobs(
             hidden_TE.index_select(0, source_S),
-            self.model.get_output_embeddings().weight,
+            head.weight,
             target_S,
             torch.from_numpy(temperature_S),
+            bias_V=head.bias,
+            transform=self._transform,
             entropy_grad=entropy_grad,
             spare=self._spare,
             kernel=self._kernel,
@@ -84,9 +89,11 @@ class ShardedForward:
         device: torch.device,
         dtype: torch.dtype,
         checkpointing: bool,
+        transform: HeadTransform,
         kernel: HeadKernel | None = None,
     ) -> None:
-        """`model`: full weights, on the host or on `device`; it is cut in place. Errors: ConfigError."""
+        """`model`: full weights, on the host or on `device`; it is cut in place. `transform`: of its logits, as the policy has
+        found. Errors: ConfigError."""
         prepare(model)
         master = torch.float64 if dtype == torch.float64 else torch.float32
         for parameter in model.parameters():  # and no buffer: rotary tables stay as they were computed
@@ -94,7 +101,7 @@ class ShardedForward:
         model.eval()
         for layer in enable_checkpointing(model) if checkpointing else ():
             layer.training = True  # the layer alone, nothing inside it: see PolicyModel.set_training
-        self._scoring = _Scoring(model, kernel)
+        self._scoring = _Scoring(model, transform, kernel)
         self.device = device
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.")
 
@@ -135,7 +142,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
             f"distributed.sharding is fsdp, but {type(model).__name__} has experts ({experts[0]}): which of them run differs "
             "between ranks, and a rank would wait for ever for the gradients of the others; use distributed.sharding=replicate"
         )
-    layers = getattr(model.get_decoder(), "layers", None)
+    layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise ConfigError(
             f"distributed.sharding is fsdp, but {type(model).__name__} has no list of decoder layers to cut by; use "
@@ -169,7 +176,7 @@ class ShardedTrainer(TorchTrainer):
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
         self.sharded = ShardedForward(
-            model, policy.device, policy.dtype, config.gradient_checkpointing, policy.head_kernel
+            model, policy.device, policy.dtype, config.gradient_checkpointing, policy.transform, policy.head_kernel
         )
         self._queue: deque[Microbatch] = deque()
         self._agreed = 0  # microbatches of this round that were not run yet

@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models import liger_head
+from asyncrl.models.head import HeadTransform
 from asyncrl.models.liger_head import choose_head_kernel, disagreement
 from asyncrl.models.loading import load_policy
 from asyncrl.models.logprobs import Columns, HeadPasses, own_passes, token_logprobs
@@ -128,3 +129,31 @@ def test_the_head_takes_its_passes_from_the_kernel() -> None:
         results.append((logp, entropy, gradient))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
     assert len(kernel.asked) == 1 and torch.equal(kernel.asked[0], temperature)
+
+
+def test_a_kernel_is_told_of_a_scale_as_a_temperature_and_not_asked_about_soft_caps() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(20, 4, generator=generator).requires_grad_(), torch.randn(V, 4, generator=generator)
+    target, temperature = torch.arange(20), torch.full((20,), 0.8)
+    bias = torch.randn(V, generator=generator)
+    kernel = Kernel()
+    for transform in (HeadTransform(0.25), HeadTransform(0.25, 2.0)):
+        results = []
+        for each in (kernel, None):
+            logp, _ = token_logprobs(
+                hidden, weight, target, temperature, bias_V=bias, transform=transform, chunk=8, kernel=each
+            )
+            results.append((logp, *torch.autograd.grad(logp.sum(), hidden)))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+    (asked,) = kernel.asked
+    torch.testing.assert_close(asked.float(), temperature / 0.25)
+
+
+def test_liger_for_a_model_with_a_soft_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger_head, "_absent", lambda device, dtype: None)
+    monkeypatch.setattr(liger_head, "LigerHead", Kernel)
+    capped = HeadTransform(1.0, 30.0)
+    assert choose_head_kernel("auto", CPU, torch.float32, V, capped) is None
+    assert isinstance(choose_head_kernel("auto", CPU, torch.float32, V, HeadTransform(0.5)), Kernel)
+    with pytest.raises(ConfigError, match=r"model\.head_kernel is liger, but the model soft-caps its logits \(at 30\)"):
+        choose_head_kernel("liger", CPU, torch.float32, V, capped)

@@ -19,7 +19,7 @@ import training_sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_ranks import free_port
-from training_helpers import LOSS, MAX_LENGTH, make_group, microbatches, tiny_module
+from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module
 from training_partition import SEQUENCES
 from training_sharded import Case
 
@@ -28,6 +28,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError, TrainStepError
+from asyncrl.models.head import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.signal import counted_only
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
@@ -183,6 +184,11 @@ def test_a_rank_may_hold_no_row_of_a_parameter(three: Ranks) -> None:
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True), ("qwen3", False)])
 def test_other_models_and_checkpointing(two: Ranks, kind: str, tied: bool) -> None:
     check(two, Case(where=UNEQUAL, kind=kind, tied=tied, checkpointing=True))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_a_model_does_around_its_head(two: Ranks, kind: str) -> None:
+    check(two, Case(where=UNEQUAL, kind=kind, tied=kind == "capped"))
 
 
 def test_one_rank_is_one_shard(tmp_path: Path) -> None:
@@ -341,6 +347,6 @@ def test_experts_are_refused_and_so_is_a_missing_group() -> None:
     module = tiny_module()
     module.config.num_experts = 8
     with pytest.raises(ConfigError, match=r"has experts.*use distributed\.sharding=replicate"):
-        ShardedForward(module, torch.device("cpu"), torch.float64, False)
+        ShardedForward(module, torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
     with pytest.raises(LifecycleError, match="open the world first"):
-        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False)
+        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, PLAIN_HEAD)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_helpers import (
+    HEADS,
     MAX_LENGTH,
     STREAMED,
     everything,
@@ -30,6 +31,7 @@ from asyncrl.checkpoint.state import check_plain
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
+from asyncrl.models.head import PLAIN_HEAD
 from asyncrl.models.logprobs import token_logprobs
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch, StepResult
@@ -86,6 +88,18 @@ def test_every_term_streamed_equals_one_shot(name: str, exact_norms: None) -> No
         assert result.loss == pytest.approx(expected, abs=1e-11)
         close(found, gradients)
         assert {"kl", "opsm/dropped_mean", "importance/vetoed_mean", "entropy"} <= set(result.metrics)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_a_model_does_around_its_head_is_trained(kind: str, tied: bool, exact_norms: None) -> None:
+    groups, loss = batch(), everything("grpo")
+    expected, gradients = oracle_gradient(tiny_module(kind, tied), groups, loss, columns_too=True)
+    policy = tiny_policy(kind=kind, tied=tied)
+    assert (policy.transform == PLAIN_HEAD) == (policy.head.bias is not None) == (kind == "biased")
+    result, found = run(cut(groups, 25, 25), loss, second=True, policy=policy)
+    assert result.loss == pytest.approx(expected, abs=1e-11)
+    close(found, gradients)
 
 
 @pytest.mark.parametrize("keep_logits", [0, 1 << 30])

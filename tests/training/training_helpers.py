@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from asyncrl.algorithms.base import Loss, LossInputs
 from asyncrl.algorithms.registry import LOSSES, build_loss
@@ -30,6 +41,20 @@ _SHAPE = {
     "max_position_embeddings": 64,
     "initializer_range": 0.4,
 }
+# What a model may do around its head: soft-capped logits, logits that are divided, a bias.
+_HEADS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
+    "capped": (
+        Gemma3TextConfig,
+        {
+            "final_logit_softcapping": 2.0,
+            "layer_types": ["full_attention"] * 2,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "scaled": (GraniteConfig, {"logits_scaling": 0.25}),
+    "biased": (PhiConfig, {"partial_rotary_factor": 0.5}),
+}
+HEADS = tuple(_HEADS)
 
 
 def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTrainedModel:
@@ -37,6 +62,11 @@ def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTra
         torch.manual_seed(seed)
         if kind == "llama":
             module: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=tied))
+        elif kind in _HEADS:
+            family, settings = _HEADS[kind]
+            config: PretrainedConfig = family(**_SHAPE, **settings, tie_word_embeddings=tied)
+            module = AutoModelForCausalLM.from_config(config)
+            torch.nn.init.normal_(module.get_output_embeddings().bias) if kind == "biased" else None
         else:
             shape = _SHAPE | ({"head_dim": 4} if kind == "narrow" else {})
             module = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=tied))
