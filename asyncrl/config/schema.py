@@ -67,7 +67,7 @@ class ModelConfig(Section):
     head_kernel: Literal["auto", "torch", "liger"] = field(
         "auto",
         "Passes over the head's logits: `torch`, or on a CPU the native kernels; `liger`, Triton kernels (a GPU and the "
-        "extra `liger`; float32 and bfloat16); auto: those where they can be had.",
+        "extra `liger`; float32 and bfloat16; no soft-capped logits); auto: those where they can be had.",
     )
     lora: LoraConfig = LoraConfig()
 
