@@ -30,7 +30,7 @@ from .paths import FUSED, PACKED, ModelPath
 from .plain import PlainForward
 from .tree_attention import TreePlan
 
-KNOWN_LAYERS = {"full_attention"}
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 KNOWN_ROTARY = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -318,7 +318,7 @@ def refuse_unsupported(module: PreTrainedModel) -> None:
             raise ConfigError(
                 f"model.path: {key} is {getattr(config, key)}; dropout in an RL policy is refused, set it to 0"
             )
-    for key in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
+    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise ConfigError(
                 f"model.path: {type(module).__name__} transforms its logits ({key}); this is not supported yet"
