@@ -5,8 +5,10 @@ queries, keys and values to `plan.attend(...)`. The plan knows the layout (a pac
 cache); the model code knows none of it. So any architecture that uses transformers' attention interface is served.
 
 What a layer does beyond `softmax(q k' scaling) v` arrives as `AttentionTerms`: the window by way of the mask that the model
-asks transformers for, which here is a note of what may be seen instead of a tensor; the rest as keyword arguments. Whatever
-is neither acted on nor known to be without effect is refused: a model must not lose a term in silence.
+asks transformers for, which here is a note of what may be seen instead of a tensor; the rest as keyword arguments. (Layers
+pass `sliding_window` as well, for flash attention, and some (OLMoE's) one that their mask does not have: the mask counts, as
+in eager attention, which is what a model is compared with.) Whatever is neither acted on nor known to be without effect is
+refused: a model must not lose a term in silence.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
@@ -74,9 +76,15 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """What our mask interface answers in the place of a tensor: causal, within `window`."""
+    """What our mask interface answers in the place of a tensor: causal, within `window`. Errors: ConfigError for a model that
+    reads its mask as the tensor it is not."""
 
     window: int | None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that are asked for, not read
+            raise AttributeError(name)
+        raise ConfigError(f"the model reads the mask of its attention ({name}), instead of handing it on")
 
 
 def _attention(
@@ -94,9 +102,6 @@ def _attention(
     plan: AttentionPlan = kwargs.pop(PLAN_ARGUMENT)
     if not isinstance(attention_mask, SeenTokens):
         raise ConfigError(f"{type(module).__name__} makes a mask of its own")
-    window = kwargs.get("sliding_window")
-    if window is not None and window != attention_mask.window:
-        raise ConfigError(f"{type(module).__name__} has sliding_window={window}, its mask {attention_mask.window}")
     if dropout or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ConfigError(f"{type(module).__name__} is not causal, or drops out")
     unknown = {name: given for name, given in kwargs.items() if name not in _WITHOUT_EFFECT and given is not None}
@@ -108,6 +113,10 @@ def _attention(
         raise ConfigError(
             f"{type(module).__name__} attends with queries {tuple(query.shape)} and values {tuple(value.shape)}"
         )
+    if s_aux is None and getattr(module, "sinks", None) is not None:
+        raise ConfigError(f"{type(module).__name__} has sinks, which it does not hand to its attention")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise ConfigError(f"{type(module).__name__} has sinks {tuple(s_aux.shape)}, not one for each of its heads")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = plan.attend(
         module.layer_idx,  # type: ignore[arg-type]

@@ -85,6 +85,8 @@ class FusedDecoder:
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
         if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
             return None
+        if _has_terms(module, blocks):
+            return None
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
         layers = []
@@ -211,6 +213,16 @@ def _split(layer: _Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     heads = qkv.unflatten(1, (-1, layer.head_size))
     end = layer.heads + layer.kv_heads
     return heads[:, : layer.heads], heads[:, layer.heads : end], heads[:, end:]
+
+
+def _has_terms(module: Any, blocks: nn.ModuleList) -> bool:
+    """Whether a layer may attend with a window, capped scores or sinks, which are not handed on here."""
+    config = module.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    windowed = getattr(config, "sliding_window", None) is not None if kinds is None else {*kinds} != {"full_attention"}
+    own = ("sliding_window", "sinks", "attn_logit_softcapping")
+    attentions = [getattr(block, "self_attn", None) for block in blocks]
+    return windowed or any(getattr(part, name, None) is not None for part in attentions for name in own)
 
 
 def _read_layer(number: int, block: nn.Module, flat: FlatWeights, index: dict[int, int], pack: bool) -> _Layer | None:

@@ -31,7 +31,7 @@ from .paths import FUSED, PACKED, ModelPath
 from .plain import PlainForward
 from .tree_attention import TreePlan
 
-KNOWN_LAYERS = {"full_attention"}
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 KNOWN_ROTARY = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

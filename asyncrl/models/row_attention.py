@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import native
+from .row_bins import RowBin, index_tensor
 
 _BIN_BYTES = 4 << 20  # float32 scores of one bin: about what the cores' caches hold
 _ROW_BYTES = 32 << 20  # a row with more scores than this is better off with a kernel that never holds them
@@ -28,26 +29,12 @@ _PADDING = 1.25  # most padded scores per real score in a bin
 Row = tuple[int, int, int, int]  # start and length of the prefix, start and length of the own tokens (at least one)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bin:
-    """Padding repeats a real token: as a query its gradient is zeroed, as a key it is masked."""
-
-    rows: int
-    length: int  # L
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bin(RowBin):
     context: int  # P
-    queries: Tensor  # [R * L] packed index
-    keys: Tensor  # [R * C] packed index
     mask: Tensor  # [R, 1, L, 1, C] 0 or -inf
     prefixes: Tensor  # [R] length of each row's prefix
     lengths: Tensor  # [R] own tokens of each row
-    padding: Tensor  # positions in `queries` that are padding
-    real: Tensor  # positions in `queries` that are not
-    target: Tensor  # packed index of `real`
-
-    @property
-    def scores(self) -> int:
-        """Of one head."""
-        return self.rows * self.length * (self.context + self.length)
 
 
 def fits(rows: list[Row], heads: int) -> bool:
@@ -70,9 +57,8 @@ class RowAttention:
         kv_heads = key.shape[1]
         kept = torch.empty(self._scores * query.shape[1], dtype=query.dtype)
         for own, weights in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
-            q, k = _queries(query, own, kv_heads), _keys(key, own)
-            _weights(q, k, own, scaling, weights)
-            _put(out, own, torch.bmm(weights, _keys(value, own)), kv_heads)
+            _weights(own.queries_of(query, kv_heads), own.keys_of(key), own, scaling, weights)
+            own.put(out, torch.bmm(weights, own.keys_of(value)), kv_heads)
         return out, kept
 
     def _weights_of(self, kept: Tensor, kv_heads: int) -> list[Tensor]:
@@ -80,10 +66,7 @@ class RowAttention:
         heads = kept.numel() // self._scores
         sizes = [own.scores * heads for own in self._bins]
         parts = kept.split(sizes)
-        return [
-            part.view(own.rows * kv_heads, -1, own.context + own.length)
-            for part, own in zip(parts, self._bins, strict=True)
-        ]
+        return [part.view(own.rows * kv_heads, -1, own.width) for part, own in zip(parts, self._bins, strict=True)]
 
     def backward(
         self,
@@ -100,8 +83,8 @@ class RowAttention:
         for_query, for_key, for_value = gradients
         sums = [torch.zeros(key.shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
         for own, narrow in zip(self._bins, self._weights_of(kept, kv_heads), strict=True):
-            q, k, v = _queries(query, own, kv_heads), _keys(key, own), _keys(value, own)
-            g = _queries(grad, own, kv_heads, zero_padding=True)
+            q, k, v = own.queries_of(query, kv_heads), own.keys_of(key), own.keys_of(value)
+            g = own.queries_of(grad, kv_heads, zero_padding=True)
             of_scores = torch.bmm(g, v.transpose(1, 2))
             if native.takes(narrow, of_scores):
                 native.row_softmax_backward_(narrow, of_scores, scaling)
@@ -109,9 +92,9 @@ class RowAttention:
                 weights = narrow.to(own.mask.dtype)
                 wide = torch._softmax_backward_data(of_scores.to(weights.dtype), weights, -1, weights.dtype)
                 of_scores = wide.mul_(scaling).to(dtype)
-            _put(for_query, own, torch.bmm(of_scores, k), kv_heads)
-            _add(sums[0], own, torch.bmm(of_scores.transpose(1, 2), q))
-            _add(sums[1], own, torch.bmm(narrow.transpose(1, 2), g))
+            own.put(for_query, torch.bmm(of_scores, k), kv_heads)
+            own.add(sums[0], torch.bmm(of_scores.transpose(1, 2), q))
+            own.add(sums[1], torch.bmm(narrow.transpose(1, 2), g))
         for_key.copy_(sums[0])
         for_value.copy_(sums[1])
 
@@ -125,37 +108,6 @@ def _weights(q: Tensor, k: Tensor, own: _Bin, scaling: float, out: Tensor) -> No
         return
     scores.view(own.rows, -1, own.length, scores.shape[1] // own.length, scores.shape[2]).add_(own.mask)
     out.copy_(torch.softmax(scores, -1))
-
-
-def _queries(tensor: Tensor, own: _Bin, kv_heads: int, zero_padding: bool = False) -> Tensor:
-    """[T, H, D] -> [R K, L G, D]."""
-    rows = tensor.index_select(0, own.queries)
-    if zero_padding and own.padding.numel():
-        rows.index_fill_(0, own.padding, 0.0)
-    heads, size = tensor.shape[1:]
-    split = rows.view(own.rows, own.length, kv_heads, heads // kv_heads, size).transpose(1, 2)
-    return split.reshape(own.rows * kv_heads, -1, size)
-
-
-def _keys(tensor: Tensor, own: _Bin) -> Tensor:
-    """[T, K, D] -> [R K, C, D]."""
-    heads, size = tensor.shape[1:]
-    rows = tensor.index_select(0, own.keys).view(own.rows, own.context + own.length, heads, size)
-    return rows.transpose(1, 2).reshape(own.rows * heads, -1, size)
-
-
-def _put(tensor: Tensor, own: _Bin, part: Tensor, kv_heads: int) -> None:
-    """The inverse of `_queries`: overwrite the bin's tokens."""
-    split = part.view(own.rows, kv_heads, own.length, -1, part.shape[2]).transpose(1, 2)
-    rows = split.reshape(own.rows * own.length, *tensor.shape[1:])
-    tensor.index_copy_(0, own.target, rows.index_select(0, own.real) if own.padding.numel() else rows)
-
-
-def _add(tensor: Tensor, own: _Bin, part: Tensor) -> None:
-    """The inverse of `_keys`, summed over the rows that share a prefix. (Masked keys have gradients of zero.)"""
-    heads, size = tensor.shape[1:]
-    rows = part.view(own.rows, heads, -1, size).transpose(1, 2).to(tensor.dtype)
-    tensor.index_add_(0, own.keys, rows.reshape(-1, heads, size))
 
 
 def _share_out(rows: list[Row], heads: int) -> list[list[Row]]:
@@ -189,12 +141,8 @@ def _make_bin(rows: list[Row], dtype: torch.dtype) -> _Bin:
     real = (offset < lengths).reshape(-1)
     keys = np.concatenate([prefix, queries], 1)
     return _Bin(
-        rows=len(rows), length=length, context=context, queries=_index(queries), keys=_index(keys),
-        mask=mask[:, None, :, None], prefixes=_index(prefix_length), lengths=_index(lengths),
-        padding=_index(np.flatnonzero(~real)), real=_index(np.flatnonzero(real)),
-        target=_index(queries.reshape(-1)[real]),
+        rows=len(rows), length=length, width=context + length, context=context, queries=index_tensor(queries),
+        keys=index_tensor(keys), mask=mask[:, None, :, None], prefixes=index_tensor(prefix_length),
+        lengths=index_tensor(lengths), padding=index_tensor(np.flatnonzero(~real)), real=index_tensor(np.flatnonzero(real)),
+        target=index_tensor(queries.reshape(-1)[real]),
     )  # fmt: skip
-
-
-def _index(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array.reshape(-1), np.int64))

@@ -10,6 +10,9 @@ On a CPU short rows go through `row_attention`, longer ones through torch's flas
 has no fast bfloat16 backward (a fifth of its float32 rate), so bfloat16 goes through float32 there. Elsewhere,
 `attend` falls back to one masked `scaled_dot_product_attention` over padded rows.
 
+All of that is for plain attention. A layer with terms (a window that some row leaves, capped scores, sinks) goes through
+`general_attention`, on every device; positions within a row count through the shared prefix.
+
 All index work is done once per microbatch, in the constructor or at the first layer.
 
 Shape legend: T packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, R rows, Q and C padded
@@ -27,12 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.errors import ConfigError
 from asyncrl.types import Microbatch
 
 from . import native
 from .attention import PLAIN, AttentionTerms
-from .row_attention import RowAttention, fits
+from .general_attention import GeneralAttention
+from .row_attention import Row, RowAttention, fits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -87,6 +90,8 @@ class TreePlan:
         self.segments = [span for span in (*self._prefixes, *self._suffixes) if span.length]
         self.tokens = sum(span.length for span in self.segments)
         self.cross = self._cross_blocks()  # (suffix tokens of a tree, its prefix)
+        self.longest = max((before.length + own.length for before, own in self.rows()), default=0)
+        self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
         self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
         self._bins: dict[torch.device, list[_Bin]] = {}
         self._rows: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -120,22 +125,29 @@ class TreePlan:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> Tensor:
-        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable."""
-        if not terms.plain:
-            raise ConfigError(f"attention with {terms} is not supported yet")
-        if query.device.type != "cpu":
+        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable, also in the
+        sinks."""
+        terms = terms.within(self.longest)
+        if terms.plain and query.device.type != "cpu":
             self._check(query)
             return self.attend_masked(query, key, value, scaling)
-        result: Tensor = _TreeAttention.apply(query, key, value, self, scaling)
+        result: Tensor = _TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
         return result
 
     def _check(self, query: Tensor) -> None:
         if query.shape[0] != self.tokens:
             raise ValueError(f"the plan describes {self.tokens} tokens, the model handed over {query.shape[0]}")
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """What `attend` gives, and what `backward` asks for beside it: the log-sum-exp [T, H], or the weights of short rows."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> tuple[Tensor, Tensor]:
+        """What `attend` gives, and what `backward` asks for beside it: the log-sum-exp [T, H], the weights of short rows, or,
+        where it computes all of it again, nothing. Without a graph."""
         self._check(query)
+        terms = terms.within(self.longest)
+        if not terms.plain:
+            general = self._with_terms(query, terms)
+            return general.forward(query, key, value, scaling, terms.softcap, terms.sinks), query.new_empty(0)
         if query.device.type != "cpu":
             return self.attend_masked(query, key, value, scaling), query.new_empty(0)
         short = self._by_products(query)
@@ -163,9 +175,18 @@ class TreePlan:
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         scaling: float,
         gradients: tuple[Tensor, Tensor, Tensor],
+        terms: AttentionTerms = PLAIN,
+        sinks_gradient: Tensor | None = None,
     ) -> None:
-        """`gradients` become those of query, key and value. `saved`: query, key, value and what `forward` gave."""
+        """`gradients` become those of query, key and value. `saved`: query, key, value and what `forward` gave for the same
+        `terms`. `sinks_gradient` [H], float32 or wider: that of the sinks is added to it; None: nobody wants it."""
         query, key, value, out, lse = saved
+        terms = terms.within(self.longest)
+        if not terms.plain:
+            general = self._with_terms(query, terms)
+            inputs = query, key, value
+            general.backward(grad, inputs, scaling, terms.softcap, terms.sinks, gradients, sinks_gradient)
+            return
         if query.device.type != "cpu":
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
@@ -206,12 +227,23 @@ class TreePlan:
         heads = query.shape[1]
         dtype = torch.promote_types(query.dtype, torch.float32)
         if (heads, dtype) not in self._short:
-            empty = _Span(0, 0)
-            spans = [(empty, span) for span in self._prefixes if span.length]
-            spans += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
-            rows = [(before.start, before.length, span.start, span.length) for before, span in spans]
+            rows = self._own_rows()
             self._short[heads, dtype] = RowAttention(rows, heads, dtype) if fits(rows, heads) else None
         return self._short[heads, dtype]
+
+    def _with_terms(self, query: Tensor, terms: AttentionTerms) -> GeneralAttention:
+        geometry = terms.window, query.shape[1], query.device
+        if geometry not in self._general:
+            self._general[geometry] = GeneralAttention(self._own_rows(), *geometry)
+        return self._general[geometry]
+
+    def _own_rows(self) -> list[Row]:
+        """Every packed token once as an own token: prefixes behind nothing, suffixes behind their prefix."""
+        rows = [(0, 0, span.start, span.length) for span in self._prefixes if span.length]
+        for span, tree in zip(self._suffixes, self._tree_of, strict=True):
+            before = self._prefixes[tree]
+            rows.append((before.start, before.length, span.start, span.length))
+        return rows
 
     def self_blocks(self, query: Tensor) -> list[_Span] | list[_Bin]:
         """The causal blocks: single segments as views where they are large, padded bins where they are small."""
@@ -242,44 +274,55 @@ class TreePlan:
 
     def _make_rows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query index [R, Q], key index [R, C], mask [R, 1, Q, C] (True: attend), and where each token came out [T]."""
-        empty = _Span(0, 0)
-        rows = [(empty, span) for span in self._prefixes if span.length]
-        rows += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
-        longest = max(span.length for _, span in rows)
-        context = max(prefix.length for prefix, _ in rows)
+        rows = self._own_rows()
+        longest, context = max(row[3] for row in rows), max(row[1] for row in rows)
         query_index = np.zeros((len(rows), longest), np.int64)
         key_index = np.zeros((len(rows), context + longest), np.int64)
         mask = np.zeros((len(rows), longest, context + longest), np.bool_)
         back = np.zeros(self.tokens, np.int64)
         causal = np.tril(np.ones((longest, longest), np.bool_))
-        for row, (prefix, span) in enumerate(rows):
-            own = np.arange(span.start, span.start + span.length)
-            query_index[row, : span.length] = own
-            key_index[row, : prefix.length] = np.arange(prefix.start, prefix.start + prefix.length)
-            key_index[row, context : context + span.length] = own
-            mask[row, :, : prefix.length] = True
+        for row, (prefix_start, prefix, start, length) in enumerate(rows):
+            own = np.arange(start, start + length)
+            query_index[row, :length] = own
+            key_index[row, :prefix] = np.arange(prefix_start, prefix_start + prefix)
+            key_index[row, context : context + length] = own
+            mask[row, :, :prefix] = True
             mask[row, :, context:] = causal  # a padded query sees token 0 of its row: a row of -inf would give NaN
-            back[own] = row * longest + np.arange(span.length)
+            back[own] = row * longest + np.arange(length)
         tensors = (query_index, key_index, mask[:, None], back)
         return tuple(torch.from_numpy(array).to(device) for array in tensors)  # type: ignore[return-value]
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Forward and backward of a plan on a CPU, as one node."""
+    """Forward and backward of a plan as one node: on a CPU, and of what has terms anywhere."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scaling: float) -> Tensor:
-        out, lse = plan.forward(query, key, value, scaling)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.plan, ctx.scaling = plan, scaling
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: TreePlan,
+        scaling: float,
+        terms: AttentionTerms,
+    ) -> Tensor:
+        """`sinks`: those of `terms`, where autograd sees them."""
+        out, lse = plan.forward(query, key, value, scaling, terms)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.plan, ctx.scaling, ctx.window, ctx.softcap = plan, scaling, terms.window, terms.softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors
+        *saved, sinks = ctx.saved_tensors
+        terms = AttentionTerms(ctx.window, ctx.softcap, sinks)
         gradients = torch.empty_like(saved[0]), torch.empty_like(saved[1]), torch.empty_like(saved[2])
-        ctx.plan.backward(grad.contiguous(), saved, ctx.scaling, gradients)
-        return (*gradients, None, None)
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            of_sinks = torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
+        ctx.plan.backward(grad.contiguous(), saved, ctx.scaling, gradients, terms, of_sinks)
+        return (*gradients, None if of_sinks is None else of_sinks.to(sinks.dtype), None, None, None)
 
 
 def _wider(tensor: Tensor) -> Tensor:

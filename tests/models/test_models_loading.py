@@ -53,14 +53,17 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3 with windows"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loaded_policy_equals_a_plain_transformers_forward(tmp_path: Path, family: str, dtype: str) -> None:
     torch.manual_seed(0)
-    module = LlamaForCausalLM(LlamaConfig(**SHAPE)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} if "windows" in family else {}
+    llama = family == "llama"
+    module = LlamaForCausalLM(LlamaConfig(**SHAPE)) if llama else Qwen3ForCausalLM(Qwen3Config(**SHAPE, **windows))
     module.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     policy, tokenizer = load_policy(ModelConfig(path=str(tmp_path), dtype=dtype))
+    assert (policy.fused is None) == bool(windows)
     assert tokenizer.convert_tokens_to_ids("w5") == 5
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
     tokens = torch.arange(9) * 5 % 37
@@ -118,7 +121,7 @@ def test_missing_weights_are_refused_not_left_random(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"attention_dropout": 0.1}, "dropout"), ({"layer_types": ["sliding_attention"] * 2}, "sliding")],
+    [({"attention_dropout": 0.1}, "dropout"), ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention")],
 )
 def test_what_would_compute_something_else_is_refused(change: dict, message: str) -> None:
     config = LlamaConfig(**SHAPE)
