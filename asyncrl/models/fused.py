@@ -1,22 +1,23 @@
-"""The decoder of a Llama- or Qwen-like model as few large operations, forward and backward written out.
+"""The decoder of a Llama-like model as few large operations, forward and backward written out.
 
-    x -> norm -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> + x -> norm -> [gate up] -> silu * -> down -> +
+    x -> norm -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) + x
+      -> norm -> [gate up] -> silu or gelu of gate * up -> down -> (norm) +
 
 transformers' own forward makes three products where one does, a fresh buffer for every elementwise result, and a graph of
 some thirty nodes a layer. Here a layer is one autograd node: it keeps the inputs of both halves, q/k/v, the attention's
 output and gate/up, computes again what is cheap, and adds weight gradients straight into the flat buffer. Sampling and
 training run the same code.
 
-`FusedDecoder.of` takes a model only if its layers consist of exactly these parts *and* its own forward gives the same
-numbers; every other architecture goes on through transformers, correct if slower. The modules stay what they are: weights,
-names and files are untouched.
+`FusedDecoder.of` takes a model only if its layers consist of known parts alone (fused_layers.py) *and* one of each kind was
+proved to compute the same numbers (fused_proof.py); every other architecture goes on through transformers, correct if
+slower. The modules stay what they are: weights, names and files are untouched.
 
 Shape legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head size, F size of the MLP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,175 +26,204 @@ from torch import Tensor, nn
 from . import kernels
 from .attention import AttentionPlan
 from .flat import FlatWeights
+from .fused_layers import Layer, Norm, Turn, TurnKind, kind_of, make_turn, read_layer
+from .fused_proof import listen, prove
 from .kernels import Scratch
-from .lora import AdaptedLinear
 from .norms import FusedRMSNorm
-from .packed import JoinedLinear, packing_works
+from .packed import packing_works
 from .tree_attention import TreePlan
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    weight: nn.Parameter
-    eps: float
-    gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    number: int
-    input_norm: _Norm
-    qkv: JoinedLinear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
-    out: JoinedLinear
-    mlp_norm: _Norm
-    gate_up: JoinedLinear
-    down: JoinedLinear
-    heads: int
-    kv_heads: int
-    head_size: int
-    scaling: float
 
 
 class _Kept(NamedTuple):
     """What the backward of a layer needs besides its input. Used up by it: `gate_up` becomes a gradient in place."""
 
     qkv: Tensor  # [T, (H + 2K) D], rotated
-    raw: Tensor | None  # [T, (H + K) D] before the norms of queries and keys
     attended: Tensor  # [T, H, D]
     lse: Tensor  # [T, H]; the weights of short rows where the plan goes by products: what `TreePlan.forward` gave
     middle: Tensor  # [T, E], after the attention half
     gate_up: Tensor  # [T, 2F]
+    raw: Tensor | None  # [T, (H + K) D] before the norms of queries and keys
+    added: Tensor | None  # [T, E] what attention adds, before its norm
+    added_last: Tensor | None  # [T, E] what the MLP adds, before its norm
 
 
 class FusedDecoder:
     """Owns the packed weights and the buffers. Only the lane may call it."""
 
-    def __init__(self, module: nn.Module, layers: list[_Layer], final_norm: nn.Module, rotary: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, layers: list[Layer], final_norm: nn.Module, rotary: nn.Module, multiplier: float
+    ) -> None:
+        """`multiplier`: of the embedded tokens."""
         self.embedding = cast(nn.Module, module.get_input_embeddings())  # type: ignore[operator]
         self.layers = layers
         self.final_norm = final_norm
         self.rotary = rotary
+        self.multiplier = multiplier
+        self.turns = list(dict.fromkeys(layer.turn for layer in layers))
         self.scratch = Scratch()
         self.checkpointing = False
 
     @classmethod
     def of(cls, module: nn.Module, flat: FlatWeights) -> FusedDecoder | None:
-        """None where the architecture is another, by its parts; whether the numbers agree is asked by `PolicyModel`."""
+        """None where the architecture is another. Runs the model's own decoder once, and one layer of each kind."""
         decoder: Any = module.get_decoder()  # type: ignore[operator]
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
         if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
             return None
-        if _has_terms(module, blocks):
+        heard = listen(module)
+        if heard is None:
             return None
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
-        layers = []
-        for number, block in enumerate(blocks):
-            layer = _read_layer(number, block, flat, index, pack)
+        trial = cls(module, [], norm, rotary, 1.0)
+        layers, proved = [], dict[Any, TurnKind | None]()
+        for number, (block, call) in enumerate(zip(blocks, heard.layers, strict=True)):
+            layer = read_layer(number, block, call, flat, index, pack)
             if layer is None:
                 return None
-            layers.append(layer)
-        return cls(module, layers, norm, rotary)
+            kind = kind_of(block, module.config.get_text_config(), layer)  # type: ignore[union-attr, operator]
+            if kind not in proved:
+                proved[kind] = prove(block, layer, call, heard.positions_T, trial.compute)
+            turn = proved[kind]
+            if turn is None:
+                return None
+            layers.append(replace(layer, turn=turn))
+        return cls(module, layers, norm, rotary, heard.multiplier)
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Embedded tokens [T, E] at their positions -> final-normed hidden states [T, E]. Differentiable."""
-        cos, sin = self.rotary(rows_TE, positions_T.unsqueeze(0))
-        half = cos.shape[-1] // 2  # both halves hold the same
-        turn = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-        x = rows_TE
+        turns = {kind: self._turn(kind, rows_TE, positions_T) for kind in self.turns}
+        x = rows_TE if self.multiplier == 1 else rows_TE * self.multiplier
         for layer in self.layers:
             if torch.is_grad_enabled():
-                x = _FusedLayer.apply(x, self, layer, plan, turn)  # type: ignore[no-untyped-call]
+                x = _FusedLayer.apply(x, self, layer, plan, turns[layer.turn])  # type: ignore[no-untyped-call]
             else:
-                x, _ = self.forward(layer, x, plan, turn, keep=False)
+                x, _ = self.forward(layer, x, plan, turns[layer.turn], keep=False)
         result: Tensor = self.final_norm(x)
         return result
 
+    def _turn(self, kind: TurnKind, rows_TE: Tensor, positions_T: Tensor) -> Turn:
+        rotary = None
+        if kind.rotary is not None:
+            arguments, named = kind.rotary
+            rotary = self.rotary(rows_TE.unsqueeze(0), positions_T.unsqueeze(0), *arguments, **dict(named))
+        return make_turn(kind, rotary, positions_T, rows_TE)
+
+    def compute(self, layer: Layer, x: Tensor, plan: AttentionPlan, turn: Turn) -> Tensor:
+        """One layer without a graph: [T, E] -> [T, E]."""
+        return self.forward(layer, x, plan, turn, keep=False)[0]
+
     def forward(
-        self, layer: _Layer, x: Tensor, plan: AttentionPlan, turn: tuple[Tensor, Tensor], keep: bool
+        self, layer: Layer, x: Tensor, plan: AttentionPlan, turn: Turn, keep: bool
     ) -> tuple[Tensor, _Kept | None]:
         """One layer: [T, E] -> [T, E], and what its backward needs."""
-        scratch, tokens = self.scratch, x.shape[0]
-        normed = scratch.take("hidden", tokens, x.shape[1], x)
-        qkv = layer.qkv(kernels.rms_norm(x, layer.input_norm.weight, layer.input_norm.eps, normed))
+        tokens = x.shape[0]
+        qkv = layer.qkv(self._normed(layer.input_norm, x))
         raw = self._rotate(layer, qkv, turn, keep)
         q, k, v = _split(layer, qkv)
         if keep:
-            attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling)
+            attended, lse = cast(Any, plan).forward(q, k, v, layer.scaling, *_terms(layer))
         else:
-            attended = plan.attend(layer.number, q, k, v, layer.scaling)
-        middle = layer.out(attended.reshape(tokens, -1)).add_(x)
-        normed = scratch.take("hidden", tokens, x.shape[1], x)
-        gate_up = layer.gate_up(kernels.rms_norm(middle, layer.mlp_norm.weight, layer.mlp_norm.eps, normed))
-        active = scratch.take("active", tokens, gate_up.shape[1] // 2, x)
-        out = layer.down(kernels.swiglu(gate_up, active)).add_(middle)
-        return out, _Kept(qkv, raw, attended, lse, middle, gate_up) if keep else None
+            attended = plan.attend(layer.number, q, k, v, layer.scaling, *_terms(layer))
+        middle, added = _add(layer, layer.attention_norm, layer.out(attended.reshape(tokens, -1)), x)
+        gate_up = layer.gate_up(self._normed(layer.mlp_norm, middle))
+        active = self.scratch.take("active", tokens, gate_up.shape[1] // 2, x)
+        kernels.gated(gate_up, active, layer.activation)
+        out, added_last = _add(layer, layer.output_norm, layer.down(active), middle)
+        return out, _Kept(qkv, attended, lse, middle, gate_up, raw, added, added_last) if keep else None
 
-    def _rotate(self, layer: _Layer, qkv: Tensor, turn: tuple[Tensor, Tensor], keep: bool) -> Tensor | None:
+    def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
+        return x if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
+
+    def _rotate(self, layer: Layer, qkv: Tensor, turn: Turn, keep: bool) -> Tensor | None:
         """Norms of queries and keys, where there are any, and rotary, in place. Returns q and k as they were before."""
-        raw, size = None, layer.head_size
-        both = qkv[:, : (layer.heads + layer.kv_heads) * size]
+        raw = None
+        queries = layer.heads * layer.head_size
+        both = qkv[:, : queries + layer.kv_heads * layer.head_size]
         if layer.query_norm is not None and layer.key_norm is not None:
             raw = both.clone() if keep else None
-            queries = layer.heads * size
             for part, norm in ((both[:, :queries], layer.query_norm), (both[:, queries:], layer.key_norm)):
-                rows = part.reshape(-1, size)
-                normed = self.scratch.take("heads", rows.shape[0], size, rows)
-                part.copy_(kernels.rms_norm(rows, norm.weight, norm.eps, normed).view(part.shape))
-        kernels.rotate_(both.unflatten(1, (-1, size)), *turn, self.scratch)
+                rows = part.reshape(-1, norm.weight.shape[0])
+                normed = self.scratch.take("heads", rows.shape[0], rows.shape[1], rows)
+                part.copy_(norm(rows, normed).view(part.shape))
+        self._turn_(layer, both, turn)
         return raw
 
-    def backward(
-        self, layer: _Layer, x: Tensor, kept: _Kept, grad: Tensor, plan: TreePlan, turn: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _turn_(self, layer: Layer, both: Tensor, turn: Turn, inverse: bool = False) -> None:
+        """Rotary of queries and keys [T, (H + K) D] and scaling of queries, in place; with `inverse` their transposes."""
+        heads = both.unflatten(1, (-1, layer.head_size))
+        if turn.cos is not None and turn.sin is not None:
+            turned = 2 * turn.cos.shape[1]
+            own = heads if turned == layer.head_size else heads[..., :turned]
+            kernels.rotate_(own, turn.cos, turn.sin, self.scratch, inverse)
+        if turn.query_scale is not None:
+            heads[:, : layer.heads].mul_(turn.query_scale[:, None, None])
+
+    def backward(self, layer: Layer, x: Tensor, kept: _Kept, grad: Tensor, plan: TreePlan, turn: Turn) -> Tensor:
         """Gradient of the layer's output [T, E] -> that of its input, fresh; weight gradients are added where they belong."""
         scratch, (tokens, width) = self.scratch, x.shape
         size = kept.gate_up.shape[1] // 2
         active = scratch.take("active", tokens, size, x)
         inner = scratch.take("inner", tokens, size, x)
-        torch.mm(grad, layer.down.weight(), out=inner)
-        kernels.swiglu_backward_(kept.gate_up, inner, active, scratch)
-        layer.down.add_gradient(grad, active)
-        normed, below = scratch.take("hidden", tokens, width, x), scratch.take("below", tokens, width, x)
-        norm = layer.mlp_norm
-        kernels.rms_norm(kept.middle, norm.weight, norm.eps, normed)
-        layer.gate_up.backward(kept.gate_up, normed, below)
+        own = self._into_branch(layer, layer.output_norm, grad, kept.added_last)
+        torch.mm(own, layer.down.weight(), out=inner)
+        kernels.gated_backward_(kept.gate_up, inner, active, scratch, layer.activation)
+        layer.down.add_gradient(own, active)
+        below = scratch.take("below", tokens, width, x)
+        layer.gate_up.backward(kept.gate_up, self._normed(layer.mlp_norm, kept.middle), below)
         through = grad.clone()
-        kernels.rms_norm_backward(below, kept.middle, norm.weight, norm.eps, norm.gradient, through)
+        _through_norm(layer.mlp_norm, below, kept.middle, through)
 
+        own = self._into_branch(layer, layer.attention_norm, through, kept.added)
         flat = kept.attended.view(tokens, -1)
         grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
-        layer.out.backward(through, flat, grad_attended)
+        layer.out.backward(own, flat, grad_attended)
         grad_qkv = scratch.take("qkv", tokens, kept.qkv.shape[1], x)
-        saved = (*_split(layer, kept.qkv), kept.attended, kept.lse)
-        plan.backward(grad_attended.view(kept.attended.shape), saved, layer.scaling, _split(layer, grad_qkv))
+        self._attention_backward(layer, kept, grad_attended, grad_qkv, plan)
         self._rotate_back(layer, grad_qkv, kept.raw, turn)
-        norm = layer.input_norm
-        kernels.rms_norm(x, norm.weight, norm.eps, normed)
-        layer.qkv.backward(grad_qkv, normed, below)
-        kernels.rms_norm_backward(below, x, norm.weight, norm.eps, norm.gradient, through)
+        layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), below)
+        _through_norm(layer.input_norm, below, x, through)
         return through
 
-    def _rotate_back(self, layer: _Layer, grad_qkv: Tensor, raw: Tensor | None, turn: tuple[Tensor, Tensor]) -> None:
-        size, queries = layer.head_size, layer.heads * layer.head_size
-        both = grad_qkv[:, : queries + layer.kv_heads * size]
-        kernels.rotate_(both.unflatten(1, (-1, size)), *turn, self.scratch, inverse=True)
+    def _into_branch(self, layer: Layer, norm: Norm | None, grad: Tensor, added: Tensor | None) -> Tensor:
+        """The inverse of `_add`: gradient of the sum [T, E] -> that of the branch, before its norm and multiplier."""
+        if norm is None and layer.multiplier == 1:
+            return grad
+        own = self.scratch.take("branch", grad.shape[0], grad.shape[1], grad)
+        torch.mul(grad, layer.multiplier, out=own)
+        if norm is None or added is None:
+            return own
+        before = self.scratch.take("before norm", grad.shape[0], grad.shape[1], grad).zero_()
+        norm.backward(own, added, before)
+        return before
+
+    def _attention_backward(
+        self, layer: Layer, kept: _Kept, grad_attended: Tensor, grad_qkv: Tensor, plan: TreePlan
+    ) -> None:
+        saved = (*_split(layer, kept.qkv), kept.attended, kept.lse)
+        grad, targets = grad_attended.view(kept.attended.shape), _split(layer, grad_qkv)
+        if layer.terms.plain:
+            plan.backward(grad, saved, layer.scaling, targets)
+        else:
+            cast(Any, plan).backward(grad, saved, layer.scaling, targets, layer.terms, layer.sinks_gradient)
+
+    def _rotate_back(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, turn: Turn) -> None:
+        queries = layer.heads * layer.head_size
+        both = grad_qkv[:, : queries + layer.kv_heads * layer.head_size]
+        self._turn_(layer, both, turn, inverse=True)
         if raw is None or layer.query_norm is None or layer.key_norm is None:
             return
         for own, norm in ((slice(0, queries), layer.query_norm), (slice(queries, None), layer.key_norm)):
-            part = both[:, own]
-            into = torch.zeros(part.numel() // size, size, dtype=part.dtype, device=part.device)
-            rows, before = part.reshape(-1, size), raw[:, own].reshape(-1, size)
-            kernels.rms_norm_backward(rows, before, norm.weight, norm.eps, norm.gradient, into)
+            part, width = both[:, own], norm.weight.shape[0]
+            into = torch.zeros(part.numel() // width, width, dtype=part.dtype, device=part.device)
+            norm.backward(part.reshape(-1, width), raw[:, own].reshape(-1, width), into)
             part.copy_(into.view(part.shape))
 
 
 class _FusedLayer(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, decoder: FusedDecoder, layer: _Layer, plan: TreePlan, turn: tuple[Tensor, Tensor]
+        ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, turn: Turn
     ) -> Tensor:
         out, kept = decoder.forward(layer, x, plan, turn, keep=not decoder.checkpointing)
         ctx.save_for_backward(x, *(kept or ()))
@@ -208,76 +238,28 @@ class _FusedLayer(torch.autograd.Function):
         return decoder.backward(layer, x, kept, grad.contiguous(), plan, turn), None, None, None, None
 
 
-def _split(layer: _Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _terms(layer: Layer) -> tuple[Any, ...]:
+    return () if layer.terms.plain else (layer.terms,)
+
+
+def _add(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`x` + multiplier * norm(branch), fresh or in place of the branch; and the branch, where there is a norm."""
+    if norm is None:
+        return (branch if layer.multiplier == 1 else branch.mul_(layer.multiplier)).add_(x), None
+    normed = norm(branch, torch.empty_like(branch))
+    return (normed if layer.multiplier == 1 else normed.mul_(layer.multiplier)).add_(x), branch
+
+
+def _through_norm(norm: Norm | None, below: Tensor, x: Tensor, through: Tensor) -> None:
+    """`through` += the gradient of `x` by way of its norm, that of the norm's result being `below`."""
+    if norm is None:
+        through.add_(below)
+    else:
+        norm.backward(below, x, through)
+
+
+def _split(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[T, (H + 2K) D] -> views [T, H, D], [T, K, D], [T, K, D]."""
     heads = qkv.unflatten(1, (-1, layer.head_size))
     end = layer.heads + layer.kv_heads
     return heads[:, : layer.heads], heads[:, layer.heads : end], heads[:, end:]
-
-
-def _has_terms(module: Any, blocks: nn.ModuleList) -> bool:
-    """Whether a layer may attend with a window, capped scores or sinks, which are not handed on here."""
-    config = module.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    windowed = getattr(config, "sliding_window", None) is not None if kinds is None else {*kinds} != {"full_attention"}
-    own = ("sliding_window", "sinks", "attn_logit_softcapping")
-    attentions = [getattr(block, "self_attn", None) for block in blocks]
-    return windowed or any(getattr(part, name, None) is not None for part in attentions for name in own)
-
-
-def _read_layer(number: int, block: nn.Module, flat: FlatWeights, index: dict[int, int], pack: bool) -> _Layer | None:
-    """The parts of a decoder layer by the names that this family of models uses; None where anything is missing or over."""
-    attention: Any = getattr(block, "self_attn", None)
-    mlp: Any = getattr(block, "mlp", None)
-    names = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-    linears: list[Any] = [
-        getattr(room, name, None) for room, own in zip((attention, mlp), names, strict=True) for name in own
-    ]
-    norms: list[Any] = [getattr(block, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-    head_norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if not all(type(part) in (nn.Linear, AdaptedLinear) for part in linears) or not all(
-        isinstance(n, FusedRMSNorm) for n in norms
-    ):
-        return None
-    biased = {part.bias is not None for part in linears[:3]}, {part.bias is not None for part in linears[4:6]}
-    present = [norm for norm in head_norms if norm is not None]
-    parts = [*linears, *norms, *present]
-    own = {id(p) for part in parts for p in part.parameters(recurse=False)}  # type: ignore[union-attr]
-    sizes = {tuple(norm.weight.shape) for norm in present}
-    if (
-        len(biased[0]) + len(biased[1]) != 2
-        or {id(p) for p in block.parameters()} != own
-        or not own <= index.keys()
-        or "silu" not in type(getattr(mlp, "act_fn", None)).__name__.lower()
-        or len(present) not in (0, 2)
-        or not all(isinstance(norm, FusedRMSNorm) for norm in present)
-        or not isinstance(getattr(attention, "head_dim", None), int)
-        or (present and sizes != {(attention.head_dim,)})
-    ):
-        return None
-
-    def norm(part: Any) -> _Norm:
-        gradient = None if flat.grad is None else flat.view(flat.grad, index[id(part.weight)])
-        return _Norm(part.weight, part.eps, gradient)
-
-    def joined(*members: Any) -> JoinedLinear:
-        return JoinedLinear(flat, list(members), index, pack)
-
-    q, k, v, o, gate, up, down = linears
-    size = attention.head_dim
-    query_norm, key_norm = (norm(part) for part in present) if present else (None, None)
-    return _Layer(
-        number=number,
-        input_norm=norm(norms[0]),
-        qkv=joined(q, k, v),
-        query_norm=query_norm,
-        key_norm=key_norm,
-        out=joined(o),
-        mlp_norm=norm(norms[1]),
-        gate_up=joined(gate, up),
-        down=joined(down),
-        heads=q.out_features // size,
-        kv_heads=k.out_features // size,
-        head_size=size,
-        scaling=float(getattr(attention, "scaling", size**-0.5)),
-    )

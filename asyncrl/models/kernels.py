@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 
 from . import native
+from .norms import shifted
 
 _BLOCK_BYTES = 1 << 20  # of the widest operand
+
+# Of a gate: silu(x) = x sigmoid(x) (Hendrycks and Gimpel, arXiv:1606.08415, section 2), and gelu with torch's word for how
+ACTIVATIONS = {"silu": "", "gelu": "none", "gelu_tanh": "tanh"}
 
 
 class Scratch:
@@ -50,12 +54,14 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    """x [N, E], weight [E] -> out [N, E] = weight * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
+    """x [N, E], weight [E] -> out [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4).
+    An offset of 1 is Gemma's."""
     if native.takes(x, weight, out, size=x.shape[-1]):
-        native.rms_norm(x, weight, eps, out)
+        native.rms_norm(x, weight, eps, out, offset)
         return out
     dtype = wide(x.dtype)
+    weight = shifted(weight, offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
         scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
@@ -67,15 +73,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor, offset: float = 0.0
 ) -> None:
     """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight, if trained."""
     if native.takes(grad, x, weight, out, size=x.shape[-1]):
-        native.rms_norm_backward(grad, x, weight, eps, grad_weight, out)
+        native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
         return
     dtype = wide(x.dtype)
     total = torch.zeros_like(weight, dtype=dtype)
-    wide_weight = weight.to(dtype)
+    wide_weight = shifted(weight.to(dtype), offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
         scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
@@ -113,6 +119,35 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: 
         torch.mul(first, c, out=turned).addcmul_(second, s, value=-sign)
         second.mul_(c).addcmul_(first, s, value=sign)
         first.copy_(turned)
+
+
+def gated(gate_up: Tensor, out: Tensor, activation: str) -> Tensor:
+    """gate_up [N, 2F] -> out [N, F] = activation(gate) * up (Shazeer, arXiv:2002.05202). `activation`: one of ACTIVATIONS."""
+    if activation == "silu":
+        return swiglu(gate_up, out)
+    size = out.shape[1]
+    for rows in blocks(gate_up):
+        gate, up = gate_up[rows, :size], gate_up[rows, size:]
+        torch.ops.aten.gelu.out(gate, approximate=ACTIVATIONS[activation], out=out[rows])
+        out[rows].mul_(up)
+    return out
+
+
+def gated_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch, activation: str) -> None:
+    """`gate_up` [N, 2F] becomes its own gradient, `product` [N, F] the forward's result; `grad` [N, F] is used up."""
+    if activation == "silu":
+        swiglu_backward_(gate_up, grad, product, scratch)
+        return
+    size, approximate = grad.shape[1], ACTIVATIONS[activation]
+    for rows in blocks(gate_up):
+        gate, up, own = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
+        active = scratch.take("active gate", own.shape[0], size, own)
+        torch.ops.aten.gelu.out(gate, approximate=approximate, out=active)
+        torch.mul(active, up, out=product[rows])
+        active.mul_(own)
+        own.mul_(up)
+        torch.ops.aten.gelu_backward.grad_input(own, gate, approximate=approximate, grad_input=gate)
+        up.copy_(active)
 
 
 def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:

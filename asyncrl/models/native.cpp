@@ -25,19 +25,22 @@ float squares_of(const T* x, long size) {
 }
 
 template <class T>
-void norm_rows(const T* x, long ldx, const T* weight, float eps, T* out, long ldo, long rows, long size, int threads) {
+void norm_rows(const T* x, long ldx, const T* weight, float offset, float eps, T* out, long ldo, long rows, long size,
+               int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long r = 0; r < rows; ++r) {
     const T* in = x + r * ldx;
     float scale = root_scale(squares_of(in, size), size, eps);
-    for (long i = 0; i < size; i += W) store(out + r * ldo + i, load(in + i) * scale * load(weight + i));
+    for (long i = 0; i < size; i += W) {
+      store(out + r * ldo + i, load(in + i) * scale * (load(weight + i) + offset));
+    }
   }
 }
 
 // `parts` [threads, size]: the weight's gradient of each thread's rows, added to; null where the weight is frozen.
 template <class T>
-void norm_backward_rows(const T* grad, long ldg, const T* x, long ldx, const T* weight, float eps, float* parts, T* out,
-                        long ldo, long rows, long size, int threads) {
+void norm_backward_rows(const T* grad, long ldg, const T* x, long ldx, const T* weight, float offset, float eps,
+                        float* parts, T* out, long ldo, long rows, long size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int t = 0; t < threads; ++t) {
     float* own = parts ? parts + t * size : nullptr;
@@ -47,7 +50,7 @@ void norm_backward_rows(const T* grad, long ldg, const T* x, long ldx, const T* 
       for (long i = 0; i < size; i += W) {
         v16 v = load(in + i);
         squares += v * v;
-        dots += load(g + i) * load(weight + i) * v;
+        dots += load(g + i) * (load(weight + i) + offset) * v;
       }
       float scale = root_scale(sum(squares), size, eps);
       float mean = sum(dots) * scale / size;
@@ -55,7 +58,7 @@ void norm_backward_rows(const T* grad, long ldg, const T* x, long ldx, const T* 
       for (long i = 0; i < size; i += W) {
         v16 normed = load(in + i) * scale, slope = load(g + i);
         if (own) store(own + i, load(own + i) + slope * normed);
-        store(into + i, load(into + i) + (slope * load(weight + i) - normed * mean) * scale);
+        store(into + i, load(into + i) + (slope * (load(weight + i) + offset) - normed * mean) * scale);
       }
     }
   }
@@ -346,15 +349,16 @@ extern "C" {
 
 uint32_t asyncrl_source() { return ASYNCRL_SOURCE; }  // checksum of this file, from setup.py
 
-void asyncrl_rms_norm(int narrow, const void* x, long ldx, const void* weight, float eps, void* out, long ldo,
-                      long rows, long size, int threads) {
-  BOTH(norm_rows, (const T*)x, ldx, (const T*)weight, eps, (T*)out, ldo, rows, size, threads)
+void asyncrl_rms_norm(int narrow, const void* x, long ldx, const void* weight, float offset, float eps, void* out,
+                      long ldo, long rows, long size, int threads) {
+  BOTH(norm_rows, (const T*)x, ldx, (const T*)weight, offset, eps, (T*)out, ldo, rows, size, threads)
 }
 
 void asyncrl_rms_norm_backward(int narrow, const void* grad, long ldg, const void* x, long ldx, const void* weight,
-                               float eps, float* parts, void* out, long ldo, long rows, long size, int threads) {
-  BOTH(norm_backward_rows, (const T*)grad, ldg, (const T*)x, ldx, (const T*)weight, eps, parts, (T*)out, ldo, rows,
-       size, threads)
+                               float offset, float eps, float* parts, void* out, long ldo, long rows, long size,
+                               int threads) {
+  BOTH(norm_backward_rows, (const T*)grad, ldg, (const T*)x, ldx, (const T*)weight, offset, eps, parts, (T*)out, ldo,
+       rows, size, threads)
 }
 
 void asyncrl_rotate(int narrow, void* heads, long ld, long count, long half, const void* cosine, const void* sine,

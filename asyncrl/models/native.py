@@ -23,8 +23,8 @@ _LANES = 16
 _HEAD_SIZES = (16, 32, 64, 128)
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
-    "rms_norm": (_I, _P, _N, _P, _F, _P, _N, _N, _N, _I),
-    "rms_norm_backward": (_I, _P, _N, _P, _N, _P, _F, _P, _P, _N, _N, _N, _I),
+    "rms_norm": (_I, _P, _N, _P, _F, _F, _P, _N, _N, _N, _I),
+    "rms_norm_backward": (_I, _P, _N, _P, _N, _P, _F, _F, _P, _P, _N, _N, _N, _I),
     "rotate": (_I, _P, _N, _N, _N, _P, _P, _F, _N, _I),
     "swiglu": (_I, _P, _N, _P, _N, _N, _N, _I),
     "swiglu_backward": (_I, _P, _N, _P, _N, _P, _N, _N, _N, _I),
@@ -88,21 +88,22 @@ def attends(size: int, *tensors: Tensor) -> bool:
     return size in _HEAD_SIZES and takes(*tensors, size=size)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> None:
     """x [N, E], weight [E] -> out [N, E]; may be in place."""
-    _call("rms_norm", x, x, x.stride(0), weight, eps, out, out.stride(0), *x.shape)
+    _call("rms_norm", x, x, x.stride(0), weight, offset, eps, out, out.stride(0), *x.shape)
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor, offset: float = 0.0
 ) -> None:
     """`out` [N, E] += gradient of the input, `grad_weight` [E] += that of the weight."""
     parts = None
     if grad_weight is not None:  # dtype and device named: the process's defaults may be others
         parts = torch.zeros(torch.get_num_threads(), x.shape[1], dtype=torch.float32, device="cpu")
     _call(
-        "rms_norm_backward", x, grad, grad.stride(0), x, x.stride(0), weight, eps, parts, out, out.stride(0), *x.shape
-    )
+        "rms_norm_backward", x, grad, grad.stride(0), x, x.stride(0), weight, offset, eps, parts, out, out.stride(0),
+        *x.shape,
+    )  # fmt: skip
     if grad_weight is not None and parts is not None:
         grad_weight.add_(parts.sum(0))
 

@@ -2,32 +2,34 @@
 
 transformers' own modules compute it in float32 even for a float64 model (which would spoil every exactness test) and let
 autograd keep several copies of the activations. `replace_norms` swaps the class of each module that provably computes
-`weight * x / sqrt(mean(x^2) + eps)`, whatever its architecture; others stay as they are.
+`(offset + weight) * x / sqrt(mean(x^2) + eps)` with an offset of 0, or of 1 as Gemma's have it; others stay as they are.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467), eq. 4.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., E], weight [E] -> [..., E] in the dtype of x; computed in float32 or wider."""
-    result: Tensor = _RMSNorm.apply(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [..., E], weight [E] -> [..., E] in the dtype of x; computed in float32 or wider, `offset + weight` too."""
+    result: Tensor = _RMSNorm.apply(x, weight, eps, offset)
     return result
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         wide = x.to(_wide(x.dtype))
         scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        ctx.offset = offset
+        return (wide * scale).mul_(shifted(weight, offset, wide.dtype)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -37,9 +39,14 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        inner = wide * weight
+        inner = wide * shifted(weight, ctx.offset, wide.dtype)
         mean = torch.linalg.vecdot(inner, normed).div_(x.shape[-1]).unsqueeze(-1)
-        return inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None
+        return inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None, None
+
+
+def shifted(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """`offset + weight` in `dtype`: in bfloat16 a small weight would be lost in the sum. Without an offset, the weight itself."""
+    return weight.to(dtype) + offset if offset else weight
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -51,9 +58,10 @@ class FusedRMSNorm(nn.Module):
 
     weight: Tensor
     eps: float
+    offset: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, self.eps)
+        return rms_norm(hidden_states, self.weight, self.eps, self.offset)
 
 
 def replace_norms(module: nn.Module) -> int:
@@ -61,18 +69,38 @@ def replace_norms(module: nn.Module) -> int:
     count = 0
     for part in module.modules():
         eps = getattr(part, "variance_epsilon", getattr(part, "eps", None))
-        if "RMSNorm" in type(part).__name__ and isinstance(eps, float) and _is_plain(part, eps):
-            part.__class__ = FusedRMSNorm
-            part.eps = eps  # type: ignore[assignment]
-            count += 1
+        if "RMSNorm" not in type(part).__name__ or not isinstance(eps, float) or not _takes_one_tensor(part):
+            continue
+        for offset in (0.0, 1.0):
+            if _computes(part, eps, offset):
+                part.__class__ = FusedRMSNorm
+                part.eps, part.offset = eps, offset  # type: ignore[assignment]
+                count += 1
+                break
     return count
 
 
+def _takes_one_tensor(part: nn.Module) -> bool:
+    """Norms with a gate or a residual beside their input have more arguments, optional ones too: they are never called."""
+    arguments = list(inspect.signature(part.forward).parameters.values())
+    return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
 @torch.no_grad()
-def _is_plain(part: nn.Module, eps: float) -> bool:
-    """Compare with what the module itself computes: some architectures scale by `1 + weight`, or not at all."""
+def _computes(part: nn.Module, eps: float, offset: float) -> bool:
+    """Compare with what the module itself gives, for values of about 1 and for some so small that `eps` shows."""
     weight = getattr(part, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.device.type == "meta":
+    own = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.device.type == "meta" or own != {"weight"}:
         return False
     x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
-    return torch.allclose(part(x), rms_norm(x, weight, eps), rtol=1e-4, atol=1e-5)
+    x = torch.cat([x, x * eps**0.5])
+    try:
+        found = part(x)
+    except Exception:  # somebody else's module, called outside of its model: whatever it raises, it is not a plain one
+        return False
+    return (
+        isinstance(found, Tensor)
+        and found.shape == x.shape
+        and torch.allclose(found, rms_norm(x, weight, eps, offset), rtol=1e-4, atol=1e-5)
+    )

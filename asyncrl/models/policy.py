@@ -94,8 +94,6 @@ class PolicyModel:
         self._checkpointed: list[nn.Module] = []
         self._training = False
         self.fused = FusedDecoder.of(module, self.weights) if path in (None, FUSED) else None
-        if self.fused is not None and path is None and not self._fused_agrees():
-            self.fused = None
         if path == FUSED and self.fused is None:
             raise ConfigError(f"model.path: {type(module).__name__} has layers that the fused decoder does not know")
         self.path = path or (PACKED if self.fused is None else FUSED)
@@ -151,30 +149,6 @@ class PolicyModel:
     ) -> Tensor:
         """The same through the model's own forward: any architecture."""
         return decode(self.decoder, tokens_T if rows_TE is None else rows_TE, positions_T, plan)
-
-    @torch.no_grad()
-    def _fused_agrees(self) -> bool:
-        """Whether the fused decoder computes what the model's own forward does: a scaled embedding or residual shows.
-
-        It shows at every token, so the median over tokens is asked: in bfloat16 a single token may sit where rounding tips
-        one of the huge activations that these models have.
-        """
-        assert self.fused is not None
-        count = 32
-        tokens_T = torch.linspace(1, self._embedding.num_embeddings - 1, count, device=self.device).long()
-        positions_T = torch.arange(count, device=self.device)
-        training = self.module.training
-        self.module.eval()
-        own = self._transformers_hidden(tokens_T, None, positions_T, TreePlan([0], [count])).double()
-        try:
-            fused = self.fused.hidden(self._embedding(tokens_T), positions_T, TreePlan([0], [count])).double()
-        except (RuntimeError, ValueError):  # parts of the same names in other sizes: a rotary table for half a head
-            return False
-        finally:
-            self.module.train(training)
-        tolerance = 0.05 if self.dtype == torch.bfloat16 else 1e-4
-        errors = (own - fused).norm(dim=1) / own.norm(dim=1)
-        return bool(errors.median() <= tolerance)
 
     def enable_checkpointing(self) -> None:
         """Keep a layer's input alone and compute the rest again in backward. Errors: ConfigError where the model cannot."""

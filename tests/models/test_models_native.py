@@ -43,17 +43,18 @@ def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @DTYPES
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("rows", [1, 3, 37])
-def test_norms(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms(dtype: torch.dtype, rows: int, offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
     x, wide = values(rows, 48, dtype=dtype), values(rows, 96, dtype=dtype)
     weight, before = values(48, dtype=dtype), values(rows, 48, dtype=dtype, seed=1)
 
     def compute() -> tuple[Tensor, ...]:
         out, into, total = torch.empty_like(x), before.clone(), torch.ones(48)
-        kernels.rms_norm(x, weight, 1e-5, out)
-        kernels.rms_norm_backward(wide[:, 48:], x, weight, 1e-5, total, into)  # a strided view
+        kernels.rms_norm(x, weight, 1e-5, out, offset)
+        kernels.rms_norm_backward(wide[:, 48:], x, weight, 1e-5, total, into, offset)  # a strided view
         frozen = before.clone()
-        kernels.rms_norm_backward(wide[:, 48:], x, weight, 1e-5, None, frozen)
+        kernels.rms_norm_backward(wide[:, 48:], x, weight, 1e-5, None, frozen, offset)
         assert torch.equal(frozen, into)
         return out, into, total
 
