@@ -1,8 +1,9 @@
 """Continuous batching over the trainer's own model, in this process.
 
-Policy of the owner task: keep the decode batch full. Waiting requests are admitted as soon as a row is free; whoever is
-behind (a new prompt, a cache to rebuild) is brought forward before the next decode step. Training closures go first by
-the lane's own priorities. Room for prompt and completion is reserved at admission: nothing is ever preempted.
+Policy of the owner task: keep the decode batch full. Waiting requests are admitted as soon as a row is free and the budget
+of cached positions has room; whoever is behind (a new prompt, a cache to rebuild) is brought forward before the next decode
+step. Training closures go first by the lane's own priorities. Room for prompt and completion is reserved at admission:
+nothing is ever preempted.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def eos_token_ids(policy: PolicyModel, tokenizer: Any) -> tuple[int, ...]:
 class EmbeddedEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink` on a model shared with the trainer, on the trainer's lane.
 
-    max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request.
+    max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: of all rows
+    together, each as long as the longest that runs; what the cache allocates. None: max_sequences x max_context.
     prefill_tokens: most tokens computed by one prefill closure.
     kv_after_update: what happens to the cached keys and values of running sequences when the version changes.
     """
@@ -64,10 +66,13 @@ class EmbeddedEngine(OwnedEngine):
         *,
         max_sequences: int,
         max_context: int,
+        kv_positions: int | None = None,
         prefill_tokens: int = 2048,
         kv_after_update: Literal["keep", "recompute"] = "keep",
     ) -> None:
-        super().__init__(lane, recorder, max_sequences=max_sequences, max_context=max_context)
+        super().__init__(
+            lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
+        )
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens is {prefill_tokens}, expected at least 1")
         self.policy = policy
@@ -111,9 +116,11 @@ class EmbeddedEngine(OwnedEngine):
         if self.policy.path.name == "plain":
             rows = Sequences(self.max_sequences, self.max_context)
             return PlainCore(self.policy, rows, prefill_tokens=self._prefill_tokens)
-        shape = cache_shape(self.policy.config, self.max_sequences, self.max_context)
+        shape = cache_shape(self.policy.config, 1, self.kv_positions)
         cache = KVCache(shape, self.policy.dtype, self.policy.device)
-        columns = Sequences(self.max_sequences, self.max_context)
+        columns = Sequences(
+            self.max_sequences, self.max_context
+        )  # the first of them gives the cache's rows their length
         return Core(self.policy, cache, columns, prefill_tokens=self._prefill_tokens, recompute=self._recompute)
 
     @property
