@@ -94,22 +94,30 @@ def load_tokenizer(config: ModelConfig) -> Any:
         ) from error
 
 
+def load_tokenizer_of(config: ModelConfig) -> Any:
+    """The tokenizer of a run without its model's weights: that of the function in `model.path`, or `load_tokenizer`'s."""
+    if is_builder(config):
+        with torch.device("meta"):
+            return _call_builder(config, 0)[1]
+    return load_tokenizer(config)
+
+
 def parameter_count(config: ModelConfig) -> int:
     """Number of the model's parameters, tied ones once, from the configuration alone: nothing is allocated."""
-    return sum(parameter.numel() for parameter in _describe(config).parameters())
+    return sum(parameter.numel() for parameter in describe_module(config).parameters())
 
 
 def adapter_sizes(config: ModelConfig) -> tuple[int, int]:
     """(parameters of the adapters, weights that they are merged into), from the configuration alone; zeros without any."""
     if not config.lora.rank:
         return 0, 0
-    layers = [layer for _, layer in find_targets(_describe(config), config.lora)]
+    layers = [layer for _, layer in find_targets(describe_module(config), config.lora)]
     adapters = sum(config.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
     return adapters, sum(layer.weight.numel() for layer in layers)
 
 
-def _describe(config: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device."""
+def describe_module(config: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device: nothing is allocated."""
     with torch.device("meta"):
         if is_builder(config):
             module, _ = _call_builder(config, 0)

@@ -9,7 +9,8 @@ from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 
-from .memory import predicted, table
+from .memory import cache_line, predicted, table
+from .prompts import measure_prompts
 
 
 def plan(config: Config) -> str:
@@ -25,7 +26,9 @@ def plan(config: Config) -> str:
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
     ]
     if config.train.kind == "torch":
-        lines += ["predicted memory of one rank:", table(predicted(config, world.world_size))]
+        prompts = measure_prompts(config)
+        parts = predicted(config, world.world_size, prompts)
+        lines += [cache_line(config, prompts), "predicted memory of one rank:", table(parts)]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)
 
