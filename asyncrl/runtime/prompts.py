@@ -42,7 +42,8 @@ def measure_prompts(config: Config) -> PromptLengths:
     from asyncrl.models.loading import load_tokenizer_of  # transformers takes seconds to import
 
     tokenizer = load_tokenizer_of(config.model)
-    found = [PromptSource(load_rows(file), tokenizer, config.data) for file in files]
+    cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}  # what is refused is told by `load_prompts`
+    found = [PromptSource(load_rows(file), tokenizer, config.data.model_copy(update=cut)) for file in files]
     longest, seen = zip(*(source.longest() for source in found), strict=True)
     rows = sum(len(source) for source in found)
     return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts")
