@@ -59,6 +59,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "replay.*",
     "reroll.*",
     "engine.max_sequences",
+    "engine.kv_positions",
     "engine.prefill_tokens",
     "engine.kv_after_update",
     "algorithm.epsilon",

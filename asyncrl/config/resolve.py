@@ -229,6 +229,9 @@ def _check_lengths(config: Config) -> Iterator[str]:
             "that one "
             "sequence fits; raise it or lower those"
         )
+    room = config.engine.kv_positions
+    if room is not None and room < longest:
+        yield f"engine.kv_positions is {room}; expected at least the same {longest}, so that one sequence fits; raise it"
 
 
 def _check_algorithm(config: Config) -> Iterator[str]:

@@ -98,6 +98,13 @@ class EngineConfig(Section):
         "embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model."
     )
     max_sequences: int | None = field(None, "Sequences decoded together; derived: slots x group_size.", ge=1)
+    kv_positions: int | None = field(
+        None,
+        "Tokens, of prompts and completions to come, for which the running sequences reserve cache together: their number "
+        "times the longest of them. Who does not fit waits. Derived: max_sequences x (longest prompt that was found before "
+        "the run + rollout.max_tokens).",
+        ge=1,
+    )
     prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
     kv_after_update: Literal["keep", "recompute"] | None = field(
         None,

@@ -31,6 +31,7 @@ from .tokenizing import encode_prompt
 REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
 MAX_FAILED = 4096  # failed prompts that wait; the oldest gives way
 _MASK = (1 << 64) - 1
+_SAMPLE_ROWS, _SAMPLE_TOKENS = 1000, 1_000_000  # of which the longest prompt is told: about a second of tokenizing
 _CACHED_TOKENS = 4_000_000  # 16 MB of token ids; later rows are tokenized again each epoch
 
 
@@ -186,6 +187,20 @@ class PromptSource:
         for index in range(len(self._rows)):
             overlong += self._encode(index)[1] > self.config.max_prompt_tokens
         return {**self.statistics(), "overlong_rows": overlong}
+
+    def longest(self) -> tuple[int, int]:
+        """(tokens of the longest prompt after the cut, rows that were looked at): all of them, or a sample where there are
+        many. Depends on the data alone. Counts nothing; blocks as `check_all` does. Errors: `DataError`, as `next()`."""
+        order = EpochOrder(len(self._rows), 0, 0)
+        most, seen, total = 0, 0, 0
+        for place in range(min(len(self._rows), _SAMPLE_ROWS)):
+            ids, length = self._encode(order[place])
+            if length <= self.config.max_prompt_tokens or self.config.overlong != "skip":
+                most = max(most, int(ids.size))
+            seen, total = seen + 1, total + length
+            if total > _SAMPLE_TOKENS:
+                break
+        return most, seen
 
     def statistics(self) -> dict[str, int]:
         """`rows`, `epoch`, `position` (next ordinal), `delivered`, `redelivered`, `cut`, `skipped`, `waiting` (to be

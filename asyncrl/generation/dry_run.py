@@ -48,6 +48,7 @@ class DryRunEngine(OwnedEngine):
         *,
         max_sequences: int,
         max_context: int,
+        kv_positions: int | None = None,
         version_source: Callable[[], int],
         decode_step_s: float = 0.01,
         length_sigma: float = 0.5,
@@ -56,7 +57,9 @@ class DryRunEngine(OwnedEngine):
         vocabulary: int = 256,
         eos_token_id: int = 0,
     ) -> None:
-        super().__init__(lane, recorder, max_sequences=max_sequences, max_context=max_context)
+        super().__init__(
+            lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
+        )
         self._version_source = version_source
         self._decode_step_s = decode_step_s
         self._length_sigma = length_sigma

@@ -3,6 +3,10 @@
     generate() --> waiting --admit (arrival order, while there is room)--> running --turns--> result to the caller
                       \\_____ caller cancelled: taken out at once _____/  \\__ or at the next boundary __/
 
+Room is a row, and positions of the cache: the rows of a batch are as long as its longest sequence (prompt + max_tokens), and
+all of them together are within `kv_positions`. One sequence always fits, and nobody overtakes the first that waits, so
+everybody's turn comes.
+
 Only the owner task touches the running batch. A *turn* is one closure on the lane; between two turns the owner drops
 aborted sequences, answers weight updates, admits and delivers. Whatever ends the owner (closing, an error, a
 cancellation) fails everybody who waits, and an error leaves through `async with engine` as well.
@@ -44,6 +48,11 @@ class Job:
     future: asyncio.Future[Generation]
     slot: int = -1
 
+    @property
+    def room(self) -> int:
+        """Positions that are reserved while it runs."""
+        return int(self.request.prompt_ids.size) + self.request.sampling.max_tokens
+
 
 @dataclass(eq=False, slots=True)
 class _Update:
@@ -54,14 +63,21 @@ class _Update:
 class OwnedEngine(ABC):
     """Base of the engines in this process; see the module docstring. Subclasses fill in the batch."""
 
-    def __init__(self, lane: Lane, recorder: Recorder, *, max_sequences: int, max_context: int) -> None:
+    def __init__(
+        self, lane: Lane, recorder: Recorder, *, max_sequences: int, max_context: int, kv_positions: int | None = None
+    ) -> None:
+        if kv_positions is None:
+            kv_positions = max_sequences * max_context
         if max_sequences < 1 or max_context < 2:
             raise ValueError(
                 f"an engine needs room for one sequence of two tokens; got max_sequences={max_sequences}, "
                 f"max_context={max_context}"
             )
+        if kv_positions < max_context:
+            raise ValueError(f"kv_positions is {kv_positions}, expected at least max_context = {max_context}")
         self.lane = lane
         self.recorder = recorder
+        self.kv_positions = kv_positions
         self.max_sequences = max_sequences
         self.max_context = max_context
         self._state = State.NEW
@@ -185,6 +201,9 @@ class OwnedEngine(ABC):
         return {
             "running": float(len(self._running)),
             "waiting": float(len(self._waiting)),
+            "reserved_positions": float(
+                len(self._running) * max((job.room for job in self._running.values()), default=0)
+            ),
             "tokens": float(self._tokens),
             "decode_steps": float(self._decode_steps),
             "finished": float(self._finished),
@@ -260,7 +279,11 @@ class OwnedEngine(ABC):
                 )
 
     def _admit(self) -> None:
+        longest = max((job.room for job in self._running.values()), default=0) if self._waiting else 0
         while self._waiting and len(self._running) < self.max_sequences:
+            longest = max(longest, self._waiting[0].room)
+            if (len(self._running) + 1) * longest > self.kv_positions:
+                break
             job = self._waiting.popleft()
             job.slot = self._add(job)
             self._running[job.slot] = job

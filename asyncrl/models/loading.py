@@ -100,6 +100,14 @@ def load_tokenizer(config: ModelConfig) -> Any:
         ) from error
 
 
+def load_tokenizer_of(config: ModelConfig) -> Any:
+    """The tokenizer of a run without its model's weights: that of the function in `model.path`, or `load_tokenizer`'s."""
+    if is_builder(config):
+        with torch.device("meta"):
+            return _call_builder(config, 0)[1]
+    return load_tokenizer(config)
+
+
 def parameter_count(config: ModelConfig) -> int:
     """Number of the model's parameters, tied ones once, from the configuration alone: nothing is allocated."""
     return sum(parameter.numel() for parameter in describe_module(config).parameters())

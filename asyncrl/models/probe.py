@@ -47,8 +47,8 @@ def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", see
     return nn.Module.to(probe.eval(), torch.device(device))  # type: ignore[return-value]
 
 
-def probe_config(module: PreTrainedModel) -> PretrainedConfig:
-    """The configuration of the probe of `module`."""
+def probe_config(module: PreTrainedModel, *, contexts: bool = True) -> PretrainedConfig:
+    """The configuration of the probe of `module`. `contexts`: whether windows and contexts become small too."""
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
     layers = layer_kinds(module)
@@ -63,7 +63,8 @@ def probe_config(module: PreTrainedModel) -> PretrainedConfig:
                 value = getattr(part, name, None)
                 if value is not None and not (isinstance(value, int) and 0 <= value < VOCABULARY):
                     setattr(part, name, None if name != "pad_token_id" else VOCABULARY - 1)
-    _shrink_contexts(text)
+    if contexts:
+        _shrink_contexts(text)
     return config
 
 
@@ -105,20 +106,25 @@ def longest_row(config: PretrainedConfig) -> int | None:
 
 def layer_kinds(module: PreTrainedModel) -> int:
     """How many of the first layers hold one of each kind; at least two where there are two."""
-    total = int(module.config.get_text_config().num_hidden_layers)
+    first = first_of_kind(module)
+    return max(min(2, len(first)), *(number + 1 for number in first)) if first else 0
+
+
+def first_of_kind(module: PreTrainedModel) -> list[int]:
+    """Of each layer, the number of the first one of its kind."""
+    text = module.config.get_text_config()
+    total = int(text.num_hidden_layers)
     stacks = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == total]
     if not stacks:
-        return total
-    seen: set[Any] = set()
-    needed = min(2, total)
-    text = module.config.get_text_config()
+        return list(range(total))
     lists = [v for v in vars(text).values() if isinstance(v, (list, tuple)) and len(v) == total]
-    for number in range(total):
-        kind = (tuple(_kind(stack[number]) for stack in stacks), tuple(str(values[number]) for values in lists))
-        if kind not in seen:
-            seen.add(kind)
-            needed = max(needed, number + 1)
-    return needed
+    seen: dict[Any, int] = {}
+    return [
+        seen.setdefault(
+            (tuple(_kind(stack[number]) for stack in stacks), tuple(str(values[number]) for values in lists)), number
+        )
+        for number in range(total)
+    ]
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

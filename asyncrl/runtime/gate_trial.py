@@ -25,11 +25,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.generation.embedded.cache import KVCache
-from asyncrl.generation.embedded.core import Core
-from asyncrl.generation.embedded.engine import cache_shape
-from asyncrl.generation.embedded.plain_core import PlainCore
-from asyncrl.generation.embedded.sequences import Sequences
+from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import longest_row
@@ -164,7 +160,16 @@ class Trial:
 
     def _sampler(self, policy: PolicyModel) -> float:
         requests = self._make_requests()
-        core = _open(policy, len(requests), max(r.prompt_ids.size + r.sampling.max_tokens for r in requests))
+        longest = max(int(request.prompt_ids.size) + request.sampling.max_tokens for request in requests)
+        rows = len(requests)
+        core = open_core(
+            policy,
+            max_sequences=rows,
+            max_context=longest,
+            kv_positions=rows * longest,
+            prefill_tokens=_PREFILL,
+            recompute=True,
+        )
         slots = [core.add(request, ()) for request in requests]
         ended: dict[int, tuple[Int64Array, Tensor]] = {}
         decoded = 0
@@ -231,14 +236,6 @@ class Trial:
 
     def _tokens(self, count: int) -> np.ndarray:  # type: ignore[type-arg]
         return self._random.integers(0, self._vocabulary, count).astype(np.int32)
-
-
-def _open(policy: PolicyModel, rows: int, positions: int) -> Core | PlainCore:
-    sequences = Sequences(rows, positions)
-    if policy.path.name == "plain":
-        return PlainCore(policy, sequences, prefill_tokens=_PREFILL)
-    cache = KVCache(cache_shape(policy.config, rows, positions), policy.dtype, policy.device)
-    return Core(policy, cache, sequences, prefill_tokens=_PREFILL, recompute=True)
 
 
 def _adapter_pairs(

@@ -9,22 +9,56 @@ import torch
 from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.errors import PlatformError
-from asyncrl.training.memory import predict_memory
+from asyncrl.models.paths import ModelPath
+from asyncrl.training.memory import Lengths, predict_memory
+
+from .prompts import PromptLengths
 
 GIB = 1 << 30
 
 
-def predicted(config: Config, ranks: int = 1) -> dict[str, int]:
-    """Bytes by what they are for, of one of `ranks`, from the model's configuration alone (nothing is allocated)."""
+def predicted(
+    config: Config, ranks: int = 1, prompts: PromptLengths | None = None, path: ModelPath | None = None
+) -> dict[str, int]:
+    """Bytes by what they are for, of one of `ranks`, from the model's configuration alone (nothing is allocated). `prompts`:
+    what `measure_prompts` found; None: `data.max_prompt_tokens`. `path`: how the model is run, where that is known."""
     assert config.engine.max_sequences is not None
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return predict_memory(
         config.model,
         config.train,
         max_sequences=config.engine.max_sequences,
-        max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+        lengths=Lengths(_longest(config, prompts), config.rollout.max_tokens, config.rollout.group_size),
+        kv_positions=kv_positions(config, prompts),
         needs_reference=config.algorithm.kl_coef > 0,
         second_buffer=needs_second_buffer(config.algorithm),
         shards=ranks if config.distributed.sharding == "fsdp" else None,
+        path=path,
+        device=torch.device(device).type,
+    )
+
+
+def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
+    """Of the engine's cache: as configured, or so many that all sequences run together, as long as these prompts make them."""
+    given, sequences = config.engine.kv_positions, config.engine.max_sequences
+    assert sequences is not None
+    if given is not None:
+        return given
+    completion = config.rollout.max_tokens
+    return max(sequences * (_longest(config, prompts) + completion), config.data.max_prompt_tokens + completion)
+
+
+def _longest(config: Config, prompts: PromptLengths | None) -> int:
+    return config.data.max_prompt_tokens if prompts is None else prompts.longest
+
+
+def cache_line(config: Config, prompts: PromptLengths) -> str:
+    """What the budget of the cache was made from, in words."""
+    return (
+        f"cache: {kv_positions(config, prompts)} positions for {config.engine.max_sequences} sequences; prompts of up to "
+        f"{prompts.longest} tokens ({prompts.how})"
     )
 
 
@@ -46,13 +80,19 @@ def table(parts: dict[str, int]) -> str:
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])
 
 
-def check_memory(config: Config, device: torch.device, ranks: int = 1) -> None:
+def check_memory(
+    config: Config,
+    device: torch.device,
+    ranks: int = 1,
+    prompts: PromptLengths | None = None,
+    path: ModelPath | None = None,
+) -> None:
     """Errors: PlatformError where the prediction exceeds what is free."""
-    parts = predicted(config, ranks)
+    parts = predicted(config, ranks, prompts, path)
     total, free = sum(parts.values()), available(device)
     if total > free:
         raise PlatformError(
             f"this run needs about {total / GIB:.1f} GiB on {device} and {free / GIB:.1f} GiB are free:\n{table(parts)}\n"
-            "Smaller: engine.max_sequences, rollout.max_tokens, data.max_prompt_tokens, train.tokens_per_microbatch; "
-            "train.gradient_checkpointing=true"
+            "Smaller: engine.kv_positions, engine.max_sequences, rollout.max_tokens, data.max_prompt_tokens, "
+            "train.tokens_per_microbatch; train.gradient_checkpointing=true"
         )

@@ -10,7 +10,8 @@ from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 
-from .memory import predicted, table
+from .memory import cache_line, predicted, table
+from .prompts import measure_prompts
 
 if TYPE_CHECKING:
     from .gate import Verdict
@@ -29,8 +30,10 @@ def plan(config: Config) -> str:
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
     ]
     if config.train.kind == "torch":
-        lines += _verdict(config).lines()
-        lines += ["predicted memory of one rank:", table(predicted(config, world.world_size))]
+        verdict = _verdict(config)
+        prompts = measure_prompts(config)
+        parts = predicted(config, world.world_size, prompts, verdict.path)
+        lines += [*verdict.lines(), cache_line(config, prompts), "predicted memory of one rank:", table(parts)]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
@@ -12,6 +14,39 @@ from asyncrl.distributed.world import World
 from asyncrl.types import Prompt
 
 from . import dry
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """What is known of the prompts before a run: tokens of the `longest` one, and how it is known."""
+
+    longest: int
+    how: str
+
+
+def measure_prompts(config: Config) -> PromptLengths:
+    """Of the prompts in files, with the run's tokenizer; the configured limit where they come from somewhere else.
+
+    A prompt that turns out longer is served all the same: its sequence waits for room. Errors: DataError, ConfigError.
+    """
+    limit = config.data.max_prompt_tokens
+    sources = [config.data.train, config.data.eval if config.evaluate.every is not None else None]
+    files = [source for source in sources if source is not None and Path(source).expanduser().exists()]
+    unknown = PromptLengths(
+        limit, "data.max_prompt_tokens: the prompts are not files that could be read before the run"
+    )
+    if config.rollout.environment != "single_turn":
+        return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
+    if not files or len(files) < sum(source is not None for source in sources):
+        return unknown
+    from asyncrl.models.loading import load_tokenizer_of  # transformers takes seconds to import
+
+    tokenizer = load_tokenizer_of(config.model)
+    cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}  # what is refused is told by `load_prompts`
+    found = [PromptSource(load_rows(file), tokenizer, config.data.model_copy(update=cut)) for file in files]
+    longest, seen = zip(*(source.longest() for source in found), strict=True)
+    rows = sum(len(source) for source in found)
+    return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts")
 
 
 def load_prompts(

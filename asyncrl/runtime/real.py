@@ -27,8 +27,9 @@ from asyncrl.weights.gathered import GatheredWeights
 from asyncrl.weights.shared import SharedWeights
 
 from .gate import Verdict, check_for
-from .memory import check_memory
+from .memory import check_memory, kv_positions
 from .offload import offload
+from .prompts import measure_prompts
 from .rates import Rates, measure_rates
 from .rooms import Parts
 
@@ -39,7 +40,8 @@ async def open_real(
     """Lane, policy, trainer and engine on one device. Errors: ConfigError, PlatformError (memory)."""
     threads = config.threads or os.cpu_count() or 1
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
-    await offload(lambda: check_memory(config, device, world.world_size), "memory")
+    prompts = await offload(lambda: measure_prompts(config), "prompts")
+    await offload(lambda: check_memory(config, device, world.world_size, prompts), "memory")
 
     def on_start() -> None:
         torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
@@ -61,6 +63,7 @@ async def open_real(
         recorder,
         max_sequences=config.engine.max_sequences,
         max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+        kv_positions=kv_positions(config, prompts),
         prefill_tokens=config.engine.prefill_tokens,
         kv_after_update=config.engine.kv_after_update or "keep",
     )

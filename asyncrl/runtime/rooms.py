@@ -228,6 +228,7 @@ class Builder:
             self.recorder,
             max_sequences=config.engine.max_sequences,
             max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+            kv_positions=config.engine.kv_positions,
             version_source=lambda: trainer.version if weights is None else weights.version,
             decode_step_s=costs.decode_step_s,
             length_sigma=costs.length_sigma,

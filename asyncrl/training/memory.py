@@ -1,12 +1,41 @@
-"""Memory of a run, predicted from the model's configuration before anything is allocated."""
+"""Memory of a run, predicted before anything of it is allocated.
+
+Weights and their copies follow from the number of parameters; what a microbatch keeps for backward and what a cache holds
+from a few layers of the model (footprint.py), at the longest rows that the run can have: a prompt of the longest length with
+a completion of `rollout.max_tokens`. So it is the worst case of a run, which short completions stay below.
+"""
 
 from __future__ import annotations
 
-from asyncrl.config.schema import ModelConfig, TrainConfig
-from asyncrl.models.loading import adapter_sizes, load_model_config, parameter_count
-from asyncrl.models.logprobs import CHUNK_ROWS, KEEP_LOGITS
+from dataclasses import dataclass, replace
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.config.schema import ModelConfig, TrainConfig
+from asyncrl.models.loading import adapter_sizes, describe_module, parameter_count
+from asyncrl.models.logprobs import CHUNK_ROWS, KEEP_LOGITS
+from asyncrl.models.packed import packing_works
+from asyncrl.models.paths import FUSED, PACKED, ModelPath
+from asyncrl.models.policy import DTYPES
+from asyncrl.models.row_attention import fits
+
+from .footprint import Footprint, Kept, estimate_footprint, measure_footprint
+
+_HEAD_ROWS = {"float32": 256}  # rows of the head's forward products on a CPU (models/logprobs.py); 64 in another dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the longest prompt and of the longest completion, and how many completions share a prompt."""
+
+    prompt: int
+    completion: int
+    members: int = 1
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.completion
 
 
 def predict_memory(
@@ -14,58 +43,145 @@ def predict_memory(
     train: TrainConfig,
     *,
     max_sequences: int,
-    max_context: int,
+    lengths: Lengths,
+    kv_positions: int | None = None,
     needs_reference: bool = False,
     second_buffer: bool = False,
     shards: int | None = None,
+    path: ModelPath | None = None,
+    device: str = "cpu",
 ) -> dict[str, int]:
-    """Bytes by what they are for. `max_context`: tokens of the longest prompt with its completion. `shards`: ranks over which
-    the model is cut; None where it is not.
+    """Bytes by what they are for. `kv_positions`: budget of the cache (generation/owner.py); None: all sequences at full
+    length. `shards`: ranks over which the model is cut; None where it is not. `path`: how the model is run; None: the first of
+    the paths that takes it.
 
     masters, gradients, optimizer: flat, in float32 or wider, of what is trained. working_copy and reference: in the matmul
-    dtype. frozen: with adapters, the merged weights, and the layers' own below them. activations: of one microbatch of
-    `train.tokens_per_microbatch` packed tokens, what the layers keep for backward. logits: those that wait for it, or the
-    chunk that is alive. embedding_gradient: the one temporary of an embedding's size. kv_cache: all
-    sequences at full length. gathered: of a cut model, embedding, head and two layers in the matmul dtype, with the gradients of
-    one part before and after their reduction. Errors: ConfigError where the model has no configuration.
+    dtype. packed_weights: copies of them in the layout of the CPU's products. frozen: with adapters, the merged weights, and the
+    layers' own below them. activations: of one microbatch of `train.tokens_per_microbatch` packed tokens, what the layers keep
+    for backward, and one layer's backward. logits: those that wait for it, or the chunk that is alive. temporary_gradient: the
+    largest one that is made before it is added to the flat buffer. kv_cache: the budget, and the states of recurrent layers.
+    gathered: of a cut model, embedding, head and two layers in the matmul dtype, with the gradients of one part before and
+    after their reduction. Errors: ConfigError where the model has no configuration.
     """
-    config = load_model_config(model)
+    described = describe_module(model)
+    config = described.config
+    footprint = training = find_footprint(model, described, path)
+    if shards is not None and footprint.path == FUSED:  # a cut model trains through its own modules
+        training = find_footprint(model, described, PACKED)
+    narrow, tokens = DTYPES[model.dtype].itemsize, train.tokens_per_microbatch
+    hidden_bytes = int(config.get_text_config().hidden_size) * narrow
+    vocabulary = int(config.get_text_config().vocab_size)
+    waiting = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
+    in_the_making = min(_HEAD_ROWS.get(model.dtype, 64) if device == "cpu" else CHUNK_ROWS, tokens)
+    frozen_head = model.lora.rank > 0
+    weights = _weight_bytes(model, described, footprint.path, shards, device)
+    trained = weights["masters"] * (shards or 1)  # bytes
+    return weights | {
+        "second_gradients": trained if second_buffer else 0,
+        "reference": parameter_count(model) * narrow if needs_reference else 0,
+        "activations": activation_bytes(training, tokens, lengths, hidden_bytes, train.gradient_checkpointing),
+        "logits": (waiting + 2 * in_the_making) * vocabulary * narrow,
+        "temporary_gradient": 0 if frozen_head else _largest_temporary(described, training.path, narrow),
+        "kv_cache": cache_bytes(footprint, max_sequences, kv_positions or max_sequences * lengths.context),
+    }
+
+
+def _weight_bytes(
+    model: ModelConfig, described: PreTrainedModel, path: ModelPath, shards: int | None, device: str
+) -> dict[str, int]:
+    """Of the weights, their gradients, and copies."""
+    config = described.config
+    text = config.get_text_config()
     parameters = parameter_count(model)
     adapters, merged = adapter_sizes(model)
     trained = adapters or parameters
-    narrow = _BYTES[model.dtype]
+    narrow = DTYPES[model.dtype].itemsize
     wide = max(narrow, 4)
-    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_size = int(getattr(config, "head_dim", None) or hidden // heads)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-    vocabulary = int(config.vocab_size)
-    attention = (2 * heads + 2 * kv_heads) * head_size
-    fused = getattr(config, "hidden_act", None) == "silu" and hasattr(config, "num_key_value_heads")
-    if fused and shards is None:
-        # models.fused keeps per token and layer: two residuals, q/k/v, the attention's output, gate and up
-        per_layer = narrow * (2 * hidden + attention + 2 * inner) + wide * heads
-    else:
-        # autograd keeps: both residuals and normed inputs, four of the MLP's inner size, attention's twice (one wide)
-        per_layer = narrow * (4 * hidden + 4 * inner + attention) + wide * attention
-    tokens = train.tokens_per_microbatch
-    kept = layers * narrow * hidden + per_layer if train.gradient_checkpointing else layers * per_layer
-    waiting = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
+    embedding = int(text.vocab_size) * int(text.hidden_size)
     part = -(-trained // (shards or 1))
-    layer = (parameters - vocabulary * hidden) // max(layers, 1)
-    ends = vocabulary * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    layer = (parameters - embedding) // max(int(text.num_hidden_layers), 1)
+    ends = embedding * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    packs = device == "cpu" and packing_works(DTYPES[model.dtype], torch.device("cpu"))
+    in_products = embedding + (parameters - ends if path == FUSED else 0)
     return {
         "masters": part * wide,
         "gradients": part * wide,
-        "second_gradients": trained * wide if second_buffer else 0,
         "optimizer": 2 * part * wide,
         "gathered": (ends + 2 * layer) * narrow + max(ends, layer) * (narrow + 2 * wide) if shards else 0,
         "working_copy": trained * narrow if narrow < wide or shards else 0,
+        "packed_weights": in_products * narrow if packs else 0,
         "frozen": (parameters + merged) * narrow if adapters else 0,
-        "reference": parameters * narrow if needs_reference else 0,
-        "activations": tokens * kept,
-        "logits": waiting * vocabulary * narrow,
-        "embedding_gradient": 0 if adapters else vocabulary * hidden * narrow,
-        "kv_cache": max_sequences * max_context * layers * 2 * kv_heads * head_size * narrow,
     }
+
+
+def find_footprint(model: ModelConfig, described: PreTrainedModel, path: ModelPath | None) -> Footprint:
+    """Measured, or where that is not possible estimated. `described`: the model, on the meta device."""
+    measured = measure_footprint(described, model.dtype, path, model.lora)
+    return measured or estimate_footprint(described.config, model.dtype, path)
+
+
+def activation_bytes(
+    footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, checkpointing: bool = False
+) -> int:
+    """Of a microbatch of `tokens` packed tokens whose rows are as long as they get. `hidden_bytes`: of one hidden state."""
+    longest = _at_length(footprint, tokens, lengths, hidden_bytes, checkpointing)
+    if footprint.path.name == "plain" or _by_products(footprint, lengths):
+        return round(longest)
+    short = lengths.completion  # shorter rows keep the weights of their attention, and may need more
+    while short > 1 and not _by_products(footprint, replace(lengths, completion=short)):
+        short -= max(short // 16, 1)
+    return round(
+        max(longest, _at_length(footprint, tokens, replace(lengths, completion=short), hidden_bytes, checkpointing))
+    )
+
+
+def _at_length(footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, checkpointing: bool) -> float:
+    """A backward of one layer is counted like what the layer keeps: each of these tensors has a gradient."""
+    rows, prefixes = _rows_of(tokens, lengths)
+    scores = prefixes * lengths.prompt**2 + rows * lengths.completion * lengths.context
+    layers, rest = footprint.layers, footprint.rest
+    held = float(tokens)
+    if footprint.path.name == "plain":  # rows of their own, each with its prompt
+        held, scores = rows * lengths.context, rows * float(lengths.context) ** 2
+    elif not _by_products(footprint, lengths):
+        layers = tuple(Kept(kept.token + 4.0 * footprint.heads, 0.0) for kept in layers)  # the log-sum-exp instead
+    elif layers and layers[0].score:
+        rest = Kept(rest.token, rest.score + 4.0)  # the mask of these products
+    each = [kept.of(held, scores) for kept in layers]
+    largest = max(each, default=0.0)
+    kept_bytes = len(each) * held * hidden_bytes + largest if checkpointing else sum(each)
+    beside_head = 3 * tokens * hidden_bytes  # the scored tokens' hidden states, and their gradient before and after
+    return kept_bytes + largest + rest.of(held, scores) + beside_head
+
+
+def _rows_of(tokens: int, lengths: Lengths) -> tuple[float, float]:
+    """(completions, prompts) of a microbatch of `tokens` packed tokens at full length."""
+    fit = (tokens - lengths.prompt) // lengths.completion
+    members = max(1, min(lengths.members, fit))
+    prefixes = max(tokens / (lengths.prompt + members * lengths.completion), 1.0)
+    return prefixes * members, prefixes
+
+
+def _by_products(footprint: Footprint, lengths: Lengths) -> bool:
+    """Whether rows of these lengths keep the weights of their attention (models/row_attention.py)."""
+    rows = [(0, lengths.prompt, 0, lengths.completion), (0, 0, 0, max(lengths.prompt, 1))]
+    return fits(rows, footprint.heads)
+
+
+def _largest_temporary(described: PreTrainedModel, path: ModelPath, narrow: int) -> int:
+    """Of the fused path none in float32: products add to the flat gradient. Else the largest weight's; that of the embedding,
+    where the model looks up by itself."""
+    ends = {id(each.weight) for each in (described.get_input_embeddings(), described.get_output_embeddings()) if each}
+    sizes = [p.numel() for p in described.parameters() if id(p) not in ends or path.name == "plain"]
+    if path == FUSED:
+        return 0 if narrow >= 4 else 2 * max(sizes, default=0) * narrow
+    return max(sizes, default=0) * narrow
+
+
+def cache_bytes(footprint: Footprint, max_sequences: int, kv_positions: int) -> int:
+    """Of the engine's own cache, or of transformers' caches on the plain path."""
+    total = 0.0
+    for cached in footprint.cached:
+        held = kv_positions if cached.window is None else min(kv_positions, max_sequences * cached.window)
+        total += cached.position * held + cached.sequence * max_sequences
+    return round(total)

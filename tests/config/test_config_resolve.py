@@ -58,6 +58,13 @@ def test_derived_values() -> None:
     assert (kept.engine.max_sequences, kept.algorithm.epsilon_high, kept.evaluate.temperature) == (7, 0.28, 0)
 
 
+def test_a_cache_has_room_for_one_sequence() -> None:
+    lengths = ("data.max_prompt_tokens=100", "rollout.max_tokens=20")
+    assert resolve(config(*lengths, "engine.kv_positions=120")).engine.kv_positions == 120
+    assert resolve(config(*lengths)).engine.kv_positions is None  # by the prompts, which only a run knows
+    assert "engine.kv_positions is 119; expected at least the same 120" in refused(*lengths, "engine.kv_positions=119")
+
+
 @pytest.mark.parametrize(("updates", "staleness", "bound"), [(1, 0, 0), (1, 2, 2), (2, 0, 1), (3, 2, 8)])
 def test_staleness_bound(updates: int, staleness: int, bound: int) -> None:
     given = config(f"algorithm.updates_per_batch={updates}", f"rollout.max_staleness={staleness}")

@@ -205,6 +205,7 @@ VARIANTS: dict[str, list[str]] = {
     "recompute": ["engine.kv_after_update=recompute"],
     "filters": ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.temperature=0.8"],
     "small engine": ["engine.max_sequences=6", "engine.prefill_tokens=8"],
+    "small cache": ["engine.kv_positions=40"],
     "one_off": ["preset=one_off"],
     "cosine": ["train.schedule=cosine", "train.warmup_steps=1", "train.weight_decay=0.1", "train.grad_clip=null"],
     "late drop": ["rollout.late=drop"],

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from training_helpers import MAX_LENGTH, make_group, tiny_policy
-from transformers import LlamaConfig
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.config.schema import ModelConfig, TrainConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
 from asyncrl.ports import Trainer
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.lane_trainer import LaneTrainer
-from asyncrl.training.memory import predict_memory
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch
 
@@ -98,49 +95,3 @@ async def test_cancelled_caller_waits_for_its_microbatch_and_abort_comes_after(t
     await trainer.begin_train_step(LOSS)  # the next step is clean
     await trainer.train_microbatch(microbatches()[0])
     assert (await trainer.finish_train_step()).version == 1
-
-
-def test_memory_prediction(tmp_path: Path) -> None:
-    LlamaConfig(
-        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
-    ).save_pretrained(tmp_path)  # fmt: skip
-    parameters = 1000 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64
-    model, train = ModelConfig(path=str(tmp_path)), TrainConfig(tokens_per_microbatch=100)
-    sizes = predict_memory(model, train, max_sequences=3, max_context=10)
-    assert sizes["masters"] == sizes["gradients"] == sizes["optimizer"] / 2 == parameters * 4
-    assert sizes["kv_cache"] == 3 * 10 * 2 * 2 * 2 * 16 * 4 and sizes["logits"] == 100 * 1000 * 4
-    assert sizes["working_copy"] == sizes["reference"] == 0
-    narrow = predict_memory(
-        ModelConfig(path=str(tmp_path), dtype="bfloat16"), train, max_sequences=3, max_context=10, needs_reference=True
-    )
-    assert narrow["working_copy"] == narrow["reference"] == parameters * 2 and narrow["masters"] == parameters * 4
-    lean = predict_memory(
-        model, TrainConfig(tokens_per_microbatch=100, gradient_checkpointing=True), max_sequences=3, max_context=10
-    )
-    assert lean["activations"] < sizes["activations"]
-
-
-def test_predicted_activations_are_what_autograd_keeps(tmp_path: Path) -> None:
-    """Counted with saved-tensor hooks on a real forward: within a quarter."""
-    policy = tiny_policy("float32")
-    policy.config.save_pretrained(tmp_path)
-    (batch,) = pack_groups([make_group(np.random.default_rng(0), i) for i in range(6)], 10_000)
-    held: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.ndim > 1 and tensor.shape[-1] != 41 and storage.data_ptr() != policy.flat.master.data_ptr():
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logp, _ = TorchTrainer(policy, TrainConfig(), max_completion_length=1).forward(batch)
-    assert logp.requires_grad
-    predicted = predict_memory(
-        ModelConfig(path=str(tmp_path)),
-        TrainConfig(tokens_per_microbatch=batch.tokens.size),
-        max_sequences=1,
-        max_context=1,
-    )["activations"]
-    assert predicted == pytest.approx(sum(held.values()), rel=0.25)

@@ -14,7 +14,7 @@ from asyncrl.config.schema import LoraConfig, ModelConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import ConfigError
 from asyncrl.models.policy import PolicyModel
-from asyncrl.training.memory import predict_memory
+from asyncrl.training.memory import Lengths, predict_memory
 from asyncrl.training.snapshot import take
 from asyncrl.training.trainer import TorchTrainer
 
@@ -103,7 +103,7 @@ def test_predicted_memory_is_that_of_the_adapters(tmp_path: Path) -> None:
     train = TrainConfig(tokens_per_microbatch=64)
     core = trainer_of("bfloat16")
     model = ModelConfig(path=str(tmp_path), dtype="bfloat16", lora=LORA)
-    sizes = predict_memory(model, train, max_sequences=2, max_context=8)
+    sizes = predict_memory(model, train, max_sequences=2, lengths=Lengths(4, 4))
     adapters = core.policy.flat.numel
     assert sizes["masters"] == sizes["gradients"] == sizes["optimizer"] / 2 == adapters * 4
     merged = sum(p.numel() for name, p in core.policy.module.named_parameters() if "_proj" in name)

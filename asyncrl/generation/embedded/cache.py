@@ -1,8 +1,10 @@
 """The key/value cache of the embedded engine, and the two attention plans over it.
 
-One buffer `[layers, 2, rows, K, positions, D]` is allocated at the start and never grows. Running sequences occupy rows
-[0..n) without holes, so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for
-grouped heads (the G = H / K queries that share a key head travel as G query positions of one attention call).
+One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is the
+budget of the engine (`engine.kv_positions`) and the rows are as long as the longest sequence that runs needs. A longer one,
+or more of them, change that shape (`fit`), and what is held moves. Running sequences occupy rows [0..n) without holes, so a
+decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
+queries that share a key head travel as G query positions of one attention call).
 
 Layers with terms (a window that some row leaves, capped scores, sinks) read the band of positions that is seen and leave
 the rest to `models.general_attention`; the cache holds every position all the same.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -44,7 +46,7 @@ _PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512  # measured: batched products take 0.
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Numbers of one cache. `positions` is the longest context a row can hold."""
+    """Numbers of one cache, and how long its rows are now: `positions` is the longest context that one can hold."""
 
     layers: int
     rows: int
@@ -70,17 +72,48 @@ class KVCache:
     """Storage and row moves. Only the lane may call it."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
-        self.data, self._pages = _lazy_zeros(
-            (shape.layers, 2, shape.rows, shape.heads, shape.positions, shape.head_size), dtype, device
+        self.room = shape.rows * shape.positions  # positions of all rows, whatever shape they have
+        self._planes, self._pages = _lazy_zeros(
+            (shape.layers, 2, self.room * shape.heads * shape.head_size), dtype, device
         )
         self.resident_rows = 0  # rows [0..) that may have memory
+        self._view(shape)
+        # attention reads each row's own length: no runs, no masks
+        self.native = native.attends(shape.head_size, self._planes)
+
+    def _view(self, shape: CacheShape) -> None:
+        self.shape = shape
+        rows = self._planes[..., : shape.rows * shape.heads * shape.positions * shape.head_size]
+        self.data = rows.unflatten(2, (shape.rows, shape.heads, shape.positions, shape.head_size))
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
         self.flat_keys = [keys.view(-1, shape.head_size) for keys in self.keys]
         self.flat_values = [values.view(-1, shape.head_size) for values in self.values]
-        # attention reads each row's own length: no runs, no masks
-        self.native = native.attends(shape.head_size, self.data)
+
+    def fit(self, rows: int, longest: int, usual: int, cached_n: Int64Array) -> None:
+        """Make room for `rows` rows of `longest` positions, which is within `room`. Nothing happens where there is.
+
+        `usual`: positions of a row that are asked for most of the time, so that the shape seldom changes. `cached_n`: what
+        the first rows hold and keep. Costs a copy of that, one layer's part at a time.
+        """
+        shape = self.shape
+        if rows <= shape.rows and longest <= shape.positions:
+            return
+        if rows * longest > self.room:
+            raise ValueError(f"{rows} rows of {longest} positions do not fit into {self.room}")
+        positions = max(longest, min(usual, self.room // rows))
+        before, resident = self.data, self.resident_rows * shape.positions
+        self._view(replace(shape, rows=self.room // positions, positions=positions))
+        self.resident_rows = min(-(-resident // positions), self.shape.rows)
+        length = int(cached_n.max(initial=0))
+        if length == 0:
+            return
+        held = int(np.flatnonzero(cached_n)[-1]) + 1
+        for layer in range(shape.layers):
+            for part in range(2):
+                kept = before[layer, part, :held, :, :length].clone()  # source and target overlap
+                self.data[layer, part, :held, :, :length] = kept
+        self.resident_rows = max(self.resident_rows, held)
 
     @property
     def device(self) -> torch.device:
@@ -107,10 +140,11 @@ class KVCache:
     def _give_back(self, first: int) -> None:
         """The whole pages of rows [first..resident_rows)."""
         assert self._pages is not None
-        row = self.data.stride(2) * self.data.element_size()
-        for base in range(0, 2 * self.shape.layers * self.shape.rows, self.shape.rows):
-            start = -(-(base + first) * row // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (base + self.resident_rows) * row // mmap.PAGESIZE * mmap.PAGESIZE
+        row, plane = (self.data.stride(axis) * self.data.element_size() for axis in (2, 1))
+        for number in range(2 * self.shape.layers):
+            base = number * plane
+            start = -(-(base + first * row) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (base + self.resident_rows * row) // mmap.PAGESIZE * mmap.PAGESIZE
             if end > start:
                 self._pages.madvise(mmap.MADV_DONTNEED, start, end - start)
         self.resident_rows = first

@@ -124,6 +124,7 @@ class Core:
         for copy in self._pending:
             copy()
         self._pending.clear()
+        self._fit()
         if version != self.version:
             self.version = version
             self._prefixes.clear()
@@ -134,6 +135,14 @@ class Core:
             stale = rows if self.recompute else rows[columns.length[rows] == columns.prompt[rows]]
             columns.cached[stale] = 0
         return version
+
+    def _fit(self) -> None:
+        """Rows as long as the longest sequence that runs: admission has seen to it that all of them are within the budget."""
+        columns = self.sequences
+        rows = columns.rows
+        if rows.size:
+            usual = min(columns.max_context, self.cache.room // columns.capacity)
+            self.cache.fit(rows.size, int(columns.limit[rows].max()), usual, columns.cached[rows])
 
     def prefill(self) -> int:
         """Bring sequences forward by at most `prefill_tokens` tokens. Returns the tokens computed."""

@@ -1,8 +1,9 @@
 """Continuous batching over the trainer's own model, in this process.
 
-Policy of the owner task: keep the decode batch full. Waiting requests are admitted as soon as a row is free; whoever is
-behind (a new prompt, a cache to rebuild) is brought forward before the next decode step. Training closures go first by
-the lane's own priorities. Room for prompt and completion is reserved at admission: nothing is ever preempted.
+Policy of the owner task: keep the decode batch full. Waiting requests are admitted as soon as a row is free and the budget
+of cached positions has room; whoever is behind (a new prompt, a cache to rebuild) is brought forward before the next decode
+step. Training closures go first by the lane's own priorities. Room for prompt and completion is reserved at admission:
+nothing is ever preempted.
 """
 
 from __future__ import annotations
@@ -47,10 +48,29 @@ def eos_token_ids(policy: PolicyModel, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+def open_core(
+    policy: PolicyModel,
+    *,
+    max_sequences: int,
+    max_context: int,
+    kv_positions: int,
+    prefill_tokens: int,
+    recompute: bool,
+) -> Core | PlainCore:
+    """The running batch of a model on its path. Numbers as of `EmbeddedEngine`."""
+    sequences = Sequences(max_sequences, max_context)
+    if policy.path.name == "plain":
+        return PlainCore(policy, sequences, prefill_tokens=prefill_tokens)
+    shape = cache_shape(policy.config, 1, kv_positions)  # the batch gives the cache's rows their length
+    cache = KVCache(shape, policy.dtype, policy.device)
+    return Core(policy, cache, sequences, prefill_tokens=prefill_tokens, recompute=recompute)
+
+
 class EmbeddedEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink` on a model shared with the trainer, on the trainer's lane.
 
-    max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request.
+    max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: of all rows
+    together, each as long as the longest that runs; what the cache allocates. None: max_sequences x max_context.
     prefill_tokens: most tokens computed by one prefill closure.
     kv_after_update: what happens to the cached keys and values of running sequences when the version changes.
     """
@@ -64,10 +84,13 @@ class EmbeddedEngine(OwnedEngine):
         *,
         max_sequences: int,
         max_context: int,
+        kv_positions: int | None = None,
         prefill_tokens: int = 2048,
         kv_after_update: Literal["keep", "recompute"] = "keep",
     ) -> None:
-        super().__init__(lane, recorder, max_sequences=max_sequences, max_context=max_context)
+        super().__init__(
+            lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
+        )
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens is {prefill_tokens}, expected at least 1")
         self.policy = policy
@@ -108,13 +131,14 @@ class EmbeddedEngine(OwnedEngine):
 
     def _open_core(self) -> Core | PlainCore:
         """On the lane: its device's memory is allocated by its owner."""
-        if self.policy.path.name == "plain":
-            rows = Sequences(self.max_sequences, self.max_context)
-            return PlainCore(self.policy, rows, prefill_tokens=self._prefill_tokens)
-        shape = cache_shape(self.policy.config, self.max_sequences, self.max_context)
-        cache = KVCache(shape, self.policy.dtype, self.policy.device)
-        columns = Sequences(self.max_sequences, self.max_context)
-        return Core(self.policy, cache, columns, prefill_tokens=self._prefill_tokens, recompute=self._recompute)
+        return open_core(
+            self.policy,
+            max_sequences=self.max_sequences,
+            max_context=self.max_context,
+            kv_positions=self.kv_positions,
+            prefill_tokens=self._prefill_tokens,
+            recompute=self._recompute,
+        )
 
     @property
     def core(self) -> Core | PlainCore:

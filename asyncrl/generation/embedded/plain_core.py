@@ -137,7 +137,10 @@ class PlainCore:
 
     def _prefilled(self, slots: list[int], length: int) -> dict[str, Any]:
         """The state after the first `length` tokens."""
+        module: Any = self.policy.module
         state: dict[str, Any] = {"use_cache": True}
+        if module._supports_logits_to_keep():  # else those of the whole prompt are made, for nobody
+            state["logits_to_keep"] = 1
         if length:
             tokens = self._tokens(slots, length)
             state["attention_mask"] = torch.ones_like(tokens)

@@ -32,6 +32,7 @@ class Sequences:
 
     def __init__(self, capacity: int, max_context: int) -> None:
         self.capacity = capacity
+        self.max_context = max_context
         self.tokens = np.zeros((capacity, max_context), dtype=np.int64)
         self.logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.sampled_logprobs = np.zeros((capacity, max_context), dtype=np.float32)

@@ -1,0 +1,295 @@
+"""What a forward keeps for backward and a cache holds, measured on a few layers of the model: no formula per architecture.
+
+The model is built once more with one layer of each kind, a small vocabulary and weights that are zeros, at its real widths,
+and the forward of its path runs over rows of three lengths. What autograd keeps is counted by storage, weights left out,
+layer by layer: `constant + token x n + score x n^2` of a row of n tokens goes through the three points. Layers of one kind
+keep the same, so the sum over all layers of the real model follows.
+
+Shape legend: n tokens of a row, T of all rows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from asyncrl.config.schema import LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
+from asyncrl.models.policy import DTYPES, PolicyModel
+from asyncrl.models.probe import first_of_kind, probe_config
+from asyncrl.models.tree_attention import TreePlan
+
+MAX_PARAMETERS = 500_000_000  # of the few layers: seconds and gigabytes; beyond it the formula has to do
+_ROW = 64  # tokens of the shortest row; linear attention goes by chunks of as many
+_CHUNKS = ("chunk_size", "mamba_chunk_size")
+_HEAD = -1  # what is kept outside of the layers
+_DESPITE = (ConfigError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes: of each token, and of each pair of a query and a key of one row (attention that keeps its weights)."""
+
+    token: float = 0.0
+    score: float = 0.0
+
+    def of(self, tokens: float, scores: float) -> float:
+        return self.token * tokens + self.score * scores
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """Bytes that a cache holds of one layer: of each position (the last `window` of them), and of each sequence."""
+
+    position: float = 0.0
+    sequence: float = 0.0
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """`layers`, `cached`: one entry a layer of the model. `rest`: outside of the layers. `heads`: of queries. `measured`: False
+    where the numbers come from `estimate_footprint`."""
+
+    path: ModelPath
+    layers: tuple[Kept, ...]
+    rest: Kept
+    cached: tuple[Cached, ...]
+    heads: int
+    measured: bool = True
+
+
+def measure_footprint(
+    module: PreTrainedModel, dtype: str, path: ModelPath | None = None, lora: LoraConfig | None = None
+) -> Footprint | None:
+    """Of a model that may lie on the meta device. `path` None: the first that takes it. None where a few of its layers cannot
+    be built or run by themselves, or are too large."""
+    first = first_of_kind(module)
+    try:
+        policy, path = _few_layers(module, dtype, path, lora)
+        layers, rest = _measure_kept(policy, len(first), _row_length(policy.config))
+        cached = own_cache(module.config, dtype)
+        if path.name == "plain":
+            cached = _measure_cached(policy, first, _row_length(policy.config))
+    except _DESPITE:  # the prediction is an estimate then, which it says; whether the model runs is the gate's question
+        return None
+    if max(first, default=0) >= len(layers):
+        return None
+    return Footprint(path, tuple(layers[number] for number in first), rest, cached, _heads(module.config))
+
+
+def _few_layers(
+    module: PreTrainedModel, dtype: str, path: ModelPath | None, lora: LoraConfig | None
+) -> tuple[PolicyModel, ModelPath]:
+    config = probe_config(module, contexts=False)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in type(module)._from_config(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"a layer of each kind has {size} parameters")
+    refused: Exception | None = None
+    for each in (path,) if path is not None else (FUSED, PACKED, *PLAIN):
+        with no_init_weights(), torch.random.fork_rng(devices=[]):
+            small: PreTrainedModel = type(module)._from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in small.parameters():  # vectors are told apart by what norms make of them
+                parameter.zero_() if parameter.ndim > 1 else parameter.copy_(
+                    torch.linspace(0.5, 1.5, parameter.numel())
+                )
+        try:
+            policy = PolicyModel(small, dtype, lora=lora, served=not (lora and lora.rank), path=each)
+        except ConfigError as error:
+            refused = error
+            continue
+        if not (lora and lora.rank):
+            small.requires_grad_(True)  # what autograd keeps depends on it; no gradient is ever made
+        return policy, each
+    raise refused or ValueError("no path")
+
+
+def _row_length(config: PretrainedConfig) -> int:
+    """A whole number of the chunks in which a layer pads its rows."""
+    text = config.get_text_config()
+    given = [getattr(text, name, None) for name in _CHUNKS]
+    return max(_ROW, *(size for size in given if isinstance(size, int)), 0)
+
+
+def _measure_kept(policy: PolicyModel, layers: int, row: int) -> tuple[list[Kept], Kept]:
+    """Of each of the few layers, and of the rest."""
+    lengths = [row, 2 * row, 3 * row]
+    found = [_kept_bytes(policy, length) for length in lengths]
+    kinds = sorted({owner for sizes in found for owner in sizes} - {_HEAD})
+    kept = {owner: _fit(lengths, [sizes.get(owner, 0) for sizes in found]) for owner in (*kinds, _HEAD)}
+    if policy.fused is not None:  # one node a layer, all of the same parts
+        count = len(policy.fused.layers)
+        one = Kept(kept[0].token / count, kept[0].score / count)
+        return [one] * max(count, layers), kept[_HEAD]
+    return [kept[owner] for owner in kinds], kept[_HEAD]
+
+
+def _fit(lengths: list[int], sizes: list[int]) -> Kept:
+    square, linear, _ = np.polyfit(np.array(lengths, np.float64), np.array(sizes, np.float64), 2)
+    square = 0.0 if square < 1e-6 * max(linear, 1.0) else square
+    return Kept(round(max(float(linear), 0.0), 3), round(float(square), 3))
+
+
+def _kept_bytes(policy: PolicyModel, length: int) -> dict[int, int]:
+    """Bytes by layer that a forward over one row of `length` tokens keeps."""
+    weights = {part.untyped_storage().data_ptr() for part in (*policy.module.parameters(), *policy.module.buffers())}
+    if policy.lora is not None:
+        weights |= {part.untyped_storage().data_ptr() for part in (policy.lora.working, policy.lora.master)}
+    held: dict[int, tuple[int, int]] = {}  # storage -> (owner, bytes)
+    with _owners(policy) as owner:
+
+        def pack(tensor: Tensor) -> Tensor:  # holding it keeps its address from being used again
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                outside = storage.data_ptr() in owner.shared
+                held.setdefault(storage.data_ptr(), (_HEAD if outside else owner.now, storage.nbytes()))
+            return tensor
+
+        tokens = torch.zeros(length, dtype=torch.int64, device=policy.device)
+        positions = torch.arange(length, device=policy.device)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = policy.hidden(tokens, positions, TreePlan([0], [length]))
+        assert hidden.requires_grad
+    sizes: dict[int, int] = defaultdict(int)
+    for number, size in held.values():
+        sizes[number] += size
+    return dict(sizes)
+
+
+class _Owner:
+    """Which layer computes now, and the storages that were handed to it beside its hidden states (masks, rotary tables)."""
+
+    def __init__(self, now: int) -> None:
+        self.now = now
+        self.shared: set[int] = set()
+
+
+@contextmanager
+def _owners(policy: PolicyModel) -> Iterator[_Owner]:
+    owner = _Owner(_HEAD if policy.fused is None else 0)
+    handles = []
+
+    def enter(number: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            owner.now = number
+            owner.shared |= {each.untyped_storage().data_ptr() for each in _tensors((args[1:], kwargs))}
+            owner.shared -= {each.untyped_storage().data_ptr() for each in _tensors(kwargs.get("hidden_states"))}
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        owner.now = _HEAD
+
+    if policy.fused is not None:
+        handles.append(policy.fused.final_norm.register_forward_pre_hook(leave))
+    else:
+        total = int(policy.config.get_text_config().num_hidden_layers)
+        for stack in policy.decoder.modules():
+            if isinstance(stack, nn.ModuleList) and len(stack) == total:
+                for number, block in enumerate(stack):
+                    handles.append(block.register_forward_pre_hook(enter(number), with_kwargs=True))
+                    handles.append(block.register_forward_hook(leave))
+    try:
+        yield owner
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _measure_cached(policy: PolicyModel, first: list[int], row: int) -> tuple[Cached, ...]:
+    """Of each layer of the model, from what transformers' own cache holds after rows of two lengths."""
+    short, long = (_cached_bytes(policy, length) for length in (row, 2 * row))
+    found = []
+    for (before, window), (after, _) in zip(short, long, strict=True):
+        if window is not None:
+            found.append(Cached(before / row, 0.0, window))
+        else:
+            slope = max((after - before) / row, 0.0)
+            found.append(Cached(slope, before - slope * row))
+    return tuple(found[number] for number in first)
+
+
+def _cached_bytes(policy: PolicyModel, length: int) -> list[tuple[int, int | None]]:
+    """(bytes, window) of each layer of the cache after one row of `length` tokens."""
+    module: Any = policy.module
+    tokens = torch.zeros(1, length, dtype=torch.int64, device=policy.device)
+    output = module(input_ids=tokens, use_cache=True, return_dict=True)
+    (cache,) = (value for value in output.values() if isinstance(value, Cache))
+    layers = []
+    for layer in cache.layers:
+        storages = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(vars(layer))
+        }
+        window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+        layers.append((sum(storages.values()), window))
+    return layers
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def estimate_footprint(config: PretrainedConfig, dtype: str, path: ModelPath | None) -> Footprint:
+    """The same by a formula for Llama-like decoders, where nothing can be measured. `path` None: fused if it looks so."""
+    text = config.get_text_config()
+    narrow = DTYPES[dtype].itemsize
+    wide = max(narrow, 4)
+    hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
+    heads = _heads(config)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    head_size = int(getattr(text, "head_dim", None) or hidden // heads)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    attention = (2 * heads + 2 * kv_heads) * head_size
+    if path is None:
+        looks_so = getattr(text, "hidden_act", None) == "silu" and hasattr(text, "num_key_value_heads")
+        path = FUSED if looks_so else PACKED
+    if path == FUSED:
+        # models.fused keeps per token and layer: two residuals, q/k/v, the attention's output, gate and up
+        token = narrow * (2 * hidden + attention + 2 * inner)
+    else:
+        # autograd keeps: both residuals and normed inputs, four of the MLP's inner size, attention's twice (one wide)
+        token = narrow * (4 * hidden + 4 * inner + attention) + wide * attention
+    score = float(heads * narrow)  # weights of short rows, or the plain path's own
+    return Footprint(
+        path,
+        (Kept(float(token), score),) * layers,
+        Kept(2.0 * narrow * hidden),
+        own_cache(config, dtype),
+        heads,
+        measured=False,
+    )
+
+
+def own_cache(config: PretrainedConfig, dtype: str) -> tuple[Cached, ...]:
+    """Of the engine's own cache (generation/embedded/cache.py): keys and values of every position, in every layer."""
+    text = config.get_text_config()
+    heads = _heads(config)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    head_size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    one = Cached(float(2 * kv_heads * head_size * DTYPES[dtype].itemsize))
+    return (one,) * int(text.num_hidden_layers)
+
+
+def _heads(config: PretrainedConfig) -> int:
+    return int(getattr(config.get_text_config(), "num_attention_heads", None) or 1)

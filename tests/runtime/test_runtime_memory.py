@@ -1,0 +1,102 @@
+"""Memory of a run before it starts: prompts that are measured, the budget of the cache, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import MODEL, REAL, config_of
+
+from asyncrl.config.resolve import resolve
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import PlatformError
+from asyncrl.models.paths import PACKED, PLAIN
+from asyncrl.runtime import memory
+from asyncrl.runtime.dry import ByteTokenizer
+from asyncrl.runtime.memory import check_memory, kv_positions, predicted
+from asyncrl.runtime.plan import plan
+from asyncrl.runtime.prompts import measure_prompts
+from asyncrl.runtime.runtime import Runtime
+
+
+def with_file(folder: Path, lengths: list[int], *overrides: str) -> Config:
+    """A real run whose prompts are words of one token each."""
+    place = folder / "train.jsonl"
+    place.write_text("".join(json.dumps({"prompt": "a" * size, "answer": "1"}) + "\n" for size in lengths))
+    given = (f"data.train={place}", "data.max_prompt_tokens=500", "train.tokens_per_microbatch=600", *overrides)
+    return resolve(config_of(folder, *given, base=REAL))
+
+
+def test_the_cache_is_for_the_prompts_that_are_there(tmp_path: Path) -> None:
+    config = with_file(tmp_path, [3, 9, 5])
+    prompts = measure_prompts(config)
+    sequences = config.engine.max_sequences
+    assert sequences is not None and prompts.how == "the longest of 3 of 3 prompts" and prompts.longest < 20
+    room = kv_positions(config, prompts)
+    assert room == max(sequences * (prompts.longest + 8), 508)
+    by_limit, by_prompts = predicted(config), predicted(config, prompts=prompts)
+    assert by_prompts["kv_cache"] / by_limit["kv_cache"] == pytest.approx(room / (sequences * 508))
+    assert f"cache: {room} positions for {sequences} sequences; prompts of up to {prompts.longest} tokens" in plan(
+        config
+    )
+
+
+@pytest.mark.parametrize("source", ["function", "environment", "ring"])
+def test_prompts_that_nobody_can_read_before_count_at_their_limit(tmp_path: Path, source: str) -> None:
+    config = with_file(tmp_path, [3])
+    if source == "function":
+        config = config.model_copy(update={"data": config.data.model_copy(update={"train": f"{MODEL}:rows"})})
+    elif source == "environment":
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": "a.py:Agent"})})
+    else:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"train": None})})
+    prompts = measure_prompts(config)
+    assert prompts.longest == 500 and prompts.how.startswith("data.max_prompt_tokens: ")
+
+
+def test_the_longest_prompt_is_that_of_a_sample_by_the_data_alone() -> None:
+    def longest(count: int, **data: Any) -> tuple[int, int]:
+        rows = [{"prompt": "x" * (1 + number % 97)} for number in range(count)]
+        config = Config.model_validate({"data": data}).data
+        return PromptSource(rows, ByteTokenizer(), config).longest()
+
+    assert longest(200) == (97, 200)
+    assert longest(5000) == longest(5000) == (97, 1000)
+    assert (
+        longest(200, max_prompt_tokens=50, overlong="cut")[0]
+        == longest(200, max_prompt_tokens=50, overlong="skip")[0]
+        == 50
+    )
+    assert longest(200, max_prompt_tokens=96, overlong="skip")[0] == 96
+
+
+def test_the_path_and_the_device_are_part_of_a_prediction(tmp_path: Path) -> None:
+    config = with_file(tmp_path, [3])
+    sizes = [predicted(config, path=path)["activations"] for path in (None, PACKED, PLAIN[1])]
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_file(tmp_path, [3])
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    with pytest.raises(PlatformError, match=r"(?s)needs about .* are free:.*kv_cache.*Smaller: engine\.kv_positions"):
+        check_memory(config, torch.device("cpu"))
+
+
+async def test_a_prompt_longer_than_what_was_measured_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sample misses the long ones: the budget is that of short prompts, and every sequence ends all the same."""
+    monkeypatch.setattr("asyncrl.data.prompts._SAMPLE_ROWS", 0)
+    config = with_file(
+        tmp_path, [3] * 7 + [180], "train.max_steps=2", "telemetry.report=false", "telemetry.trace=false"
+    )
+    async with Runtime(config) as runtime:
+        engine: Any = runtime._rooms.engine
+        assert engine.kv_positions < engine.max_sequences * 188
+        summary = await runtime.run()
+    assert summary.version == 2
