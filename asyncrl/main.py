@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.describe import help_text
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError, RankLost
 
 if TYPE_CHECKING:
     from asyncrl.runtime.runtime import RunSummary, Runtime
@@ -106,13 +106,18 @@ async def _run(config: Config) -> int:
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, stop, each)
     with scope:
-        # The ring closes last: a step that is committed while the run is being stopped still releases its records.
-        async with _ring(config) as ring, runtime:
-            runtime.announce()
-            if ring is not None:
-                runtime.start("door", _open_doors, runtime, ring)
-            summary = await runtime.run()
-        _print_summary(summary, runtime)
+        try:
+            # The ring closes last: a step that is committed while the run is being stopped still releases its records.
+            async with _ring(config) as ring, runtime:
+                runtime.announce()
+                if ring is not None:
+                    runtime.start("door", _open_doors, runtime, ring)
+                summary = await runtime.run()
+        except RankLost:
+            if not stopped:
+                raise  # else the other ranks were stopped too, and one of them was faster
+        else:
+            _print_summary(summary, runtime)
     return 128 + stopped[0] if stopped else 0
 
 

@@ -6,8 +6,9 @@ crossing. With one rank nothing is opened and every collective is a no-op.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import LifecycleError, PlatformError
+from ..errors import LifecycleError, PlatformError, RankLost
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -144,26 +145,29 @@ class World:
             raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
         return dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
 
-    # -- collectives; every rank calls them in the same order ------------------------------------------------------
+    # -- collectives; every rank calls them in the same order; RankLost where another one is gone --------------------
 
     def all_reduce_sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small float64 tensor over the ranks, in place (mask sums, metrics). Returns it."""
         if values.dtype != torch.float64:
             raise TypeError(f"sums over ranks are float64, found {values.dtype}")
         if self._collective():
-            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+            with self._together():
+                dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
     def reduce_gradients_(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum the flat gradient buffer over the ranks, in place. The 1/N of the loss is applied before. Returns it."""
         if self._collective():
-            dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+            with self._together():
+                dist.all_reduce(flat, op=dist.ReduceOp.SUM)
         return flat
 
     def broadcast_(self, flat: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite with the tensor of rank `src`, in place. Returns it."""
         if self._collective():
-            dist.broadcast(flat, src=src)
+            with self._together():
+                dist.broadcast(flat, src=src)
         return flat
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -172,7 +176,8 @@ class World:
         if not self._collective():
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        with self._together():
+            dist.all_gather_object(values, value)
         return values
 
     def _collective(self) -> bool:
@@ -181,3 +186,14 @@ class World:
         if not self._opened or self._closed:
             raise LifecycleError("a collective was called on a world that is not open")
         return True
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Errors: RankLost where the collective inside fails."""
+        try:
+            yield
+        except RuntimeError as error:  # dist.DistError is one; gloo raises a bare one
+            raise RankLost(
+                f"rank {self.rank} of {self.world_size}: a collective failed, most likely because another rank has left or died; "
+                f"the output of that rank says why ({error})"
+            ) from error

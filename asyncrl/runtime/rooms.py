@@ -24,7 +24,7 @@ from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.distributed.world import World
 from asyncrl.environments.loading import load_environment
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.metrics import StepPart, alone
@@ -246,3 +246,11 @@ class Builder:
         return await real.open_real(  # type: ignore[no-any-return]
             self.config, self.world, self.device, self.recorder, self.stack
         )
+
+
+def check_books(rooms: Rooms) -> None:
+    """Invariant 2, at the end of a run: every admitted group ended exactly once, and took its rows with it."""
+    books, store = rooms.ledger.statistics(), rooms.store.statistics()
+    ended = books.trained + books.dropped + books.failed
+    if books.live or books.claimed or books.held or books.admitted != ended or store.rows or store.bytes:
+        raise LedgerError(f"the books do not add up at the end of the run: {books}, rows of groups: {store}")

@@ -10,6 +10,7 @@ at the end  clean exit: what was submitted is trained (a last, smaller step wher
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from asyncrl.concurrency.watchdog import Watchdog
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError, LedgerError, LifecycleError
+from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.ports import Environment
 from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.pipeline import StepReport
@@ -43,7 +44,7 @@ from .offload import offload
 from .plan import announcement
 from .prompts import load_prompts
 from .rates import needed_flop
-from .rooms import Builder, Built, Overrides, choose_device
+from .rooms import Builder, Built, Overrides, check_books, choose_device
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
 from .steps import Listener, RunSummary, StepStream
 
@@ -273,6 +274,7 @@ class Runtime:
         checkpoint therefore stand in the next line.
         """
         await self._agree_on_time()
+        await self._checkpointer.say(version, self._prompts, self._graph.in_hand, self._next_group)
         last = self._graph.nothing_left()
         await self._journal.write(version, await self._graph.evaluate(version, last))
         if self._checkpointer.due(version, last):
@@ -297,6 +299,7 @@ class Runtime:
 
     async def _finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
+        stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
             version, books = self._rooms.trainer.version, self._books()  # before live groups are ended
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
@@ -307,21 +310,16 @@ class Runtime:
                     await offload(self.world.leave, "leave")
                 await self._rooms.book.end_all(ended)
                 await self._journal.write_pending()
-                if self._checkpointer.final_due(version, error):
+                if self._checkpointer.final_due(version, error, stopped):
                     self.note(f"writing a checkpoint of version {version}")
-                    await self._checkpointer.save(version, books)
+                    saved = await self._checkpointer.save(version, books)
+                    for rank in saved.missing:
+                        self.note(f"rank {rank} did not say where it is: a resume plays its last groups again")
             finally:
                 await self._journal.finish(ended if error is not None else "completed")
                 self._no_more_steps()
             if error is None:
-                self._check_books()
-
-    def _check_books(self) -> None:
-        """Invariant 2: every admitted group ended exactly once, and took its rows with it."""
-        books, store = self._rooms.ledger.statistics(), self._rooms.store.statistics()
-        ended = books.trained + books.dropped + books.failed
-        if books.live or books.claimed or books.held or books.admitted != ended or store.rows or store.bytes:
-            raise LedgerError(f"the books do not add up at the end of the run: {books}, rows of groups: {store}")
+                check_books(self._rooms)
 
     # -- embedding -------------------------------------------------------------------------------------------------
 

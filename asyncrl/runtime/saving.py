@@ -7,14 +7,10 @@ on resume their prompts are admitted again first, with the same randomness, so n
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from asyncrl.checkpoint.shards import shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
@@ -30,14 +26,13 @@ from asyncrl.training.snapshot import host, take
 
 from .directory import RunDirectory
 from .offload import offload
+from .positions import Positions
 from .rooms import Built
 
 if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
 EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
-SHARDS_TIMEOUT_S = 300.0  # for a sharded model, whose other ranks write their parts first
-GATHER_TIMEOUT_S = 15.0  # a rank that is stopped has to say where it is within torchrun's grace period of 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +60,23 @@ class SavedRun:
         """The first unused id for groups of an embedding program: ids key randomness, so none is used twice."""
         return int(self.checkpoint.run["next_group"][str(rank)])
 
+    def positions(self) -> dict[int, dict[str, Any]]:
+        """By rank: what it said when this was written, less its replay buffer."""
+        run = self.checkpoint.run
+        return {
+            rank: {
+                "turn": run["turn"],
+                **{name: run[name][str(rank)] for name in ("prompts", "untrained", "next_group")},
+            }
+            for rank in range(run["world_size"])
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
     seconds: float
     path: Path
+    missing: tuple[int, ...] = ()  # ranks that did not say where they are: they stand where they were a version before
 
 
 class Checkpointer:
@@ -82,7 +89,9 @@ class Checkpointer:
         self._recorder = recorder
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         self._saved_version: int | None = None
-        self._store_of_ranks = world.store("checkpoint") if world.world_size > 1 else None
+        self._positions = (
+            Positions(world.store("checkpoint"), world.rank, world.world_size) if world.world_size > 1 else None
+        )
 
     def due(self, version: int, last: bool) -> bool:
         """Whether a checkpoint of this version is asked for, by the interval or as the last one."""
@@ -91,16 +100,28 @@ class Checkpointer:
         every = self._config.checkpoint.every
         return (every is not None and version % every == 0) or (last and self._config.checkpoint.save_final)
 
-    def final_due(self, version: int, error: BaseException | None) -> bool:
+    def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
         """At the end, however it came. A stalled run writes none: what it would wait for may be what hangs.
 
-        Nor does one rank of several that failed alone: the others, which did not, are only stopped later.
+        `stopped`: whether the run is being cancelled, whatever else the error says: of ranks that are stopped one leaves
+        first, and the others may hear of that in a collective. Where the model is cut, a rank that failed alone writes none:
+        the others, whose parts it needs, are only stopped later.
         """
         if isinstance(error, (StallError, CheckpointError)):
             return False
-        if self._world.world_size > 1 and error is not None and not isinstance(error, asyncio.CancelledError):
+        core = self._built.core
+        if core is not None and core.is_sharded and self._world.world_size > 1 and error is not None and not stopped:
             return False
         return self.due(version, last=True)
+
+    async def say(self, version: int, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> None:
+        """On every rank, at each version: from now on rank 0 can write a checkpoint of it, whatever becomes of this rank."""
+        positions, saving = self._positions, self._config.checkpoint
+        if positions is None or self._store is None or self._built.core is None:
+            return
+        if saving.save_final or saving.every is not None:
+            where = self._where(prompts, in_hand, next_group)
+            await offload(lambda: positions.say(version, where), "checkpoint-say")
 
     def books(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
         """Where this rank is in its prompts, taken at one moment (no await). Take it before live groups are ended.
@@ -108,6 +129,11 @@ class Checkpointer:
         `untrained`: ids of the prompt stream that were taken from the cursor and not trained: admitted ones, those of the
         open step included, and the one that waits for its slot.
         """
+        replay = self._built.rooms.replay
+        where = self._where(prompts, in_hand, next_group)
+        return {**where, "replay": None if replay is None else replay.snapshot()}
+
+    def _where(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
         rooms = self._built.rooms
         live = {ticket.group_id for ticket in rooms.ledger.live_groups()} | (set() if in_hand is None else {in_hand})
         return {
@@ -115,7 +141,6 @@ class Checkpointer:
             "prompts": prompts.state_dict() if prompts else None,
             "untrained": sorted(group_id for group_id in live if group_id % REROLLS < EMBEDDED_GROUPS),
             "next_group": next_group,
-            "replay": None if rooms.replay is None else rooms.replay.snapshot(),
         }
 
     async def save(self, version: int, books: dict[str, Any]) -> Written:
@@ -132,7 +157,7 @@ class Checkpointer:
                 books = {**books, "replay": await offload(lambda: encode(replay), "replay")}
             if core.is_sharded and self._world.rank:
                 await self._write_shard(core, self._store.directory, version)
-            everybody = await self._gather(version, books)
+            everybody, missing = await self._gather(version, books)
             if self._world.rank == 0:
                 run = {
                     "version": version,
@@ -159,7 +184,7 @@ class Checkpointer:
                 )
                 path = saved.path
         self._saved_version = version
-        return Written(time.perf_counter() - started, path)
+        return Written(time.perf_counter() - started, path, tuple(missing))
 
     async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> None:
         """This rank's part of a sharded state, before rank 0 hears that it may take it."""
@@ -168,33 +193,13 @@ class Checkpointer:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
         await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")
 
-    async def _gather(self, version: int, books: dict[str, Any]) -> list[dict[str, Any]]:
-        """On rank 0 the books of all ranks, through the store and not by a collective: a run that is being stopped may have
-        ranks that will never join one. Errors: CheckpointError where a rank does not say."""
-        if self._store_of_ranks is None:
-            return [books]
-        sharded = self._built.core is not None and self._built.core.is_sharded
-        patience = SHARDS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S
-        store, ranks = self._store_of_ranks, range(self._world.world_size)
-        keys = [f"{version}/{rank}" for rank in ranks]
-
-        def exchange() -> list[dict[str, Any]]:
-            try:
-                store.set(keys[self._world.rank], orjson.dumps(books).decode())
-                if self._world.rank != 0:
-                    return []
-                store.wait(keys, timedelta(seconds=patience))
-                found = [orjson.loads(store.get(key)) for key in keys]
-            except RuntimeError as error:  # DistStoreError and DistNetworkError are
-                raise CheckpointError(
-                    f"the checkpoint of version {version} was not written: not every rank said within "
-                    f"{patience:g} s where it is in its prompts ({error}); earlier checkpoints are as they were"
-                ) from error
-            for key in keys:
-                store.delete_key(key)
-            return found
-
-        return await offload(exchange, "checkpoint-gather")
+    async def _gather(self, version: int, books: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
+        """See `Positions.gather`."""
+        positions, core = self._positions, self._built.core
+        if positions is None:
+            return [books], []
+        sharded = core is not None and core.is_sharded
+        return await offload(lambda: positions.gather(version, books, sharded=sharded), "checkpoint-gather")
 
     async def restore(self, saved: SavedRun, prompts: PromptSource | None) -> None:
         """Weights, optimizer, schedule, version; prompt cursor; untrained groups first. Errors: CheckpointError, DataError."""
@@ -215,4 +220,6 @@ class Checkpointer:
         kept, buffer = run.get("replay", {}).get(str(self._world.rank)), self._built.rooms.replay
         if buffer is not None and kept is not None:
             await offload(lambda: buffer.load(kept), "replay")
+        if self._positions is not None:
+            self._positions.start(saved.positions())
         self._saved_version = saved.version

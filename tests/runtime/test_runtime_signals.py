@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 SECONDS = 20.0  # generous on a busy machine; torchrun's patience is 30
 
 
-def last_checkpoint(run: Path) -> int:
+def last_checkpoint(run: Path, process: Process) -> int:
     """The version of the latest checkpoint; it loads with `from_pretrained`, and its state is of the same version."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = run / "checkpoints" / "latest"
+    assert place.exists(), f"no checkpoint of the run:\n{process.output}"
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     AutoTokenizer.from_pretrained(place)
     version = int(place.resolve().name.removeprefix("step_"))
@@ -74,7 +77,7 @@ def test_a_signal_leaves_the_last_committed_version(
     process.wait_until(lines_at_least(run, 3), "third step")
     assert stop(process, number) == code, process.output
     assert f"{number.name}: aborting the open step" in process.output
-    version = last_checkpoint(run)
+    version = last_checkpoint(run, process)
     assert version >= metrics_of(run)[-1]["step"] >= 3
     assert (run / "report.html").exists() and (run / "trace.json").exists()
 
@@ -95,7 +98,7 @@ def test_a_signal_during_evaluation_keeps_the_version_that_is_evaluated(tmp_path
         lambda: (run / "checkpoints/step_2").exists() or again.output.count("evaluating") > 6, "second one"
     )
     assert stop(again, signal.SIGINT) == 130, again.output
-    assert last_checkpoint(run) >= 2
+    assert last_checkpoint(run, again) >= 2
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -199,4 +202,46 @@ def test_torchrun_that_is_stopped_leaves_a_checkpoint(tmp_path: Path, ranks: str
     process.wait_until(lines_at_least(run, 3), "third step")
     assert stop(process, signal.SIGTERM) != 0
     assert "SIGTERM: aborting the open step" in process.output
-    assert last_checkpoint(run) >= 3
+    assert last_checkpoint(run, process) >= 3
+
+
+def start_two(folder: Path, tree: dict[str, Any]) -> list[Process]:
+    """Without torchrun, which would stop the one when the other has ended."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in (0, 1):
+        place = folder / str(rank)
+        place.mkdir()
+        environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(Process(place, str(write_yaml(place, tree)), f"run.dir={folder}/runs", **environ))
+    return ranks
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_that_goes_first_takes_no_checkpoint_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    """Rank 0 hears of it in a collective, and writes what every rank trained and did not train until then."""
+    first, other = start_two(tmp_path, endless(telemetry={"live": "plain"}))
+    run = tmp_path / "runs/run"
+    try:
+        first.wait_until(lines_at_least(run, 3), "third step")
+        assert stop(other, number) == (143 if number is signal.SIGTERM else -number), other.output
+        assert first.wait(SECONDS + 30) == 12, first.output
+    finally:
+        first.kill()
+        other.kill()
+    assert "RankLost: rank 0 of 2: a collective failed" in first.output
+    version = last_checkpoint(run, first)
+    assert version >= metrics_of(run)[-1]["step"] >= 3
+    state = json.loads((run / "checkpoints/latest/state/run.json").read_text())
+    trained = []
+    for rank in (0, 1):
+        taken = set(range(rank, state["prompts"][str(rank)]["position"], 2))
+        untrained = set(state["untrained"][str(rank)])
+        assert untrained <= taken
+        trained.append(taken - untrained)
+    assert {row["group_id"] for row in rollouts_of(run)} == trained[0]  # texts do not travel: of rank 0 alone
+    if "rank 1 did not say" not in first.output:  # killed between a step and its word on it
+        assert len(trained[0]) + len(trained[1]) == 4 * version

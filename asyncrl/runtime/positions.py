@@ -1,0 +1,115 @@
+"""Where every rank of a run is in its prompts, through the ranks' store and not by a collective: a run that is being stopped
+may have ranks that will never join one.
+
+    every rank   say(version) at each version  ->  {version}/{rank}        its cursor and its untrained groups
+                 gather(version) at a save     ->  {version}/{rank}/whole  its part of the checkpoint is done; its replay buffer
+    rank 0       gather(version): the books of all ranks
+
+So rank 0 can write a checkpoint of the last committed version without anybody's help, whatever became of the others: what
+they said at that version is exact (what they did since was not trained, and comes again after a resume). Of a rank that did
+not get round to that, rank 0 has what it said at the version before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import orjson
+import torch.distributed as dist
+
+from asyncrl.errors import CheckpointError
+
+Books = dict[str, Any]
+GATHER_TIMEOUT_S = 15.0  # a rank that is stopped has to say where it is within torchrun's grace period of 30 s
+PARTS_TIMEOUT_S = 300.0  # for a sharded model, whose other ranks write their parts first
+
+
+class Positions:
+    """Used by one thread at a time; every method blocks. `store` is nobody else's connection."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = range(ranks)
+        self._said: list[int] = []  # versions whose keys of this rank are in the store, oldest first
+        self._heard: dict[int, Books] = {}  # by rank, on rank 0: of the version before the last one that it said
+
+    def start(self, books: Mapping[int, Books]) -> None:
+        """Of a checkpoint that the run goes on from."""
+        self._heard = dict(books)
+
+    def say(self, version: int, books: Books) -> None:
+        """Once per version, before the next step is finished anywhere. Errors: RuntimeError, the store is gone."""
+        if self._rank == 0 and self._said:
+            # Everybody said that one before it joined the step after it, and keeps it until the next step is finished.
+            self._hear(self._said[-1])
+        self._set(version, books)
+        while len(self._said) > 2:
+            old = self._said.pop(0)
+            for key in (self._key(old, self._rank), self._key(old, self._rank, whole=True)):
+                self._store.delete_key(key)
+
+    def gather(
+        self, version: int, books: Books, *, sharded: bool, wait_s: float | None = None
+    ) -> tuple[list[Books], list[int]]:
+        """(books by rank, ranks that did not say where they are at this version). Empty on every rank but the first.
+
+        `sharded`: every rank must come here, once its part is written. Else one whose books are missing after `wait_s` stands
+        where it was last heard of, one whose replay buffer is missing has none.
+        Errors: CheckpointError.
+        """
+        light = {name: value for name, value in books.items() if name != "replay"}
+        whole = sharded or books["replay"] is not None
+        patience = timedelta(seconds=wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S))
+        keys = [self._key(version, rank) for rank in self._ranks]
+        keys += [self._key(version, rank, whole=True) for rank in self._ranks if whole]
+        lost = None
+        try:
+            self._set(version, light)
+            self._store.set(self._key(version, self._rank, whole=True), orjson.dumps(books["replay"]).decode())
+            if self._rank == 0:
+                self._store.wait(keys, patience)
+        except RuntimeError as error:  # DistStoreError and DistNetworkError are
+            lost = error
+        if self._rank != 0:
+            return [], []
+        if lost is not None and sharded:
+            raise CheckpointError(self._failure(version, patience, list(self._ranks), lost)) from lost
+        found = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
+        missing = [rank for rank, said in found.items() if said is None]
+        if unknown := [rank for rank in missing if rank not in self._heard]:
+            raise CheckpointError(self._failure(version, patience, unknown, lost)) from lost
+        everybody = [books]
+        for rank, said in found.items():
+            replay = self._read(self._key(version, rank, whole=True)) if whole else None
+            everybody.append({**(self._heard[rank] if said is None else said), "replay": replay})
+        return everybody, missing
+
+    def _failure(self, version: int, patience: timedelta, ranks: list[int], error: BaseException | None) -> str:
+        return (
+            f"the checkpoint of version {version} was not written: not every rank said within "
+            f"{patience.total_seconds():g} s where it is in its prompts (waited for {ranks}: {error}); "
+            "earlier checkpoints are as they were"
+        )
+
+    def _key(self, version: int, rank: int, whole: bool = False) -> str:
+        return f"{version}/{rank}" + ("/whole" if whole else "")
+
+    def _set(self, version: int, books: Books) -> None:
+        self._store.set(self._key(version, self._rank), orjson.dumps(books).decode())
+        if version not in self._said:
+            self._said.append(version)
+
+    def _hear(self, version: int) -> None:
+        for rank in self._ranks:
+            if rank != 0 and (said := self._read(self._key(version, rank))) is not None:
+                self._heard[rank] = said
+
+    def _read(self, key: str) -> Any:
+        """None: it is not there, or the store is gone."""
+        try:
+            return orjson.loads(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError:
+            return None

@@ -1,0 +1,81 @@
+"""What rank 0 knows of where the others are in their prompts, on a real store: said, said late, said before, never."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from asyncrl.errors import CheckpointError
+from asyncrl.runtime.positions import Positions
+
+
+def two() -> tuple[Positions, Positions, dist.Store]:
+    store = dist.HashStore()
+    return Positions(store, 0, 2), Positions(store, 1, 2), store
+
+
+def at(position: int, **more: Any) -> dict[str, Any]:
+    return {"turn": 0, "prompts": {"position": position}, "untrained": [position], "next_group": 1} | more
+
+
+def whole(position: int, replay: Any = None) -> dict[str, Any]:
+    return at(position, replay=replay)
+
+
+def test_what_was_said_at_the_version_needs_nobody_at_the_end() -> None:
+    first, other, _ = two()
+    for version in range(1, 6):
+        other.say(version, at(10 * version + 1))
+        first.say(version, at(10 * version))
+    everybody, missing = first.gather(5, whole(52), sharded=False)
+    assert everybody == [whole(52), whole(51)] and missing == []
+
+
+def test_what_is_said_at_last_counts() -> None:
+    first, other, _ = two()
+    other.say(1, at(11))
+    assert other.gather(1, whole(13), sharded=False) == ([], [])
+    assert first.gather(1, whole(12), sharded=False)[0] == [whole(12), whole(13)]
+
+
+def test_a_rank_that_did_not_say_stands_where_it_was_a_version_before() -> None:
+    first, other, _ = two()
+    for version in (1, 2):
+        other.say(version, at(10 * version + 1))
+        first.say(version, at(10 * version))
+    first.say(3, at(30))  # hears what was said at 2
+    assert first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
+
+
+def test_of_a_rank_that_was_never_heard_of_there_is_no_checkpoint_but_after_a_resume() -> None:
+    first, _, _ = two()
+    with pytest.raises(CheckpointError, match=r"version 1 was not written: .* 0.05 s .*waited for \[1\]"):
+        first.gather(1, whole(10), sharded=False, wait_s=0.05)
+    first.start({0: at(4), 1: at(5)})
+    assert first.gather(1, whole(10), sharded=False, wait_s=0.05) == ([whole(10), whole(5)], [1])
+
+
+def test_parts_and_replay_buffers_are_waited_for() -> None:
+    first, other, _ = two()
+    other.say(1, at(11))
+    with pytest.raises(CheckpointError, match="not every rank said"):
+        first.gather(1, whole(10), sharded=True, wait_s=0.05)
+    # A replay buffer that does not come is no reason to lose the weights.
+    assert first.gather(1, whole(10, {"a": 1}), sharded=False, wait_s=0.05) == ([whole(10, {"a": 1}), whole(11)], [])
+    late = threading.Timer(0.05, lambda: other.gather(1, whole(11, {"b": 2}), sharded=True))
+    late.start()
+    everybody, missing = first.gather(1, whole(10, {"a": 1}), sharded=True)
+    late.join()
+    assert everybody == [whole(10, {"a": 1}), whole(11, {"b": 2})] and missing == []
+
+
+def test_the_store_does_not_grow() -> None:
+    first, other, store = two()
+    for version in range(1, 50):
+        for rank in (other, first):
+            rank.say(version, at(version))
+            rank.gather(version, whole(version), sharded=False)
+    assert store.num_keys() <= 2 * 2 * 2
