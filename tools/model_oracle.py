@@ -13,7 +13,6 @@ Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
+from asyncrl.runtime.gate import check_for
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.passes import Forward
 from asyncrl.types import (
@@ -90,11 +90,7 @@ class Measured:
 
 def open_policy(config: Config) -> PolicyModel:
     """As a run does (runtime/real.py). Errors: ConfigError."""
-    if importlib.util.find_spec("asyncrl.runtime.gate") is None:
-        return load_policy(config.model, "cpu", config.seed)[0]
-    gate: Any = importlib.import_module("asyncrl.runtime.gate")
-    load: Any = load_policy
-    return load(config.model, "cpu", config.seed, lambda module: gate.check_for(config, module).path)[0]
+    return load_policy(config.model, "cpu", config.seed, lambda module: check_for(config, module).path)[0]
 
 
 def examine(name: str) -> Measured:
