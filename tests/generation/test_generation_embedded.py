@@ -176,19 +176,19 @@ async def test_rows_of_very_different_length_are_cut_and_stay_exact(monkeypatch:
 
 
 def test_attention_of_a_decode_step_by_products_equals_the_kernel() -> None:
-    from asyncrl.generation.embedded import cache as room
+    from asyncrl.generation.embedded import plans
 
     torch.manual_seed(0)
-    plans = []
+    attended = []
     lengths = np.array([3, 40, 41, 17, *range(20, 40)])
     for rows in (1, 10**9):  # always, never
-        stored = room.KVCache(room.CacheShape(1, 24, 2, 48, 16), torch.float32, torch.device("cpu"))
+        stored = KVCache(CacheShape(1, 24, 2, 48, 16), torch.float32, torch.device("cpu"))
         generator = torch.Generator().manual_seed(1)
         stored.data.copy_(torch.randn(stored.data.shape, generator=generator))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(room, "_PRODUCTS_ROWS", rows)
-            plan = room.DecodePlan(stored, lengths - 1, [4, 24])
+            patch.setattr(plans, "_PRODUCTS_ROWS", rows)
+            plan = plans.DecodePlan(stored, lengths - 1, [4, 24])
             query, key, value = (torch.randn(24, h, 16, generator=generator) for h in (6, 2, 2))
-            plans.append(plan.attend(0, query, key, value, 0.25))
-    torch.testing.assert_close(plans[0], plans[1], rtol=0, atol=2e-6)
-    assert torch.isfinite(plans[0]).all()
+            attended.append(plan.attend(0, query, key, value, 0.25))
+    torch.testing.assert_close(attended[0], attended[1], rtol=0, atol=2e-6)
+    assert torch.isfinite(attended[0]).all()

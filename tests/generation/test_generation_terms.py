@@ -13,7 +13,8 @@ from generation_models import VOCABULARY, generate_all, opened, plain_logprobs, 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.generation.embedded import cache as room
+from asyncrl.generation.embedded import plans
+from asyncrl.generation.embedded.cache import CacheShape, KVCache
 from asyncrl.models import general_attention
 from asyncrl.models.attention import AttentionTerms
 from asyncrl.models.policy import PolicyModel
@@ -83,7 +84,7 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if in_small_parts:
-        monkeypatch.setattr(room, "_BAND_BYTES", 1)
+        monkeypatch.setattr(plans, "_BAND_BYTES", 1)
         monkeypatch.setattr(general_attention, "_QUERIES", 3)
         monkeypatch.setattr(general_attention, "_FEW_QUERIES", 2)
     generator = torch.Generator().manual_seed(1)
@@ -91,7 +92,7 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
     sinks = torch.randn(HEADS, generator=generator, dtype=dtype) if with_sinks else None
     terms = AttentionTerms(window, softcap, sinks)
     lengths = [3, 20, 20, 33, 9]
-    stored = room.KVCache(room.CacheShape(2, 5, KV_HEADS, 48, size), dtype, torch.device("cpu"))
+    stored = KVCache(CacheShape(2, 5, KV_HEADS, 48, size), dtype, torch.device("cpu"))
     stored.data.copy_(torch.randn(stored.data.shape, generator=generator))  # what is not overwritten must not be seen
     tokens = [
         [
@@ -111,13 +112,15 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
     for chunk in (range(8), range(8, 31), range(31, 40)):
         own = [(row, chunk.start, min(length, chunk.stop) - chunk.start) for row, length in enumerate(lengths)]
         own = sorted((part for part in own if part[2] > 0), key=lambda part: part[1:])
-        plan = room.ExtendPlan(stored, [room.Segment(row, *part) for row, *part in ((r, r, *rest) for r, *rest in own)])
+        plan = plans.ExtendPlan(
+            stored, [plans.Segment(row, *part) for row, *part in ((r, r, *rest) for r, *rest in own)]
+        )
         packed = [torch.cat([tokens[row][i][first : first + n] for row, first, n in own]) for i in range(3)]
         out = plan.attend(1, packed[0], packed[1], packed[2], 0.3, terms)
         for part, (row, first, n) in zip(out.split([n for _, _, n in own]), own, strict=True):
             check(part, row, first, n)
     position = np.array(lengths)
-    plan_ = room.DecodePlan(stored, position, stored.runs(position + 1))
+    plan_ = plans.DecodePlan(stored, position, stored.runs(position + 1))
     query, key, value = (torch.stack([own[i][-1] for own in tokens]) for i in range(3))
     out = plan_.attend(1, query, key, value, 0.3, terms)
     for row, length in enumerate(lengths):
@@ -128,10 +131,10 @@ def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
     outs = []
     for window in (None, 21, 20):
         generator = torch.Generator().manual_seed(1)
-        stored = room.KVCache(room.CacheShape(1, 3, 2, 48, 16), torch.float32, torch.device("cpu"))
+        stored = KVCache(CacheShape(1, 3, 2, 48, 16), torch.float32, torch.device("cpu"))
         stored.data.copy_(torch.randn(stored.data.shape, generator=generator))
         position = np.array([20, 3, 11])
-        plan = room.DecodePlan(stored, position, stored.runs(position + 1))
+        plan = plans.DecodePlan(stored, position, stored.runs(position + 1))
         query, key, value = (torch.randn(3, heads, 16, generator=generator) for heads in (6, 2, 2))
         outs.append(plan.attend(0, query, key, value, 0.3, AttentionTerms(window)))
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
@@ -139,13 +142,13 @@ def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
 
 def test_rows_read_their_bands_alone() -> None:
     position = np.array([1000, 1003, 1010, 5, 5000, 5001])
-    assert room.split_bands(position, 100, gain=200, most=10**9) == [
+    assert plans.split_bands(position, 100, gain=200, most=10**9) == [
         (0, 3, 901, 1011),
         (3, 4, 0, 6),
         (4, 6, 4901, 5002),
     ]
-    assert [run[:2] for run in room.split_bands(position, 100, gain=200, most=150)] == [(i, i + 1) for i in range(6)]
-    assert room.split_bands(position, None, gain=10**9, most=10**9) == [(0, 6, 0, 5002)]
+    assert [run[:2] for run in plans.split_bands(position, 100, gain=200, most=150)] == [(i, i + 1) for i in range(6)]
+    assert plans.split_bands(position, None, gain=10**9, most=10**9) == [(0, 6, 0, 5002)]
 
 
 # -- models ---------------------------------------------------------------------------------------------------------------

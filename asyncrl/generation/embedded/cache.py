@@ -1,4 +1,4 @@
-"""The key/value cache of the embedded engine, and the two attention plans over it.
+"""The key/value cache of the embedded engine. The attention plans over it: plans.py.
 
 One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is the
 budget of the engine (`engine.kv_positions`) and the rows are as long as the longest sequence that runs needs. A longer one,
@@ -6,16 +6,13 @@ or more of them, change that shape (`fit`), and what is held moves. Running sequ
 decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
 queries that share a key head travel as G query positions of one attention call).
 
-Layers with terms (a window that some row leaves, capped scores, sinks) read the band of positions that is seen and leave
-the rest to `models.general_attention`; the cache holds every position all the same.
-
 Rows of very different length would attend over each other's padding; `split_rows` cuts [0..n) into a few runs of
 similar length, each its own call. All rows grow by one a step, so the cut stays good until a row comes or goes.
 
 The buffer starts as zeros, not as garbage: padding is masked by adding -inf, and NaN in never written memory would
 pass that mask.
 
-Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.
+Shape legend: K key/value heads, D head size, n running rows.
 """
 
 from __future__ import annotations
@@ -23,25 +20,16 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models import native
-from asyncrl.models.attention import PLAIN, AttentionTerms
-from asyncrl.models.general_attention import attend_seen, cut, visible
 from asyncrl.types import Int64Array
 
-SPLIT_GAIN_BYTES = (
-    1_500_000  # padding a layer must be spared before one more attention call pays (about 70 us of reading)
-)
-_BAND_BYTES = (
-    8 << 20
-)  # float32 keys that one product with terms reads: in bfloat16 they are copied, and stay in the caches
-_PRODUCTS_ROWS, _PRODUCTS_LENGTH = 16, 512  # measured: batched products take 0.65 to 0.9 of the kernel's time within
+# Padding that a layer must be spared before one more attention call pays (about 70 us of reading).
+SPLIT_GAIN_BYTES = 1_500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,242 +173,3 @@ def split_rows(length_n: Int64Array, gain: int) -> list[int]:
 
     cut(0, int(length_n.size))
     return ends
-
-
-def split_bands(position_n: Int64Array, window: int | None, gain: int, most: int) -> list[tuple[int, int, int, int]]:
-    """Rows [0..n) in runs (start, stop, low, high): rows [start..stop) see nothing outside of positions [low..high).
-
-    A run goes on while it reads at most `most` positions, of which at most `gain` that nobody sees.
-    """
-    first_n = np.zeros_like(position_n) if window is None else np.maximum(position_n - (window - 1), 0)
-    runs: list[tuple[int, int, int, int]] = []
-    seen = 0
-    for row, (first, last) in enumerate(zip(first_n.tolist(), position_n.tolist(), strict=True)):
-        if runs:
-            start, _, low, high = runs[-1]
-            low, high = min(low, first), max(high, last + 1)
-            area = (row + 1 - start) * (high - low)
-            if area <= most and area - (seen + last + 1 - first) <= gain:
-                runs[-1] = start, row + 1, low, high
-                seen += last + 1 - first
-                continue
-        runs.append((row, row + 1, first, last + 1))
-        seen = last + 1 - first
-    return runs
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Rows [start..stop), one attention call over the first `length` positions; additive mask [rows, 1, 1, length]."""
-
-    start: int
-    stop: int
-    length: int
-    mask: Tensor | None
-
-
-class DecodePlan:
-    """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
-
-    def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int]) -> None:
-        """`ends`: of the runs of rows, as `KVCache.runs` cuts them."""
-        self.cache = cache
-        self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
-        self.longest = int(position_n.max(initial=-1)) + 1
-        self._place: Tensor | None = None
-        self._bands: dict[int | None, list[tuple[slice, slice, Tensor]]] = {}
-        if cache.native:
-            return
-        length_n = torch.from_numpy(position_n + 1).to(cache.device)
-        self.runs = []
-        for start, stop in pairwise([0, *ends]):
-            own = position_n[start:stop] + 1
-            longest, mask = int(own.max()), None
-            if int(own.min()) < longest:
-                column = torch.arange(longest, device=cache.device)
-                mask = torch.zeros(stop - start, 1, 1, longest, dtype=cache.data.dtype, device=cache.device)
-                mask.masked_fill_((column >= length_n[start:stop, None])[:, None, None], float("-inf"))
-            self.runs.append(_Run(start, stop, longest, mask))
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
-    ) -> Tensor:
-        """`query` [n, H, D], `key` and `value` [n, K, D] -> [n, H, D]."""
-        cache = self.cache
-        size = cache.shape.head_size
-        terms = terms.within(self.longest)
-        if not terms.plain:
-            return self._attend_with_terms(layer, query, key, value, scaling, terms)
-        if cache.native:
-            return native.decode_attention(
-                query, key, value, cache.keys[layer], cache.values[layer], self.position_n, scaling
-            )
-        self._write(layer, key, value)
-        n, heads = query.shape[0], query.shape[1]
-        grouped = query.reshape(n, cache.shape.heads, -1, size)  # [n, K, G, D]: G queries share a key head
-        keys, values = cache.keys[layer], cache.values[layer]
-        parts = []
-        for run in self.runs:
-            own = slice(run.start, run.stop)
-            attend = _attend_by_products if _products_pay(query, run) else scaled_dot_product_attention
-            parts.append(
-                attend(
-                    grouped[own],
-                    keys[own, :, : run.length],
-                    values[own, :, : run.length],
-                    attn_mask=run.mask,
-                    scale=scaling,
-                )
-            )
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.reshape(n, heads, size)
-
-    def _attend_with_terms(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms
-    ) -> Tensor:
-        self._write(layer, key, value)
-        n, heads, size = query.shape
-        grouped = query.reshape(n, self.cache.shape.heads, -1, size)  # [n, K, G, D]
-        out = query.new_empty(grouped.shape)
-        for own, there, seen in self._bands_of(terms.window):
-            keys, values = (part[layer][own, :, there].flatten(0, 1) for part in (self.cache.keys, self.cache.values))
-            queries = grouped[own].flatten(0, 1)
-            part = attend_seen(queries, keys, values, seen, scaling, terms.softcap, terms.sinks)
-            out[own] = part.view(-1, *grouped.shape[1:])
-        return out.view(n, heads, size)
-
-    def _bands_of(self, window: int | None) -> list[tuple[slice, slice, Tensor]]:
-        """Rows, the positions that they read, and which of them each sees: bool [rows, 1, positions]."""
-        if window not in self._bands:
-            cache, device = self.cache, self.cache.device
-            most = _BAND_BYTES // (4 * cache.shape.heads * cache.shape.head_size)
-            gain = SPLIT_GAIN_BYTES // cache.bytes_per_position
-            self._bands[window] = []
-            for start, stop, low, high in split_bands(self.position_n.numpy(), window, gain, most):
-                position = self.position_n[start:stop, None].to(device)
-                seen = visible(position, torch.arange(low, high, device=device), window)
-                self._bands[window].append((slice(start, stop), slice(low, high), seen))
-        return self._bands[window]
-
-    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        cache, shape = self.cache, self.cache.shape
-        if self._place is None:  # [n, K] rows of the flat buffer
-            rows = torch.arange(self.position_n.numel())[:, None] * shape.heads + torch.arange(shape.heads)
-            self._place = (rows * shape.positions + self.position_n[:, None]).reshape(-1).to(cache.device)
-        cache.flat_keys[layer].index_copy_(0, self._place, key.reshape(-1, shape.head_size))
-        cache.flat_values[layer].index_copy_(0, self._place, value.reshape(-1, shape.head_size))
-
-
-def _products_pay(query: Tensor, run: _Run) -> bool:
-    """On a CPU the kernel's blocks are made for many queries a head; here there are G. Not in bfloat16: scores would be."""
-    short = run.length <= _PRODUCTS_LENGTH and run.stop - run.start >= _PRODUCTS_ROWS
-    return short and query.dtype == torch.float32 and query.device.type == "cpu"
-
-
-def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float) -> Tensor:
-    """`scaled_dot_product_attention` of [n, K, G, D] over [n, K, length, D] as two batched products."""
-    n, heads, group, size = query.shape
-    scores = torch.bmm((query * scale).flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(n, heads, group, -1)
-    if attn_mask is not None:
-        scores += attn_mask
-    return torch.bmm(scores.softmax(-1).flatten(0, 1), value.flatten(0, 1)).view(n, heads, group, size)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens [start..start + length) of the sequence in `row`, to be written behind what the row already holds."""
-
-    slot: int
-    row: int
-    start: int
-    length: int
-
-
-class ExtendPlan:
-    """Packed segments one after another: each writes its keys and values and attends causally over its own row.
-
-    Neighbouring segments that start at 0 and have equal length share one attention call: sort them so.
-    """
-
-    def __init__(self, cache: KVCache, segments: list[Segment]) -> None:
-        self.cache = cache
-        self.segments = segments
-        self.offsets = np.cumsum([0, *(segment.length for segment in segments)]).tolist()
-        self.longest = max((segment.start + segment.length for segment in segments), default=0)
-        self.groups: list[tuple[int, int]] = []  # [first, last) segments of one attention call
-        for index, segment in enumerate(segments):
-            previous = segments[index - 1] if index else None
-            joins = previous is not None and previous.start == segment.start == 0 and previous.length == segment.length
-            if joins:
-                self.groups[-1] = (self.groups[-1][0], index + 1)
-            else:
-                self.groups.append((index, index + 1))
-        self.masks = {index: self._mask(segment) for index, segment in enumerate(segments) if segment.start}
-
-    def _mask(self, segment: Segment) -> Tensor:
-        """Additive [length, start + length]: causal behind a start that is visible as a whole."""
-        device, dtype = self.cache.device, self.cache.data.dtype
-        end = segment.start + segment.length
-        own = torch.arange(segment.start, end, device=device).unsqueeze(1)
-        mask = torch.zeros(segment.length, end, dtype=dtype, device=device)
-        return mask.masked_fill_(torch.arange(end, device=device) > own, float("-inf"))
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
-    ) -> Tensor:
-        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]."""
-        cache = self.cache
-        for segment, offset in zip(self.segments, self.offsets, strict=False):
-            own = slice(offset, offset + segment.length)
-            there = slice(segment.start, segment.start + segment.length)
-            cache.keys[layer][segment.row, :, there] = key[own].transpose(0, 1)
-            cache.values[layer][segment.row, :, there] = value[own].transpose(0, 1)
-        terms = terms.within(self.longest)
-        if not terms.plain:
-            return self._attend_with_terms(layer, query, scaling, terms)
-        out = torch.empty_like(query)
-        for first, last in self.groups:
-            own = slice(self.offsets[first], self.offsets[last])
-            if first in self.masks:
-                out[own] = self._continue(layer, first, query[own], scaling)
-            else:
-                q, k, v = (
-                    tensor[own].unflatten(0, (last - first, -1)).transpose(1, 2) for tensor in (query, key, value)
-                )
-                fresh = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-                out[own] = fresh.transpose(1, 2).flatten(0, 1)
-        return out
-
-    def _continue(self, layer: int, index: int, query: Tensor, scaling: float) -> Tensor:
-        """[length, H, D] of a segment behind a cached start, over the row's keys; grouped heads are not expanded."""
-        segment, shape = self.segments[index], self.cache.shape
-        end = segment.start + segment.length
-        group = query.shape[1] // shape.heads
-        # [K, G, end, D], with stride 0 in G
-        keys = self.cache.keys[layer][segment.row, :, None, :end].expand(-1, group, -1, -1)
-        values = self.cache.values[layer][segment.row, :, None, :end].expand(-1, group, -1, -1)
-        grouped = query.unflatten(1, (shape.heads, group)).permute(1, 2, 0, 3)  # [K, G, length, D]
-        attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=self.masks[index], scale=scaling)
-        return attended.permute(2, 0, 1, 3).flatten(1, 2)
-
-    def _attend_with_terms(self, layer: int, query: Tensor, scaling: float, terms: AttentionTerms) -> Tensor:
-        """Over what the rows hold, these segments included."""
-        shape, device = self.cache.shape, self.cache.device
-        out = torch.empty_like(query)
-        for segment, offset in zip(self.segments, self.offsets, strict=False):
-            keys, values = (
-                self.cache.keys[layer][segment.row],
-                self.cache.values[layer][segment.row],
-            )  # [K, positions, D]
-            for block in cut((0, segment.start, 0, segment.length), terms.window, query.shape[1]):
-                there = slice(block.low, block.end)
-                own = slice(offset + block.first - segment.start, offset + block.end - segment.start)
-                grouped = query[own].unflatten(1, (shape.heads, -1)).transpose(0, 1)  # [K, L, G, D]
-                column = torch.arange(block.low, block.end, device=device)
-                seen = visible(column[block.first - block.low :], column, terms.window)
-                part = attend_seen(
-                    grouped.flatten(1, 2), keys[:, there], values[:, there], seen.unsqueeze(0), scaling, terms.softcap,
-                    terms.sinks,
-                )  # fmt: skip
-                out[own] = part.view(grouped.shape).transpose(0, 1).flatten(1, 2)
-        return out

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from asyncrl.types import GenerationRequest, Int64Array
 
-from .cache import DecodePlan, ExtendPlan, KVCache, Segment
+from .cache import KVCache
+from .plans import DecodePlan, ExtendPlan, Segment
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
