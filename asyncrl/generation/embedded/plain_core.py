@@ -7,7 +7,7 @@ business alone: keys and values, states of convolutions and of linear attention,
 
 After an update of the weights all caches are rebuilt, whatever they hold (`kv_after_update: recompute`).
 
-Shape legend: n sequences of a cohort, L their known tokens, V vocabulary.
+Shape legend: n sequences of a cohort, L their known tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -150,25 +150,26 @@ class PlainCore:
         return state
 
     def _forward(self, tokens_nL: Tensor, state: dict[str, Any], last: int | None) -> Tensor:
-        """Logits [n, V] of the last position. `state` becomes that of the next token. `last`: tokens that are new; None: all."""
+        """Hidden states [n, E] of the last position, by the decoder: the head is the policy's, as in training. `state`
+        becomes that of the next token. `last`: tokens that are new; None: all."""
         module: Any = self.policy.module  # transformers' generation mixin is not typed
         arguments = module.prepare_inputs_for_generation(
             tokens_nL, next_sequence_length=last, is_first_iteration=last is None, **state
         )
-        output = module(**arguments, return_dict=True)
+        output = self.policy.decoder(**arguments, return_dict=True)
         state.update(module._update_model_kwargs_for_generation(output, state))
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        hidden_nE: Tensor = output.last_hidden_state[:, -1]
+        return hidden_nE
 
     def _step(self, cohort: Cohort) -> list[Sampled]:
         length = int(self.sequences.length[cohort.slots[0]])
         fresh = length == 1  # one token, and no cache before it
-        logits_nV = self._forward(self._tokens(cohort.slots, length), cohort.state, None if fresh else 1)
-        wide = logits_nV if logits_nV.dtype == torch.float64 else logits_nV.float()
+        hidden_nE = self._forward(self._tokens(cohort.slots, length), cohort.state, None if fresh else 1)
         slots: Int64Array = np.array(cohort.slots, np.int64)
         return [
             self.sampler.sample(
-                wide[start : start + HEAD_ROWS].clone(), self.sequences.parameters(slots[start : start + HEAD_ROWS])
+                self.policy.logits(hidden_nE[start : start + HEAD_ROWS]),
+                self.sequences.parameters(slots[start : start + HEAD_ROWS]),
             )
             for start in range(0, slots.size, HEAD_ROWS)
         ]
