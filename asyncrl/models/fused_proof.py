@@ -76,6 +76,8 @@ def listen(module: PreTrainedModel) -> Listening | None:
     """One forward of the decoder of `module`. None where it is more than embedding, layers in a row, and a norm."""
     decoder: Any = decoder_of(module)
     embedding: Any = module.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        return None
     blocks = list(decoder.layers)
     device = embedding.weight.device
     tokens_T = torch.linspace(0, embedding.num_embeddings - 1, _TOKENS, device=device).long()

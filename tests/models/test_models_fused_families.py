@@ -20,6 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from asyncrl.config.schema import LoraConfig
+from asyncrl.models.embedding import is_plain
 from asyncrl.models.norms import replace_norms, rms_norm
 from asyncrl.models.paths import FUSED, PACKED
 from asyncrl.models.policy import PolicyModel
@@ -299,6 +300,20 @@ def test_only_plain_norms_are_replaced() -> None:
     assert replace_norms(module) == 2
     assert [module[name].offset for name in ("plain", "offset")] == [0.0, 1.0]
     assert all(type(module[name]) is before[name] for name in ("gated", "bamba", "groups", "mamba", "raising"))
+
+
+def test_a_scaled_embedding_is_looked_up_like_any_other() -> None:
+    """Its gradient goes straight into the buffer, without a dense one of the whole vocabulary."""
+    module = FAMILIES["gemma"]()
+    policy = PolicyModel(module, "bfloat16")
+    dense: list[Tensor] = []
+    module.get_input_embeddings().register_forward_hook(lambda _, arguments, out: dense.append(out))
+    hidden_of(policy)
+    assert not dense
+    embedding = module.get_input_embeddings()
+    assert is_plain(embedding)
+    embedding.forward = lambda tokens: torch.nn.functional.embedding(tokens, embedding.weight) ** 2
+    assert not is_plain(embedding)
 
 
 class _RaisingRMSNorm(LlamaRMSNorm):
