@@ -16,9 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@torch.no_grad()
 def is_plain(module: nn.Module) -> bool:
-    """Whether `embed` computes what the module does: a lookup and nothing else."""
-    return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+    """Whether `embed` computes what the module does: a lookup, and Gemma's scaling of what was found."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
+        return False
+    if type(module) is nn.Embedding:
+        return True
+    tokens = torch.arange(min(module.num_embeddings, 8), device=module.weight.device)
+    return isinstance(getattr(module, "embed_scale", None), Tensor) and torch.equal(
+        module(tokens), _scaled(module, F.embedding(tokens, module.weight))
+    )
 
 
 def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Tensor:
@@ -26,7 +34,13 @@ def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Ten
 
     Like the module's own, it gives no gradient to the row of `padding_idx`.
     """
-    result: Tensor = _Embed.apply(module.weight, tokens_T, grad_buffer_VE, module.padding_idx)
+    rows: Tensor = _Embed.apply(module.weight, tokens_T, grad_buffer_VE, module.padding_idx)
+    return rows if type(module) is nn.Embedding else _scaled(module, rows)
+
+
+def _scaled(module: nn.Module, rows: Tensor) -> Tensor:
+    """In the dtype of the rows, to which transformers rounds the factor as well."""
+    result: Tensor = rows * module.embed_scale.to(rows.dtype)  # type: ignore[operator, union-attr]
     return result
 
 

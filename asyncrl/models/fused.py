@@ -22,12 +22,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from . import kernels
 from .attention import AttentionPlan
 from .flat import FlatWeights
 from .fused_layers import Layer, Norm, Turn, TurnKind, kind_of, make_turn, read_layer
-from .fused_proof import listen, prove
+from .fused_proof import listen, prove, repeats
+from .head import decoder_of
 from .kernels import Scratch
 from .norms import FusedRMSNorm
 from .packed import packing_works
@@ -50,11 +52,8 @@ class _Kept(NamedTuple):
 class FusedDecoder:
     """Owns the packed weights and the buffers. Only the lane may call it."""
 
-    def __init__(
-        self, module: nn.Module, layers: list[Layer], final_norm: nn.Module, rotary: nn.Module, multiplier: float
-    ) -> None:
+    def __init__(self, layers: list[Layer], final_norm: nn.Module, rotary: nn.Module, multiplier: float) -> None:
         """`multiplier`: of the embedded tokens."""
-        self.embedding = cast(nn.Module, module.get_input_embeddings())  # type: ignore[operator]
         self.layers = layers
         self.final_norm = final_norm
         self.rotary = rotary
@@ -64,9 +63,10 @@ class FusedDecoder:
         self.checkpointing = False
 
     @classmethod
-    def of(cls, module: nn.Module, flat: FlatWeights) -> FusedDecoder | None:
-        """None where the architecture is another. Runs the model's own decoder once, and one layer of each kind."""
-        decoder: Any = module.get_decoder()  # type: ignore[operator]
+    def of(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
+        """None where the architecture is another. Runs the model's own decoder once, and a copy of one layer of
+        each kind."""
+        decoder: Any = decoder_of(module)
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
         if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
             return None
@@ -75,20 +75,20 @@ class FusedDecoder:
             return None
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
-        trial = cls(module, [], norm, rotary, 1.0)
+        trial = cls([], norm, rotary, 1.0)
         layers, proved = [], dict[Any, TurnKind | None]()
         for number, (block, call) in enumerate(zip(blocks, heard.layers, strict=True)):
             layer = read_layer(number, block, call, flat, index, pack)
             if layer is None:
                 return None
-            kind = kind_of(block, module.config.get_text_config(), layer)  # type: ignore[union-attr, operator]
+            kind = kind_of(block, module.config.get_text_config(), layer)
             if kind not in proved:
                 proved[kind] = prove(block, layer, call, heard.positions_T, trial.compute)
             turn = proved[kind]
-            if turn is None:
+            if turn is None or not repeats(layer, call, trial._turn(turn, call.x[0], heard.positions_T), trial.compute):
                 return None
             layers.append(replace(layer, turn=turn))
-        return cls(module, layers, norm, rotary, heard.multiplier)
+        return cls(layers, norm, rotary, heard.multiplier)
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Embedded tokens [T, E] at their positions -> final-normed hidden states [T, E]. Differentiable."""
@@ -122,9 +122,9 @@ class FusedDecoder:
         raw = self._rotate(layer, qkv, turn, keep)
         q, k, v = _split(layer, qkv)
         if keep:
-            attended, lse = cast(Any, plan).forward(q, k, v, layer.scaling, *_terms(layer))
+            attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
         else:
-            attended = plan.attend(layer.number, q, k, v, layer.scaling, *_terms(layer))
+            attended = plan.attend(layer.number, q, k, v, layer.scaling, layer.terms)
         middle, added = _add(layer, layer.attention_norm, layer.out(attended.reshape(tokens, -1)), x)
         gate_up = layer.gate_up(self._normed(layer.mlp_norm, middle))
         active = self.scratch.take("active", tokens, gate_up.shape[1] // 2, x)
@@ -179,7 +179,9 @@ class FusedDecoder:
         grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
         layer.out.backward(own, flat, grad_attended)
         grad_qkv = scratch.take("qkv", tokens, kept.qkv.shape[1], x)
-        self._attention_backward(layer, kept, grad_attended, grad_qkv, plan)
+        saved, targets = (*_split(layer, kept.qkv), kept.attended, kept.lse), _split(layer, grad_qkv)
+        grad = grad_attended.view(kept.attended.shape)
+        plan.backward(grad, saved, layer.scaling, targets, layer.terms, layer.sinks_gradient)
         self._rotate_back(layer, grad_qkv, kept.raw, turn)
         layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), below)
         _through_norm(layer.input_norm, below, x, through)
@@ -196,16 +198,6 @@ class FusedDecoder:
         before = self.scratch.take("before norm", grad.shape[0], grad.shape[1], grad).zero_()
         norm.backward(own, added, before)
         return before
-
-    def _attention_backward(
-        self, layer: Layer, kept: _Kept, grad_attended: Tensor, grad_qkv: Tensor, plan: TreePlan
-    ) -> None:
-        saved = (*_split(layer, kept.qkv), kept.attended, kept.lse)
-        grad, targets = grad_attended.view(kept.attended.shape), _split(layer, grad_qkv)
-        if layer.terms.plain:
-            plan.backward(grad, saved, layer.scaling, targets)
-        else:
-            cast(Any, plan).backward(grad, saved, layer.scaling, targets, layer.terms, layer.sinks_gradient)
 
     def _rotate_back(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, turn: Turn) -> None:
         queries = layer.heads * layer.head_size
@@ -236,10 +228,6 @@ class _FusedLayer(torch.autograd.Function):
         decoder, layer, plan, turn = ctx.rest
         kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, turn, keep=True)[1]
         return decoder.backward(layer, x, kept, grad.contiguous(), plan, turn), None, None, None, None
-
-
-def _terms(layer: Layer) -> tuple[Any, ...]:
-    return () if layer.terms.plain else (layer.terms,)
 
 
 def _add(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:

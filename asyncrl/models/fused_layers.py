@@ -143,63 +143,59 @@ class Heard:
     terms: AttentionTerms
 
 
+class _Parts(NamedTuple):
+    qkv: list[Any]
+    out: Any
+    gate_up: list[Any]
+    down: Any
+    norms: list[Any]  # as in _NORMS
+    head_norms: list[Any]  # none, or of queries and of keys
+    activation: str
+    rooms: list[nn.Module]  # the layer, its halves, the activation: whatever holds no parameter itself
+
+    def own(self) -> list[Any]:
+        """All that may hold a parameter."""
+        norms = [norm for norm in (*self.norms, *self.head_norms) if norm is not None]
+        return [*self.qkv, self.out, *self.gate_up, self.down, *norms]
+
+
 def read_layer(
     number: int, block: nn.Module, heard: Heard, flat: FlatWeights, index: dict[int, int], pack: bool
 ) -> Layer | None:
     """None where anything is missing or over. `index`: id of a parameter -> its place in `flat`; `pack`: see packed.py."""
-    attention: Any = getattr(block, "self_attn", None)
-    mlp: Any = getattr(block, "mlp", None)
-    if not isinstance(attention, nn.Module) or not isinstance(mlp, nn.Module) or settings_of(block) is None:
-        return None
-    qkv = _present(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
-    gate_up = _present(mlp, "gate_up_proj", "gate_proj", "up_proj")
-    single = [_present(attention, "o_proj"), _present(mlp, "down_proj")]
-    norms = next((found for names in _NORMS if (found := _norms(block, names)) is not None), None)
-    head_norms = _present(attention, "q_norm", "k_norm")
-    functions = _present(mlp, "act_fn", "activation_fn")
-    if norms is None or len(qkv) not in (1, 3) or len(gate_up) not in (1, 2) or len(head_norms) not in (0, 2):
-        return None
-    if not all(len(part) == 1 for part in (*single, functions)) or (activation := _activation(functions[0])) is None:
-        return None
-    out, down = single[0][0], single[1][0]
-    linears = [*qkv, out, *gate_up, down]
-    parts = [*linears, *(norm for norm in norms if norm is not None), *head_norms]
+    parts = _find_parts(block)
     sinks = heard.terms.sinks
-    if (
-        not all(type(part) in (nn.Linear, AdaptedLinear) for part in linears)
-        or not all(isinstance(norm, FusedRMSNorm) for norm in head_norms)
-        or any(len({part.bias is None for part in joined}) != 1 for joined in (qkv, gate_up))
-        or not _accounts_for(block, [block, attention, mlp, *functions[0].modules()], parts, sinks, index)
-    ):
+    if parts is None or settings_of(block) is None or not _accounts_for(block, parts, sinks, index):
         return None
-    sizes = _head_sizes(attention, qkv, out, head_norms)
+    attention: Any = block.self_attn
+    sizes = _head_sizes(attention, parts)
     if sizes is None:
         return None
 
     def norm(part: Any) -> Norm | None:
-        if part is None:
-            return None
-        gradient = None if flat.grad is None else flat.view(flat.grad, index[id(part.weight)])
-        return Norm(part.weight, part.eps, part.offset, gradient)
+        return None if part is None else Norm(part.weight, part.eps, part.offset, gradient(part.weight))
 
-    def joined(members: list[Any]) -> JoinedLinear:
-        return JoinedLinear(flat, members, index, pack)
+    def gradient(weight: Tensor) -> Tensor | None:
+        return None if flat.grad is None else flat.view(flat.grad, index[id(weight)])
 
-    before, behind, mlp_before, mlp_behind = norms
-    query_norm, key_norm = head_norms or (None, None)
+    def joined(*members: Any) -> JoinedLinear:
+        return JoinedLinear(flat, list(members), index, pack)
+
+    before, behind, mlp_before, mlp_behind = parts.norms
+    query_norm, key_norm = parts.head_norms or (None, None)
     heads, kv_heads, size = sizes
     return Layer(
         number=number,
         input_norm=norm(before),
-        qkv=joined(qkv),
+        qkv=joined(*parts.qkv),
         query_norm=norm(query_norm),
         key_norm=norm(key_norm),
-        out=joined([out]),
+        out=joined(parts.out),
         attention_norm=norm(behind),
         mlp_norm=norm(mlp_before),
-        gate_up=joined(gate_up),
-        activation=activation,
-        down=joined([down]),
+        gate_up=joined(*parts.gate_up),
+        activation=parts.activation,
+        down=joined(parts.down),
         output_norm=norm(mlp_behind),
         multiplier=float(getattr(block, "residual_multiplier", 1.0)),
         heads=heads,
@@ -207,9 +203,35 @@ def read_layer(
         head_size=size,
         scaling=heard.scaling,
         terms=heard.terms,
-        sinks_gradient=None if sinks is None or flat.grad is None else flat.view(flat.grad, index[id(sinks)]),
+        sinks_gradient=None if sinks is None else gradient(sinks),
         turn=TurnKind(heard.rotary, _query_scaling(attention)),
     )
+
+
+def _find_parts(block: nn.Module) -> _Parts | None:
+    """By name and class."""
+    attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
+    if not isinstance(attention, nn.Module) or not isinstance(mlp, nn.Module):
+        return None
+    qkv = _present(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
+    gate_up = _present(mlp, "gate_up_proj", "gate_proj", "up_proj")
+    out, down = _present(attention, "o_proj"), _present(mlp, "down_proj")
+    norms = next((found for names in _NORMS if (found := _norms(block, names)) is not None), None)
+    head_norms = _present(attention, "q_norm", "k_norm")
+    functions = _present(mlp, "act_fn", "activation_fn")
+    counted = (len(qkv), len(gate_up), len(out), len(down), len(functions), len(head_norms))
+    if norms is None or counted not in {(q, g, 1, 1, 1, n) for q in (1, 3) for g in (1, 2) for n in (0, 2)}:
+        return None
+    activation = _activation(functions[0])
+    if (
+        activation is None
+        or not all(type(part) in (nn.Linear, AdaptedLinear) for part in (*qkv, *gate_up, *out, *down))
+        or not all(isinstance(norm, FusedRMSNorm) for norm in head_norms)
+        or any(len({part.bias is None for part in joined}) != 1 for joined in (qkv, gate_up))
+    ):
+        return None
+    rooms = [block, attention, mlp, *functions[0].modules()]
+    return _Parts(qkv, out[0], gate_up, down[0], norms, head_norms, activation, rooms)
 
 
 def settings_of(block: nn.Module) -> tuple[tuple[str, str], ...] | None:
@@ -219,9 +241,8 @@ def settings_of(block: nn.Module) -> tuple[tuple[str, str], ...] | None:
         for name, value in vars(part).items():
             if name in _OF_MODULES or name.startswith("_"):
                 continue
-            if name.endswith("dropout") and value:
-                return None
-            if name not in _KNOWN_SETTINGS[place] and not name.endswith("dropout"):
+            known = not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[place]
+            if not known:
                 return None
             if name not in _OWN_NUMBER:
                 found.append((f"{place}.{name}", repr(value)))
@@ -236,23 +257,19 @@ def _norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
     """The norms of those names, if these are all that the layer has."""
     found = [None if name is None else getattr(block, name, None) for name in names]
     own = {id(part) for part in block.children() if isinstance(part, FusedRMSNorm)}
-    return found if {id(part) for part in found if part is not None} == own and _complete(found, names) else None
+    return found if len(own) == 4 - names.count(None) and own == {id(norm) for norm in found} - {id(None)} else None
 
 
-def _complete(found: list[Any], names: tuple[str | None, ...]) -> bool:
-    return all((part is None) == (name is None) for part, name in zip(found, names, strict=True))
-
-
-def _accounts_for(
-    block: nn.Module, known: list[nn.Module], parts: list[Any], sinks: Tensor | None, index: dict[int, int]
-) -> bool:
-    """Whether a layer has no modules but `known` and `parts`, no parameters but those of `parts`, and no buffers."""
-    rooms = {id(module) for module in (*known, *parts)} | {id(part) for part in block.modules() if _is_idle(part)}
-    parameters = {id(parameter) for part in parts for parameter in part.parameters()}
+def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
+    """Whether a layer has no modules and no parameters but these, and no buffers."""
+    modules = {id(module) for module in (*parts.rooms, *parts.own())} | {
+        id(part) for part in block.modules() if _is_idle(part)
+    }
+    parameters = {id(parameter) for part in parts.own() for parameter in part.parameters()}
     if sinks is not None:
         parameters.add(id(sinks))
     return (
-        {id(part) for part in block.modules()} <= rooms
+        {id(part) for part in block.modules()} <= modules
         and {id(parameter) for parameter in block.parameters()} == parameters
         and parameters <= index.keys()
         and not any(True for _ in block.buffers())
@@ -263,18 +280,18 @@ def _is_idle(part: nn.Module) -> bool:
     return isinstance(part, nn.Identity) or (isinstance(part, nn.Dropout) and part.p == 0)
 
 
-def _head_sizes(attention: Any, qkv: list[Any], out: Any, norms: list[Any]) -> tuple[int, int, int] | None:
+def _head_sizes(attention: Any, parts: _Parts) -> tuple[int, int, int] | None:
     """H, K and D, where the sizes of all products and of the norms fit."""
     size = getattr(attention, "head_dim", None)
-    if not isinstance(size, int) or out.in_features % size:
+    queries = parts.out.in_features
+    if not isinstance(size, int) or queries % size:
         return None
-    queries = out.in_features
-    total = sum(part.out_features for part in qkv)
-    keys, odd = divmod(total - queries, 2)
-    if odd or keys <= 0 or keys % size or (len(qkv) == 3 and [p.out_features for p in qkv] != [queries, keys, keys]):
+    outputs = [part.out_features for part in parts.qkv]
+    keys, odd = divmod(sum(outputs) - queries, 2)
+    if odd or keys <= 0 or keys % size or (len(outputs) == 3 and outputs != [queries, keys, keys]):
         return None
-    widths = [tuple(norm.weight.shape) for norm in norms]
-    if widths and widths not in ([(size,), (size,)], [(queries,), (keys,)]):
+    widths = [tuple(norm.weight.shape) for norm in parts.head_norms]
+    if widths not in ([], [(size,), (size,)], [(queries,), (keys,)]):
         return None
     return queries // size, keys // size, size
 

@@ -3,7 +3,8 @@
 `listen` runs the model's own decoder once, on a few tokens, and notes how each layer is called and what it gives to
 attention, which answers zeros. `prove` takes a layer, copies it in float64 with its weights scaled so that every term shows
 (scores of some tens, no constant norms), and compares, at positions beyond any context that the configuration names, what
-both add to the residual stream. The copy lives on the CPU, whatever device the model is on.
+both add to the residual stream. The copy lives on the CPU, whatever device the model is on. `repeats` asks every layer, as
+it is, for what was heard of it.
 
 A term that only a later layer of a kind has, or that needs more than these tokens to show, is found by the gate, which
 compares whole models (runtime/gate.py).
@@ -21,17 +22,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-from .attention import PLAIN, PLAN_ARGUMENT, AttentionTerms
+from .attention import PLAIN, PLAN_ARGUMENT, AttentionPlan, AttentionTerms
 from .flat import FlatWeights
 from .fused_layers import Heard, Layer, RotaryCall, Turn, TurnKind, make_turn, read_layer
+from .head import decoder_of
 from .lora import AdaptedLinear
 from .probe import longest_row
 from .tree_attention import TreePlan
 
-Compute = Callable[[Layer, Tensor, TreePlan, Turn], Tensor]
+Compute = Callable[[Layer, Tensor, AttentionPlan, Turn], Tensor]
 
 _TOKENS = 24
 _GAIN = 4.0  # standard deviation of what a product gives for a normed input
@@ -69,14 +72,16 @@ class _Ear:
 
 
 @torch.no_grad()
-def listen(module: nn.Module) -> Listening | None:
+def listen(module: PreTrainedModel) -> Listening | None:
     """One forward of the decoder of `module`. None where it is more than embedding, layers in a row, and a norm."""
-    decoder: Any = module.get_decoder()  # type: ignore[operator]
-    embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+    decoder: Any = decoder_of(module)
+    embedding: Any = module.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        return None
     blocks = list(decoder.layers)
     device = embedding.weight.device
     tokens_T = torch.linspace(0, embedding.num_embeddings - 1, _TOKENS, device=device).long()
-    positions_T = _positions(module.config.get_text_config()).to(device)  # type: ignore[union-attr, operator]
+    positions_T = _positions(module.config.get_text_config()).to(device)
     inputs: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
     outputs: list[Any] = []
     turns: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
@@ -184,6 +189,17 @@ def prove(block: nn.Module, layer: Layer, heard: Heard, positions_T: Tensor, com
         if float((found - expected).norm()) <= _TOLERANCE * float((expected - x).norm()):
             return turn
     return None
+
+
+@torch.no_grad()
+def repeats(layer: Layer, heard: Heard, turn: Turn, compute: Compute) -> bool:
+    """Whether `layer` adds to its input what was heard, in the dtype and with the weights of the model, attention being none:
+    coarse in a narrow dtype, but asked of every layer."""
+    x, expected = heard.x[0], heard.out[0]
+    found = compute(layer, x, _Ear(), turn)
+    unit = torch.finfo(x.dtype).eps
+    error, added, whole = (float(part.double().norm()) for part in (found - expected, expected - x, expected))
+    return error <= unit**0.5 * added + 2 * unit * whole
 
 
 def _copy(block: nn.Module) -> tuple[nn.Module, FlatWeights]:

@@ -9,18 +9,27 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-from asyncrl.models.norms import replace_norms
+from asyncrl.config.schema import LoraConfig
+from asyncrl.models.embedding import is_plain
+from asyncrl.models.norms import replace_norms, rms_norm
+from asyncrl.models.paths import FUSED, PACKED
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.tree_attention import TreePlan
 
 CONTEXT = 8  # what rotary scaling calls the original one; every row is longer
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=CONTEXT, mscale=1.0)
 ROPE = dict(rope_type="default", rope_theta=1e4)
-LAYERS = ["full_attention"] * 3
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
     initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
@@ -43,22 +52,24 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: build("Llama"),
     "qwen2": lambda: build("Qwen2"),
     "qwen3": lambda: build("Qwen3", head_dim=16),
-    "mistral": lambda: build("Mistral", sliding_window=None),
+    "mistral": lambda: build("Mistral", sliding_window=6),
     "gemma": lambda: build("Gemma", head_dim=16),
-    "gemma2": lambda: build(
-        "Gemma2", head_dim=16, layer_types=LAYERS, attn_logit_softcapping=None, final_logit_softcapping=None
+    "gemma2": lambda: build("Gemma2", head_dim=16, sliding_window=6, attn_logit_softcapping=3.0),
+    "gemma3": lambda: build(
+        "Gemma3Text", "Gemma3ForCausalLM", head_dim=16, sliding_window=6, query_pre_attn_scalar=9, layer_types=MIXED,
+        rope_parameters={"sliding_attention": ROPE, "full_attention": {**ROPE, "rope_type": "linear", "factor": 2.0}},
     ),
-    "gemma3": lambda: build("Gemma3Text", "Gemma3ForCausalLM", head_dim=16, layer_types=LAYERS, query_pre_attn_scalar=9),
     "granite": lambda: build("Granite", residual_multiplier=0.22, attention_multiplier=0.3, embedding_multiplier=3.0),
     "smollm3": lambda: build("SmolLM3", no_rope_layers=[1, 0, 1]),
     "ministral3": lambda: build(
         "Ministral3", head_dim=16, sliding_window=None, rope_parameters={**YARN, "llama_4_scaling_beta": 0.5}
     ),
     "olmo2": lambda: build("Olmo2"),
+    "olmo3": lambda: build("Olmo3", sliding_window=6, layer_types=MIXED),
+    "exaone4": lambda: build("Exaone4", sliding_window=6, layer_types=MIXED),
     "phi3": lambda: build("Phi3", head_dim=16, sliding_window=None, partial_rotary_factor=0.5),
-    "vaultgemma": lambda: build(
-        "VaultGemma", head_dim=16, layer_types=LAYERS, attn_logit_softcapping=None, final_logit_softcapping=None
-    ),
+    "seed-oss": lambda: build("SeedOss", head_dim=16, residual_dropout=0.0, attention_dropout=0.0),
+    "vaultgemma": lambda: build("VaultGemma", head_dim=16, sliding_window=6),
 }  # fmt: skip
 
 # Two trees: prompts of 9 and 4 tokens, with suffixes of 5, 8 and 11.
@@ -97,14 +108,17 @@ def expected_of(module: PreTrainedModel, attention: str = "eager") -> tuple[Tens
 
 def _float64_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float | None = None,
-    **_: Any,
+    s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' eager attention, whose softmax is a float32 one, written once more in float64."""
     groups = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = torch.softmax(scores + mask[..., : key.shape[2]], -1)
+    scores = scores + mask[..., : key.shape[2]]
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    seen = torch.softmax(scores, -1)[..., : key.shape[2]]
     return (seen @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
 
 
@@ -171,3 +185,159 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(family: str) -> None
 
     for ours, theirs in zip(error(found), error(own), strict=True):
         assert ours <= 1.25 * theirs < 0.2
+
+
+class _WithSinks(LlamaAttention):
+    """As in gpt-oss: one more score for each head, which has no value."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return super().forward(*arguments, **named, s_aux=self.sinks)
+
+
+def test_sinks_have_gradients(float64_attention: str) -> None:
+    module = build("Llama").double()
+    for layer in module.model.layers:
+        layer.self_attn.sinks = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        layer.self_attn.__class__ = _WithSinks
+    reference = copy.deepcopy(module)
+    replace_norms(reference)
+    policy = PolicyModel(module, "float64")
+    assert policy.fused is not None
+    assert all(layer.sinks_gradient is not None for layer in policy.fused.layers)
+    check(hidden_of(policy), expected_of(reference, float64_attention), 1e-10)
+
+
+# What looks like a family that is known: rotary of neighbouring pairs (Ernie, Helium, GLM), other norms and halves side by side
+# (Cohere), an MLP without a gate (Arcee), norms behind rotary (HunYuan), experts (Qwen3-MoE), attention less attention (DiffLlama)
+OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "ernie": lambda: build("Ernie4_5"),
+    "helium": lambda: build("Helium", head_dim=8),
+    "glm": lambda: build("Glm", head_dim=16),
+    "glm4": lambda: build("Glm4", head_dim=16),
+    "cohere": lambda: build("Cohere"),
+    "cohere2": lambda: build("Cohere2", sliding_window=6),
+    "arcee": lambda: build("Arcee"),
+    "hunyuan": lambda: build("HunYuanDenseV1", head_dim=16),
+    "qwen3-moe": lambda: build("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "diffllama": lambda: build("DiffLlama"),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_family_is_not_taken(family: str, dtype: str) -> None:
+    """Nor with weights so small that next to nothing of a layer shows, in bfloat16."""
+    module = OTHERS[family]()
+    if dtype == "bfloat16":
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1e-3)
+    assert PolicyModel(module, dtype).fused is None
+
+
+def scaled_by_number(module: PreTrainedModel) -> None:
+    """A layer that computes by its number, without a setting that says so."""
+    layer = module.model.layers[2]
+    layer.register_forward_hook(lambda _, arguments, out: out * 1.5)
+
+
+def skipping(module: PreTrainedModel) -> None:
+    """A decoder that hands the third layer what the first one had."""
+    kept: list[Any] = []
+    module.model.layers[0].register_forward_pre_hook(lambda _, arguments: kept.append(arguments[0]))
+    module.model.layers[2].register_forward_pre_hook(lambda _, arguments: (arguments[0] + kept[-1], *arguments[1:]))
+
+
+def unknown_setting(module: PreTrainedModel) -> None:
+    module.model.layers[1].self_attn.clip_qkv = 8.0
+
+
+def unknown_buffer(module: PreTrainedModel) -> None:
+    module.model.layers[1].mlp.register_buffer("scale", torch.ones(1))
+
+
+def dropping_out(module: PreTrainedModel) -> None:
+    module.model.layers[1].mlp.add_module("dropout", nn.Dropout(0.1))
+
+
+@pytest.mark.parametrize("change", [scaled_by_number, skipping, unknown_setting, unknown_buffer, dropping_out])
+def test_a_changed_model_is_not_taken(change: Callable[[PreTrainedModel], None]) -> None:
+    module = build("Llama")
+    assert PolicyModel(copy.deepcopy(module)).fused is not None
+    change(module)
+    assert PolicyModel(module).fused is None
+
+
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "granite"])
+def test_adapters_train_in_it(family: str) -> None:
+    """Their gradients are those of the packed path."""
+    found = []
+    for path in (FUSED, PACKED):
+        policy = PolicyModel(FAMILIES[family]().double(), "float64", lora=LoraConfig(rank=2, alpha=4.0), path=path)
+        generator = torch.Generator().manual_seed(3)
+        for name, master in policy.flat.named_masters():
+            if "lora_B" in name:
+                master.copy_(torch.randn(master.shape, generator=generator, dtype=torch.float64))
+        policy.advance()
+        found.append(hidden_of(policy))
+    check(found[0], found[1], 1e-10)
+
+
+def test_only_plain_norms_are_replaced() -> None:
+    """Not where the module takes a gate, norms in groups, or scales otherwise; and nothing is called that may not be."""
+    module = nn.ModuleDict(
+        {
+            "plain": LlamaRMSNorm(48),
+            "offset": Gemma3RMSNorm(48),
+            "gated": Qwen3NextRMSNormGated(48),
+            "bamba": BambaRMSNormGated(48, 12),
+            "groups": Zamba2RMSNormGated(48, 4),
+            "mamba": MambaRMSNormGated(48, 12),
+            "raising": _RaisingRMSNorm(48),
+        }
+    )
+    before = {name: type(part) for name, part in module.items()}
+    assert replace_norms(module) == 2
+    assert [module[name].offset for name in ("plain", "offset")] == [0.0, 1.0]
+    assert all(type(module[name]) is before[name] for name in ("gated", "bamba", "groups", "mamba", "raising"))
+
+
+def test_a_scaled_embedding_is_looked_up_like_any_other() -> None:
+    """Its gradient goes straight into the buffer, without a dense one of the whole vocabulary."""
+    module = FAMILIES["gemma"]()
+    policy = PolicyModel(module, "bfloat16")
+    dense: list[Tensor] = []
+    module.get_input_embeddings().register_forward_hook(lambda _, arguments, out: dense.append(out))
+    hidden_of(policy)
+    assert not dense
+    embedding = module.get_input_embeddings()
+    assert is_plain(embedding)
+    embedding.forward = lambda tokens: torch.nn.functional.embedding(tokens, embedding.weight) ** 2
+    assert not is_plain(embedding)
+
+
+class _RaisingRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        raise LookupError("outside of its model")
+
+
+@pytest.mark.parametrize(("norm", "constant"), [(Gemma3RMSNorm, 0.0), (LlamaRMSNorm, 1.0)])
+def test_a_replaced_norm_computes_what_it_did(norm: type[nn.Module], constant: float) -> None:
+    """In bfloat16 within one rounding of transformers' own; in float64 exactly, with a weight that bfloat16 would lose."""
+    own = norm(48)
+    with torch.no_grad():
+        own.weight.copy_(constant + torch.randn(48) * 1e-3)
+    x = torch.randn(7, 48)
+    replaced = nn.ModuleList([copy.deepcopy(own)])
+    assert replace_norms(replaced) == 1
+    with torch.no_grad():
+        narrow, expected = (part.to(torch.bfloat16)(x.bfloat16()).float() for part in (replaced[0], own))
+    assert float(((narrow - expected).abs() / expected.abs()).max()) <= 2**-7
+    weight = (1 - constant) + own.weight.double()
+    wide = copy.deepcopy(replaced[0]).double()
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + wide.eps).rsqrt() * weight
+    torch.testing.assert_close(wide(x.double()), exact, rtol=1e-14, atol=0)
+    assert torch.autograd.gradcheck(
+        lambda x, w: rms_norm(x, w, 1e-5, 1 - constant),
+        (x[:2].double().requires_grad_(), weight.detach().requires_grad_()),
+    )
