@@ -140,7 +140,7 @@ def parts_of(case: str, dtype: str) -> dict[str, Any]:
         asyncio.run(decode(policy))
     kinds = {
         "weights": ("masters", "gradients", "optimizer", "working_copy", "packed_weights"),
-        "microbatch": ("activations", "logits", "temporary_gradient"),
+        "microbatch": ("activations", "logits", "working"),
         "cache": ("kv_cache",),
     }
     wanted = {kind: sum(predicted[name] for name in names) for kind, names in kinds.items()}
@@ -190,7 +190,7 @@ async def decode(policy: Any) -> None:
     recorder = Recorder(nvtx=False)
     async with ThreadLane("measure", recorder) as lane:
         engine = EmbeddedEngine(
-            policy, None, lane, recorder, max_sequences=SEQUENCES, max_context=PROMPT + COMPLETION, prefill_tokens=512
+            policy, None, lane, recorder, max_sequences=SEQUENCES, max_context=PROMPT + COMPLETION, prefill_tokens=128
         )
         async with engine, anyio.create_task_group() as tasks:
             for number in range(SEQUENCES):

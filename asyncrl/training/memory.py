@@ -58,10 +58,10 @@ def predict_memory(
     masters, gradients, optimizer: flat, in float32 or wider, of what is trained. working_copy and reference: in the matmul
     dtype. packed_weights: copies of them in the layout of the CPU's products. frozen: with adapters, the merged weights, and the
     layers' own below them. activations: of one microbatch of `train.tokens_per_microbatch` packed tokens, what the layers keep
-    for backward, and one layer's backward. logits: those that wait for it, or the chunk that is alive. temporary_gradient: the
-    largest one that is made before it is added to the flat buffer. kv_cache: the budget, and the states of recurrent layers.
-    gathered: of a cut model, embedding, head and two layers in the matmul dtype, with the gradients of one part before and
-    after their reduction. Errors: ConfigError where the model has no configuration.
+    for backward. logits: those that wait for it, or the chunk that is alive. working: what the head's forward products take, or
+    one layer's backward with the largest gradient that is made before it is added to the flat buffer. kv_cache: the budget, and
+    the states of recurrent layers. gathered: of a cut model, embedding, head and two layers in the matmul dtype, with the
+    gradients of one part before and after their reduction. Errors: ConfigError where the model has no configuration.
     """
     described = describe_module(model)
     config = described.config
@@ -73,15 +73,17 @@ def predict_memory(
     vocabulary = int(config.get_text_config().vocab_size)
     waiting = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
     in_the_making = min(_HEAD_ROWS.get(model.dtype, 64) if device == "cpu" else CHUNK_ROWS, tokens)
-    frozen_head = model.lora.rank > 0
+    kept, through = activation_bytes(training, tokens, lengths, hidden_bytes, train.gradient_checkpointing)
+    if not model.lora.rank:
+        through += _largest_temporary(described, training.path, narrow)
     weights = _weight_bytes(model, described, footprint.path, shards, device)
     trained = weights["masters"] * (shards or 1)  # bytes
     return weights | {
         "second_gradients": trained if second_buffer else 0,
         "reference": parameter_count(model) * narrow if needs_reference else 0,
-        "activations": activation_bytes(training, tokens, lengths, hidden_bytes, train.gradient_checkpointing),
-        "logits": (waiting + 2 * in_the_making) * vocabulary * narrow,
-        "temporary_gradient": 0 if frozen_head else _largest_temporary(described, training.path, narrow),
+        "activations": kept,
+        "logits": waiting * vocabulary * narrow,
+        "working": max(2 * in_the_making * vocabulary * narrow, through),
         "kv_cache": cache_bytes(footprint, max_sequences, kv_positions or max_sequences * lengths.context),
     }
 
@@ -122,21 +124,24 @@ def find_footprint(model: ModelConfig, described: PreTrainedModel, path: ModelPa
 
 def activation_bytes(
     footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, checkpointing: bool = False
-) -> int:
-    """Of a microbatch of `tokens` packed tokens whose rows are as long as they get. `hidden_bytes`: of one hidden state."""
+) -> tuple[int, int]:
+    """Of a microbatch of `tokens` packed tokens whose rows are as long as they get: (what is kept for backward, what one layer
+    takes while it is gone through). `hidden_bytes`: of one hidden state."""
     longest = _at_length(footprint, tokens, lengths, hidden_bytes, checkpointing)
     if footprint.path.name == "plain" or _by_products(footprint, lengths):
-        return round(longest)
+        return longest
     short = lengths.completion  # shorter rows keep the weights of their attention, and may need more
     while short > 1 and not _by_products(footprint, replace(lengths, completion=short)):
         short -= max(short // 16, 1)
-    return round(
-        max(longest, _at_length(footprint, tokens, replace(lengths, completion=short), hidden_bytes, checkpointing))
+    return max(
+        longest, _at_length(footprint, tokens, replace(lengths, completion=short), hidden_bytes, checkpointing), key=sum
     )
 
 
-def _at_length(footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, checkpointing: bool) -> float:
-    """A backward of one layer is counted like what the layer keeps: each of these tensors has a gradient."""
+def _at_length(
+    footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, checkpointing: bool
+) -> tuple[int, int]:
+    """A fused layer holds gradients beside what it kept; autograd gives back what a layer kept as it goes."""
     rows, prefixes = _rows_of(tokens, lengths)
     scores = prefixes * lengths.prompt**2 + rows * lengths.completion * lengths.context
     layers, rest = footprint.layers, footprint.rest
@@ -149,9 +154,10 @@ def _at_length(footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes
         rest = Kept(rest.token, rest.score + 4.0)  # the mask of these products
     each = [kept.of(held, scores) for kept in layers]
     largest = max(each, default=0.0)
-    kept_bytes = len(each) * held * hidden_bytes + largest if checkpointing else sum(each)
-    beside_head = 3 * tokens * hidden_bytes  # the scored tokens' hidden states, and their gradient before and after
-    return kept_bytes + largest + rest.of(held, scores) + beside_head
+    kept_bytes = (len(each) * held * hidden_bytes if checkpointing else sum(each)) + rest.of(held, scores)
+    beside_head = 2 * tokens * hidden_bytes  # the scored tokens' hidden states, and their gradient
+    through = largest * ((footprint.path == FUSED) + checkpointing)
+    return round(kept_bytes + beside_head), round(through)
 
 
 def _rows_of(tokens: int, lengths: Lengths) -> tuple[float, float]:

@@ -107,7 +107,7 @@ def test_weights_gradients_and_copies_follow_from_the_parameters(tmp_path: Path)
     lean = predict_memory(
         model, TrainConfig(tokens_per_microbatch=100, gradient_checkpointing=True), max_sequences=3, lengths=lengths
     )
-    assert lean["activations"] < sizes["activations"]
+    assert lean["activations"] < sizes["activations"] / 2
 
 
 HYBRID = {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2}
@@ -133,9 +133,8 @@ def test_what_a_step_keeps_is_predicted(kind: str, settings: dict[str, Any], pat
     found = measure_footprint(described(kind, **settings), dtype, path)
     assert found is not None and found.path == path and len(found.layers) == settings["num_hidden_layers"]
     counted = kept_by_step(real(kind, path, dtype, **settings), batch)
-    predicted = activation_bytes(found, batch.tokens.size, lengths, hidden_bytes=0)
-    one_backward = predicted * max(k.of(1, 80) for k in found.layers) / sum(k.of(1, 80) for k in found.layers)
-    assert predicted - one_backward == pytest.approx(counted, rel=0.15)
+    predicted, _ = activation_bytes(found, batch.tokens.size, lengths, hidden_bytes=0)
+    assert predicted == pytest.approx(counted, rel=0.15)
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2", "mistral"])
@@ -178,8 +177,8 @@ def test_frozen_weights_keep_less_on_transformers_modules() -> None:
 def test_long_rows_keep_no_attention_weights() -> None:
     found = measure_footprint(described("llama"), "float32", FUSED)
     assert found is not None and found.layers[0].score == 16.0  # four heads in float32: kept where rows are short
-    short, long = (activation_bytes(found, 8192, Lengths(64, size), 256) for size in (1000, 8000))
-    longest_short = activation_bytes(found, 8192, Lengths(64, 1400), 256)
+    short, long = (sum(activation_bytes(found, 8192, Lengths(64, size), 256)) for size in (1000, 8000))
+    longest_short = sum(activation_bytes(found, 8192, Lengths(64, 1400), 256))
     assert short < longest_short and long == pytest.approx(longest_short, rel=0.06), "short rows may come in a long run"
 
 
