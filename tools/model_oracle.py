@@ -361,9 +361,13 @@ def _distance(models: dict[int, PreTrainedModel], asked: GenerationRequest, answ
 
 
 def _refusal(error: ConfigError) -> str:
-    """In one line; where the gate lists what each path computes, that list alone."""
+    """In one line; where the gate lists what each path computes, that list alone, each reason once."""
     first, *listed = str(error).removeprefix("model.path: ").splitlines()
-    return "; ".join(line.strip() for line in listed or [first])
+    reasons: dict[str, list[str]] = {}
+    for line in listed:
+        path, _, reason = line.strip().partition(": ")
+        reasons.setdefault(reason, []).append(path)
+    return "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in reasons.items()) or first
 
 
 def _short(error: BaseException) -> str:
