@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import anyio
 import numpy as np
 import small_models
 import torch
+from model_measured import NATS, RELATIVE, Measured
 from small_models import Unbuildable
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -50,7 +50,6 @@ from asyncrl.types import (
     Trajectory,
 )
 
-NATS, RELATIVE = 1e-4, 1e-4  # most that log-probs and gradients may differ
 MAX_PROMPT, MAX_COMPLETION = 20, 38
 _GROUPS = ((9, (31, 12, 2)), (2, (1, 38)), (16, (5, 17)), (1, (10,)))  # (prompt, completions) in tokens
 _TEMPERATURES = (1.0, 0.7, 1.0, 1.0)
@@ -66,28 +65,6 @@ _ROWS, _PREFILL, _UPDATE_AT = 4, 16, 6
 _TINY = 1e-3  # of the largest gradient: what is smaller is measured by this
 
 
-@dataclass(slots=True)
-class Measured:
-    """What became of one row. status: right, WRONG, refused, inner error, not buildable."""
-
-    name: str
-    kind: str = ""  # class of the model
-    path: str = ""
-    status: str = "right"
-    logprobs: float | None = None  # nats, largest difference
-    gradients: float | None = None  # relative, largest of a tensor
-    parameter: str = ""  # where
-    sampler: float | None = None  # nats
-    updated: float | None = None  # nats, with new weights on the way
-    checkpointing: str = ""
-    remark: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    def agrees(self) -> bool:
-        nats = (self.logprobs, self.sampler, self.updated)
-        return all(value is not None and value <= NATS for value in nats) and (self.gradients or 0) <= RELATIVE
-
-
 def open_policy(config: Config) -> PolicyModel:
     """As a run does (runtime/real.py). Errors: ConfigError."""
     return load_policy(config.model, "cpu", config.seed, lambda module: check_for(config, module).path)[0]
@@ -98,6 +75,11 @@ def examine(name: str) -> Measured:
     transformers_logging.set_verbosity_error()
     found = _attempt(name, 0, "float32")
     if found.status != "WRONG":
+        return found
+    if (own := _not_causal(small_models.small_model(name, 0))) > NATS:
+        found.notes.append(
+            f"the class itself is not causal: its first tokens move by {own:.2g} nats when others follow"
+        )
         return found
     exact = _attempt(name, 0, "float64")
     if exact.status == "right":
@@ -143,23 +125,8 @@ def _attempt(name: str, seed: int, dtype: str) -> Measured:
     except Exception as error:
         measured.status, measured.remark = "inner error", f"{stage}: {_short(error)}"
     if measured.status == "right":
-        _judge(measured)
+        measured.judge()
     return measured
-
-
-def _judge(measured: Measured) -> None:
-    apart = []
-    for label, value in (
-        ("log-probs", measured.logprobs), ("sampler", measured.sampler), ("sampler after update", measured.updated)
-    ):  # fmt: skip
-        if value is None or not value <= NATS:
-            apart.append(f"{label} {value:.2g} nats")
-    if measured.gradients is None or not measured.gradients <= RELATIVE:
-        apart.append(f"gradients {measured.gradients:.2g} ({measured.parameter})")
-    if measured.checkpointing.startswith("WRONG"):
-        apart.append(f"checkpointing {measured.checkpointing.removeprefix('WRONG ')}")
-    if apart:
-        measured.status, measured.remark = "WRONG", ", ".join(apart)
 
 
 def _config(name: str, seed: int, dtype: str, checkpointing: bool) -> Config:
@@ -208,6 +175,19 @@ def microbatch(
     (batch,) = pack_groups(made, 10_000)
     rows = [made[g][0].trajectories[m] for g, m in zip(batch.group_ids, batch.members, strict=True)]
     return batch, rows
+
+
+@torch.no_grad()
+def _not_causal(eager: PreTrainedModel) -> float:
+    """How far log-probs of a row's first tokens move with what follows them, in nats; a top-k with ties does that."""
+    _, rows = microbatch(_vocabulary(eager))
+    tokens = torch.from_numpy(max(rows, key=lambda row: row.tokens.size).tokens.astype(np.int64))[None]
+    whole = eager(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
+    shorter = [
+        eager(input_ids=tokens[:, :length], use_cache=False).logits[0].log_softmax(-1)
+        for length in range(4, tokens.shape[1])
+    ]
+    return max(_apart(part, whole[: len(part)]) for part in shorter)
 
 
 def _own(eager: PreTrainedModel, rows: list[Trajectory], weights_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -377,9 +357,13 @@ def _distance(models: dict[int, PreTrainedModel], asked: GenerationRequest, answ
 
 
 def _refusal(error: ConfigError) -> str:
-    """In one line; where the gate lists what each path computes, that list alone."""
+    """In one line; where the gate lists what each path computes, that list alone, each reason once."""
     first, *listed = str(error).removeprefix("model.path: ").splitlines()
-    return "; ".join(line.strip() for line in listed or [first])
+    reasons: dict[str, list[str]] = {}
+    for line in listed:
+        path, _, reason = line.strip().partition(": ")
+        reasons.setdefault(reason, []).append(path)
+    return "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in reasons.items()) or first
 
 
 def _short(error: BaseException) -> str:

@@ -95,11 +95,13 @@ _QWEN4 = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "indexed_attention"],
 }  # fmt: skip
+_MIXED = ["linear_attention", "full_attention"] * 2
 _DOTS3 = {
     "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 24,
     "swa_head_dim": HEAD, "swa_qk_nope_head_dim": 8, "swa_qk_rope_head_dim": 8, "swa_v_head_dim": HEAD,
 }  # fmt: skip
 OVERRIDES: dict[str, dict[str, Any]] = {name: {"is_decoder": True} for name in _DECODERS.split()} | {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5},
     "cohere2_moe": {"logit_scale": 0.5},
@@ -122,9 +124,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {name: {"is_decoder": True} for name in _
         "activation_sparsity_pattern": [0.95, 0.95, 0.95, 0.0, 0.0, 0.0],
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": _MIXED},
     "hunyuan_v1_dense": {"head_dim": HEAD},
     "hunyuan_v1_moe": {"head_dim": HEAD},
     "inkling_text": {"logits_mup_width_multiplier": 1.0},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0, "num_hidden_layers": 4},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "longcat_flash": {"head_dim": 8, "num_layers": 2},
@@ -151,7 +156,7 @@ _LONG = {
     "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)], "long_factor": [1.5 + 0.5 * i for i in range(HEAD // 2)],
     "original_max_position_embeddings": CONTEXT,
 }  # fmt: skip
-_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "layer_types": None}
+_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "layer_types": None}
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.1}
 
 # name -> (type, what differs from its small configuration)
@@ -178,6 +183,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere query norms": ("cohere", {"use_qk_norm": True}),
     "falcon alibi": ("falcon", {"alibi": True, "parallel_attn": False, "bias": True}),
     "falcon new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS}),
+    "dots1 windowed": ("dots1", {"sliding_window": WINDOW, "max_window_layers": 1, "layer_types": None}),
+    "falcon_h1 multipliers": (
+        "falcon_h1",
+        {
+            "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.5,
+            "attention_out_multiplier": 0.8, "ssm_multipliers": [0.5, 0.8, 1.2, 0.9, 1.1], "ssm_in_multiplier": 1.2,
+        },
+    ),
     "mpt without alibi": ("mpt", {"attn_config": {"alibi": False}}),
     "gpt2 by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
     "gpt_bigcode many heads": ("gpt_bigcode", {"multi_query": False}),
