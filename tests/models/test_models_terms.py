@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from asyncrl.errors import ConfigError
 from asyncrl.models import general_attention
 from asyncrl.models.attention import AttentionTerms
+from asyncrl.models.paths import PACKED
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.tree_attention import TreePlan
 
@@ -214,8 +215,7 @@ def test_a_family_equals_its_own_untouched_eager_model(family: str) -> None:
     """Log-probs of every token, gradients of every parameter; packed trees against one row at a time."""
     module = model(family)
     plain = copy.deepcopy(module)
-    policy = PolicyModel(module)
-    assert policy.fused is None
+    policy = PolicyModel(module, path=PACKED)
     plan, positions, sequences = forest(FOREST)
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 61, (plan.tokens,), generator=generator)
@@ -311,17 +311,6 @@ def test_bfloat16_is_as_close_to_the_truth_as_the_eager_forward_of_that_dtype(fa
 # -- what is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change", [{"sliding_window": 4}, {"layer_types": MIXED}, {"attn_logit_softcapping": 2.0}], ids=str
-)
-def test_a_model_that_may_have_terms_is_not_fused(change: dict[str, Any]) -> None:
-    module = LlamaForCausalLM(LlamaConfig(**SIZES))
-    for key, value in change.items():
-        setattr(module.model.layers[1].self_attn if "cap" in key else module.config, key, value)
-    assert PolicyModel(module).fused is None
-    assert PolicyModel(LlamaForCausalLM(LlamaConfig(**SIZES))).fused is not None
-
-
 def test_sinks_that_do_not_reach_the_attention_are_refused() -> None:
     policy = PolicyModel(LlamaForCausalLM(LlamaConfig(**SIZES)))
     policy.fused = None
@@ -331,10 +320,9 @@ def test_sinks_that_do_not_reach_the_attention_are_refused() -> None:
 
 
 def test_sinks_of_another_form_are_refused() -> None:
-    module = model("GptOss")
-    for layer in module.model.layers:
+    policy = PolicyModel(model("GptOss"))
+    for layer in policy.module.model.layers:
         layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(6, 2))
-    policy = PolicyModel(module)
     with pytest.raises(ConfigError, match=r"sinks \(6, 2\), not one for each"):
         policy.hidden(torch.arange(4), torch.arange(4), TreePlan([0], [4]))
 

@@ -21,7 +21,7 @@ from transformers import (
     MixtralConfig,
     PreTrainedModel,
 )
-from transformers.models.lfm2.modeling_lfm2 import Lfm2ForCausalLM
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ForCausalLM, Lfm2Model
 from transformers.models.llama import modeling_llama
 
 from asyncrl.cli.app import main as cli
@@ -112,7 +112,7 @@ def test_encoder_decoders_are_refused() -> None:
         _ = verdict.path
 
 
-class ForgetfulForCausalLM(Lfm2ForCausalLM):
+class ForgetfulModel(Lfm2Model):
     """Right in one forward; its cache loses the first token of every sequence."""
 
     def forward(self, input_ids: Any = None, **given: Any) -> Any:
@@ -121,6 +121,12 @@ class ForgetfulForCausalLM(Lfm2ForCausalLM):
             if getattr(layer, "keys", None) is not None:
                 layer.keys[:, :, 0] = 0
         return output
+
+
+class ForgetfulForCausalLM(Lfm2ForCausalLM):
+    def __init__(self, config: Lfm2Config) -> None:
+        super().__init__(config)
+        self.model = ForgetfulModel(config)
 
 
 def test_a_model_whose_own_cache_forgets_is_refused_with_what_was_compared() -> None:
@@ -202,7 +208,7 @@ def test_what_is_made_wrong_on_purpose_is_caught(
 def test_a_gradient_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.models import kernels
 
-    monkeypatch.setattr(kernels, "rms_norm_backward", lambda grad, x, weight, eps, into, through: through.add_(grad))
+    monkeypatch.setattr(kernels, "rms_norm_backward", lambda grad, x, weight, eps, into, out, offset: out.add_(grad))
     verdict = check_model(llama())
     distance = verdict.results[0].distance
     assert distance is not None and distance.logprobs < 1e-5 and distance.gradients > 100 * RELATIVE
