@@ -18,20 +18,28 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ModelPath:
-    """`attention` and `padded` are of the plain path: transformers' implementation, and whether rows of different lengths share
-    a forward (padded on the right)."""
+    """The rest is of the plain path: transformers' implementation of `attention`; whether rows share a forward (`padded` on the
+    right); whether sampling is by transformers' cache, or by a forward over all of a row for each of its tokens."""
 
     name: Literal["fused", "packed", "plain"]
     attention: Literal["sdpa", "eager"] = "eager"
     padded: bool = False
+    cached: bool = True
 
     def __str__(self) -> str:
         if self.name != "plain":
             return self.name
-        return f"plain ({self.attention} attention, {'padded rows' if self.padded else 'rows of one length at a time'})"
+        rows = "padded rows" if self.padded else "one row at a time"
+        return f"plain ({self.attention} attention, {rows}{'' if self.cached else ', sampled without a cache'})"
 
 
 FUSED = ModelPath("fused")
 PACKED = ModelPath("packed")
-PLAIN = (ModelPath("plain", "sdpa", True), ModelPath("plain", "eager", True), ModelPath("plain", "eager", False))
+PLAIN = (
+    ModelPath("plain", "sdpa", padded=True),
+    ModelPath("plain", "eager", padded=True),
+    ModelPath("plain", "eager"),
+    ModelPath("plain", "eager", padded=True, cached=False),
+    ModelPath("plain", "eager", cached=False),
+)
 PATHS = (FUSED, PACKED, *PLAIN)  # the faster ones first

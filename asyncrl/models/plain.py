@@ -1,8 +1,8 @@
 """The plain path: hidden states by transformers' own forward, one row a sequence, nothing shared, nothing replaced.
 
 A packed tree is taken apart into rows, each a prefix with one of its suffixes; a prefix's own hidden states are read from
-the row of its first suffix. Rows of one length share a forward; with `padded`, rows of different lengths do, padded on the
-right, where no causal layer looks.
+the row of its first suffix. With `padded` rows share a forward, padded on the right, where no causal layer looks; else
+each runs alone.
 
 Shape legend: T packed tokens, E hidden size, R rows of one forward, L their padded length.
 """
@@ -62,8 +62,7 @@ class PlainForward:
         batches: list[list[Int64Array]] = []
         for row in sorted(rows, key=lambda row: -row.size):
             last = batches[-1] if batches else None
-            fits = last is not None and (len(last) + 1) * last[0].size <= _TOKENS
-            if last is not None and fits and (self.padded or last[0].size == row.size):
+            if self.padded and last is not None and (len(last) + 1) * last[0].size <= _TOKENS:
                 last.append(row)
             else:
                 batches.append([row])

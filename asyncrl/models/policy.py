@@ -299,8 +299,10 @@ def refuse_unknown_layers(module: PreTrainedModel) -> None:
 def refuse_unsupported(module: PreTrainedModel) -> None:
     """ConfigError for what no path computes: dropout, encoder-decoders. What is asked of the head: head.py."""
     config = module.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"model.path: {type(module).__name__} is an encoder-decoder; asyncrl trains decoders")
+    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "encoder_layers"):
+        raise ConfigError(
+            f"model.path: {type(module).__name__} is an encoder-decoder, or a half of one; asyncrl trains decoder-only models"
+        )
     for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
         if getattr(config, key, 0):
             raise ConfigError(

@@ -31,11 +31,8 @@ def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", see
 
     Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
     """
-    config = probe_config(module)
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        probe: PreTrainedModel = type(module)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    probe = _build(module, seed)
     source = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
@@ -47,11 +44,32 @@ def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", see
     return nn.Module.to(probe.eval(), torch.device(device))  # type: ignore[return-value]
 
 
-def probe_config(module: PreTrainedModel, *, contexts: bool = True) -> PretrainedConfig:
-    """The configuration of the probe of `module`. `contexts`: whether windows and contexts become small too."""
+def _build(module: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
+    then twice as many."""
+    few = layer_kinds(module)
+    total = int(module.config.get_text_config().num_hidden_layers)
+    for layers in (few, min(2 * few, total)):
+        config = probe_config(module, layers=layers)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                probe: PreTrainedModel = type(module)._from_config(
+                    config, dtype=torch.float32, attn_implementation="eager"
+                )
+                return probe
+        except (ValueError, IndexError, KeyError):
+            if layers == total or layers > few:
+                raise
+    raise AssertionError("the second number of layers returns or raises")
+
+
+def probe_config(module: PreTrainedModel, *, contexts: bool = True, layers: int | None = None) -> PretrainedConfig:
+    """The configuration of the probe of `module`. `contexts`: whether windows and contexts become small too. `layers`: None:
+    one of each kind."""
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
-    layers = layer_kinds(module)
+    layers = layer_kinds(module) if layers is None else layers
     text.num_hidden_layers = layers
     for name, value in vars(text).items():
         if isinstance(value, (list, tuple)) and len(value) == module.config.get_text_config().num_hidden_layers:

@@ -23,12 +23,10 @@ from transformers import PreTrainedModel
 from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
+from asyncrl.models.policy import refuse_unsupported
 from asyncrl.models.probe import build_probe, longest_row
 
-from .gate_trial import Distance, Trial
-
-NATS = 1e-4  # most that a log-prob may differ, training or sampler
-RELATIVE = 1e-4  # most that a gradient may
+from .gate_trial import NATS, RELATIVE, Distance, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        return self.distance is not None and self.distance.within(NATS, RELATIVE)
+        return self.distance is not None and self.distance.agrees
 
     def __str__(self) -> str:
         if self.distance is None:
@@ -87,6 +85,10 @@ class Verdict:
             found.append(
                 "note: on the plain path nothing is shared in a group, and all caches are rebuilt after an update"
             )
+        if not chosen.path.cached:
+            found.append(
+                "note: sampled without a cache, which is wrong here: each token costs a forward over its whole row"
+            )
         return found + [f"note: not {result}" for result in self.results[: self.results.index(chosen)]]
 
     def _compared(self) -> str:
@@ -113,10 +115,14 @@ def check_model(
     """
     started = time.perf_counter()
     name = type(module).__name__
+    refuse_unsupported(module)
     with _quiet():
         try:
             trial = Trial(build_probe(module, device), lora=lora, checkpointing=checkpointing)
+            trial.check_causal()
             _ = trial.eager
+        except ConfigError as error:
+            raise ConfigError(f"model.path: {name} is refused: {error}") from error
         except Exception as error:
             raise ConfigError(
                 f"model.path: {name} is refused: it cannot be compared with itself, because a small copy of it fails in "

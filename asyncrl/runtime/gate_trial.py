@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.data.packing import pack_groups
+from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
@@ -46,8 +47,11 @@ from asyncrl.types import (
 _GROUPS = ((7, (13, 4)), (2, (26,)), (5, (2, 5)))
 # (prompt, completion, shares the prompt of the row before it)
 _REQUESTS = ((7, 3, False), (7, 12, True), (2, 20, False), (21, 2, False))
-_PREFILL = 8
+_PREFILL = 8  # tokens of a prefill, so that longer prompts take several
+_PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and one leaves it before the others
 _NEW_VERSION = 6  # after so many tokens
+NATS = 1e-4  # most that a log-prob may differ, training or sampler
+RELATIVE = 1e-4  # most that a gradient may
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,10 @@ class Distance:
     sampler: float
     parameter: str = ""  # the one whose gradient is farthest
 
-    def within(self, nats: float, relative: float) -> bool:
+    @property
+    def agrees(self) -> bool:
         """False for what is not a number, too."""
-        return self.logprobs <= nats and self.sampler <= nats and self.gradients <= relative
+        return self.logprobs <= NATS and self.sampler <= NATS and self.gradients <= RELATIVE
 
     def __str__(self) -> str:
         return f"training log-probs {self.logprobs:.1g} nats, gradients {self.gradients:.1g}, sampler {self.sampler:.1g} nats"
@@ -74,6 +79,7 @@ class Trial:
     def __init__(self, probe: PreTrainedModel, *, lora: LoraConfig | None = None, checkpointing: bool = False) -> None:
         """`probe`: of models/probe.py. `lora`, `checkpointing`: as the run has them."""
         self.probe = probe
+        self._untouched = copy.deepcopy(probe)  # some models keep what they computed last
         self._lora = lora
         self._checkpointing = checkpointing
         self._random = np.random.default_rng(0)
@@ -121,17 +127,32 @@ class Trial:
         logits_LV = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
         return (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1).gather(1, row[prompt:, None]).squeeze(1)
 
+    @torch.no_grad()
+    def check_causal(self) -> None:
+        """Errors: ConfigError where what follows a token moves its log-probs: no sampler can know that. Tokens repeat, because a
+        layer that chooses keys may have to choose among equal ones."""
+        length = min(40, self._longest)
+        tokens = self._tokens(6)[self._random.integers(0, 6, length)]
+        whole = self._logprobs(tokens, 1)
+        for part in (length // 4, length // 2, length - 3):
+            distance = _largest(self._logprobs(tokens[:part], 1) - whole[: part - 1])
+            if not distance <= NATS:
+                raise ConfigError(
+                    f"its own forward is not causal: the log-prob of one of {part} tokens moves by {distance:.1g} nats when "
+                    f"{length - part} more follow"
+                )
+
     # -- a path -------------------------------------------------------------------------------------------------------
 
     def run(self, path: ModelPath) -> Distance:
         """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
-        policy = PolicyModel(copy.deepcopy(self.probe), "float32", path=path, lora=self._lora)
+        policy = PolicyModel(copy.deepcopy(self._untouched), "float32", path=path, lora=self._lora)
         logprobs, gradients, parameter = self._training(policy)
         return Distance(logprobs, gradients, self._sampler(policy), parameter)
 
     def training_only(self, path: ModelPath) -> Distance:
         """The same without the sampler."""
-        policy = PolicyModel(copy.deepcopy(self.probe), "float32", path=path, lora=self._lora)
+        policy = PolicyModel(copy.deepcopy(self._untouched), "float32", path=path, lora=self._lora)
         logprobs, gradients, parameter = self._training(policy)
         return Distance(logprobs, gradients, 0.0, parameter)
 
@@ -167,7 +188,7 @@ class Trial:
             max_sequences=rows,
             max_context=longest,
             kv_positions=rows * longest,
-            prefill_tokens=_PREFILL,
+            prefill_tokens=_PLAIN_PREFILL if policy.path.name == "plain" else _PREFILL,
             recompute=True,
         )
         slots = [core.add(request, ()) for request in requests]

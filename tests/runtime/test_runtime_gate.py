@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import (
     BloomConfig,
     Lfm2Config,
     LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
     MistralConfig,
     MixtralConfig,
     PreTrainedModel,
@@ -30,6 +33,7 @@ from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
+from asyncrl.models.attention import AttentionTerms
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.runtime.gate import RELATIVE, check_for, check_model
@@ -107,9 +111,8 @@ def test_encoder_decoders_are_refused() -> None:
     config = BartConfig(
         d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=64, encoder_ffn_dim=32, decoder_ffn_dim=32
     )
-    verdict = check_model(BartForConditionalGeneration(config))
-    with pytest.raises(ConfigError, match="BartForConditionalGeneration is refused"):
-        _ = verdict.path
+    with pytest.raises(ConfigError, match="BartForConditionalGeneration is an encoder-decoder"):
+        check_model(BartForConditionalGeneration(config))
 
 
 class ForgetfulModel(Lfm2Model):
@@ -129,17 +132,67 @@ class ForgetfulForCausalLM(Lfm2ForCausalLM):
         self.model = ForgetfulModel(config)
 
 
-def test_a_model_whose_own_cache_forgets_is_refused_with_what_was_compared() -> None:
+def test_a_cache_that_forgets_is_not_used() -> None:
     model = ForgetfulForCausalLM(Lfm2Config(**GATED, layer_types=["conv", "full_attention"]))
     verdict = check_model(model)
+    with_cache = [result.distance for result in verdict.results if result.path in PLAIN and result.path.cached]
+    assert len(with_cache) == 3
+    for distance in with_cache:
+        assert distance is not None and distance.logprobs < 1e-5 and distance.gradients < 1e-5
+        assert distance.sampler > 1e-3
+    assert not verdict.path.cached
+    assert any("each token costs a forward over its whole row" in line for line in verdict.lines())
+
+
+class ShiftedForCausalLM(LlamaForCausalLM):
+    """Its decoder is not given the tokens that the model is given."""
+
+    def forward(self, input_ids: Any = None, **given: Any) -> Any:
+        return super().forward(input_ids=(input_ids + 1) % self.config.vocab_size, **given)
+
+
+def test_what_no_path_computes_is_refused_with_what_was_compared() -> None:
+    verdict = check_model(ShiftedForCausalLM(LlamaConfig(**GATED)))
     with pytest.raises(ConfigError) as caught:
         _ = verdict.path
     text = str(caught.value)
-    assert "ForgetfulForCausalLM is refused" in text and "2 of 2 layers" in text
-    for name in ("fused:", "packed:", "plain (sdpa", "plain (eager"):
+    assert "ShiftedForCausalLM is refused" in text and "2 of 2 layers" in text
+    for name in ("fused:", "packed:", "plain (sdpa", "plain (eager", "without a cache"):
         assert name in text
-    last = verdict.results[-1].distance
-    assert last is not None and last.logprobs < 1e-5 and last.gradients < 1e-5 and last.sampler > 1e-3
+    assert all(result.distance is not None and result.distance.logprobs > 0.1 for result in verdict.results)
+    assert "refused" in verdict.lines()[0]
+
+
+class LookingModel(LlamaModel):
+    """Every token sees how many there are."""
+
+    def forward(self, input_ids: Any = None, **given: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **given)
+        output.last_hidden_state = output.last_hidden_state.clone()
+        output.last_hidden_state[..., 0] += 0.01 * input_ids.shape[1]
+        return output
+
+
+class LookingForCausalLM(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = LookingModel(config)
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    with pytest.raises(ConfigError, match="its own forward is not causal: the log-prob of one of 10 tokens moves by"):
+        check_model(LookingForCausalLM(LlamaConfig(**GATED)))
+
+
+def test_a_model_that_cannot_be_built_small_is_refused_with_a_sentence() -> None:
+    class OddForCausalLM(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            if config.vocab_size < 512:
+                raise RuntimeError("not so small")
+            super().__init__(config)
+
+    with pytest.raises(ConfigError, match=r"a small copy of it fails in transformers \(RuntimeError: not so small\)"):
+        check_model(OddForCausalLM(LlamaConfig(**GATED | {"vocab_size": 512})))
 
 
 # -- made wrong on purpose: each break is in what the product runs, and the eager side does not have it -----------------
@@ -158,6 +211,13 @@ def break_scale(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     """A model with a scale of its own in its eager attention, which ours is not told of."""
     patch.setattr(modeling_llama, "eager_attention_forward", scaled_elsewhere)
     return llama(hidden_act="relu")
+
+
+def break_mask(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """Windows are one token too wide."""
+    within = AttentionTerms.within
+    patch.setattr(AttentionTerms, "within", lambda self, longest: replace(within(self, longest), window=9))
+    return built(MistralConfig(**GATED, sliding_window=8))
 
 
 def break_cache(patch: pytest.MonkeyPatch) -> PreTrainedModel:
@@ -187,6 +247,8 @@ def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     ("broken", "path", "what"),
     [
         (break_scale, PACKED, "logprobs"),
+        (break_mask, PACKED, "logprobs"),
+        (break_mask, PACKED, "sampler"),
         (break_cache, FUSED, "sampler"),
         (break_rows, PLAIN[0], "logprobs"),
         (break_mode, PACKED, "logprobs"),

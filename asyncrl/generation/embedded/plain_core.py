@@ -1,9 +1,11 @@
 """The running batch of a model on the plain path: transformers' own forward and cache, for any model that generates with one.
 
-Sequences of one known length that come together are a *cohort*: one cache, no padding, one forward a token. The members of
-a group are one, so a prompt is run once for each of them, side by side. A sequence that ends leaves its cohort, whose cache
-keeps the rows of the others (`reorder_cache`); a cache that cannot is built anew. What a cache holds is transformers'
-business alone: keys and values, states of convolutions and of linear attention, windows.
+Sequences of one known length that come together are a *cohort*: one cache, no padding, one forward a token. (Where rows must
+not share a forward, `ModelPath.padded` false, each is its own.) The members of a group are one, so a prompt is run once for
+each of them, side by side. A sequence that ends leaves its cohort, whose cache keeps the rows of the others; a cache that
+cannot is built anew. What a cache holds is transformers' business alone: keys and values, states of convolutions and of
+linear attention, windows. Where it is not right, or there is none, `ModelPath.cached` is false, and a token costs a forward
+over the whole row.
 
 After an update of the weights all caches are rebuilt, whatever they hold (`kv_after_update: recompute`).
 
@@ -99,6 +101,7 @@ class PlainCore:
                 by_length[int(self.sequences.length[slot])].append(slot)
             for length, slots in by_length.items():
                 most = max((self.prefill_tokens - total) // max(length - 1, 1), 0 if total else 1)
+                most = most if self.policy.path.padded else min(most, 1)
                 if not (taken := slots[:most]):
                     break
                 self._fresh = [slot for slot in self._fresh if slot not in taken]
@@ -136,7 +139,9 @@ class PlainCore:
         return torch.from_numpy(self.sequences.tokens[np.array(slots), :length]).to(self.policy.device)
 
     def _prefilled(self, slots: list[int], length: int) -> dict[str, Any]:
-        """The state after the first `length` tokens."""
+        """The state after the first `length` tokens. Without a cache there is none, and nothing is computed."""
+        if not self.policy.path.cached:
+            return {}
         module: Any = self.policy.module
         state: dict[str, Any] = {"use_cache": True}
         if module._supports_logits_to_keep():  # else those of the whole prompt are made, for nobody
@@ -164,7 +169,11 @@ class PlainCore:
     def _step(self, cohort: Cohort) -> list[Sampled]:
         length = int(self.sequences.length[cohort.slots[0]])
         fresh = length == 1  # one token, and no cache before it
-        hidden_nE = self._forward(self._tokens(cohort.slots, length), cohort.state, None if fresh else 1)
+        tokens_nL = self._tokens(cohort.slots, length)
+        if self.policy.path.cached:
+            hidden_nE = self._forward(tokens_nL, cohort.state, None if fresh else 1)
+        else:
+            hidden_nE = self.policy.decoder(input_ids=tokens_nL, use_cache=False).last_hidden_state[:, -1]
         slots: Int64Array = np.array(cohort.slots, np.int64)
         return [
             self.sampler.sample(
@@ -180,7 +189,7 @@ class PlainCore:
         index = torch.tensor(kept, dtype=torch.int64, device=self.policy.device)
         for name, value in cohort.state.items():
             if isinstance(value, Cache):
-                value.reorder_cache(index)  # type: ignore[arg-type]
+                _select_rows(value, index)
             elif isinstance(value, Tensor) and value.ndim and value.shape[0] == len(cohort.slots):
                 cohort.state[name] = value.index_select(0, index)
             elif not isinstance(value, (bool, int, float, str, type(None))):
@@ -194,3 +203,13 @@ class PlainCore:
         slots = [slot for slot in cohort.slots if slot not in cohort.left]
         self._fresh += slots
         self.sequences.cached[slots] = 0
+
+
+def _select_rows(cache: Cache, index: Tensor) -> None:
+    """Keep these rows of `cache`. Most layers know it as `reorder_cache` alone; a class with states of its own may know only
+    the other name."""
+    kind = type(cache)
+    if kind.batch_select_indices is not Cache.batch_select_indices and kind.reorder_cache is Cache.reorder_cache:
+        cache.batch_select_indices(index)
+    else:
+        cache.reorder_cache(index)  # type: ignore[arg-type]
