@@ -321,7 +321,7 @@ class StoreLedger:
 
     def _announce(self, number: int) -> None:
         # The one before once more: its writer may have died before it did, and who waits for it would not hear of this one.
-        self._asked(self._store.multi_set, [f"change/{number - 1}", f"change/{number}"], ["1", "1"])
+        self._asked(self._store.multi_set, [f"change/{number - 1}", f"change/{number}"], ["1", "1"])  # type: ignore[attr-defined]
         if number > _KEPT_CHANGES:
             self._asked(self._store.delete_key, f"change/{number - _KEPT_CHANGES}")
 
