@@ -286,7 +286,7 @@ class Reservation:
     # -- as data ---------------------------------------------------------------------------------------------------
 
     def to_state(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """Everything, as JSON types (no tuples): equal to what comes back from JSON if and only if nothing has changed."""
         return {
             "k": self.groups_per_step,
             "m": self.max_staleness,
@@ -298,7 +298,7 @@ class Reservation:
                 [e.ticket.group_id, e.ticket.admitted, e.ticket.deadline, e.rank, int(e.claimed)]
                 for e in self.entries.values()
             ],
-            "held": list(self.held.items()),
+            "held": [[turn, count] for turn, count in self.held.items()],
             "acknowledged": self.acknowledged,
             "exhausted": self.exhausted,
             "counts": [self.admitted, self.trained, self.dropped, self.failed],

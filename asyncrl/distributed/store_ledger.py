@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -63,8 +63,7 @@ class StoreLedger:
     ) -> None:
         if not 0 <= rank < books.ranks:
             raise ValueError(f"rank {rank} of {books.ranks} ranks")
-        self._store = store
-        self._rank = rank
+        self._store, self._rank = store, rank
         self._recorder = recorder
         self._timeout_s = timeout_s
         self.first_turn = books.turn
@@ -77,6 +76,7 @@ class StoreLedger:
         self._order = anyio.Lock()  # admissions of this rank wait in line
         self._loop: asyncio.AbstractEventLoop | None = None
         self._broken: BaseException | None = None  # why the watching thread ended
+        self._awaited = 0  # the number of the change that the watching thread waits for
         self._closed = False
 
     @classmethod
@@ -128,12 +128,10 @@ class StoreLedger:
         self._wake(LifecycleError("the ledger was closed while somebody waited for it"))
         with anyio.CancelScope(shield=True):
             try:
-                # A change without content: it wakes the watching thread, which then sees that it is to end.
-                await self._lane.run(lambda: self._transact(lambda books: None, force=True), name="leave the books")
-                await asyncio.wait([self._watch_ended], timeout=self._timeout_s)
+                await self._lane.run(self._leave, name="leave the books")
+                await asyncio.wait([self._watch_ended], timeout=5.0)  # it is a daemon
             except LedgerError:
-                # The store is gone, because the run is being torn down around us: the watching thread is a daemon and
-                # ends with its own error, and there is nobody left to tell about this rank's groups.
+                # The store is gone: the run is being torn down around us, and nobody is left to tell about this rank's groups.
                 self._broken = self._broken or LedgerError("the shared ledger is gone")
             finally:
                 await self._lane.aclose()
@@ -281,16 +279,20 @@ class StoreLedger:
         for name in ("groups_per_step", "max_staleness", "late", "ranks", "warmup"):
             mine, other = getattr(self._books, name), getattr(theirs, name)
             if mine != other:
-                raise LedgerError(
-                    f"rank {self._rank} has {name} = {mine!r}, but the shared ledger was opened with {other!r}"
-                )
+                raise LedgerError(f"rank {self._rank} has {name} = {mine!r}, but the shared ledger has {other!r}")
         self._books, self._changes = theirs, found["change"]
+
+    def _leave(self) -> None:
+        """A change without content wakes the watching threads; this rank's then sees that it is to end."""
+        self._transact(lambda books: None, force=True)
+        self._asked(
+            self._store.set, f"change/{self._awaited}", "1"
+        )  # the writer of that one may have died before it did
 
     def _transact(self, change: Callable[[Reservation], R], *, force: bool = False) -> R:
         """Apply `change` to the newest books; `force` writes them even where nothing changed."""
         deadline = time.monotonic() + self._timeout_s
-        # Read anew, always: an answer such as "wait" from older books than the caller has heard of would let it wait
-        # for a change that has happened already.
+        # Read anew, always: an answer from older books than the caller has heard of may let it wait for what has happened.
         found = self._asked(self._store.get, _BOOKS)
         while True:
             state = json.loads(found)
@@ -299,7 +301,7 @@ class StoreLedger:
             self._tell(number, Reservation.from_state(state["books"]))
             result = change(books)
             if not force and books.to_state() == state["books"]:
-                return result
+                return result  # nothing to announce: else ranks that wait would wake each other for ever
             written = self._encode(books, number + 1)
             found = self._compare_set(found, written)
             if found == written:
@@ -318,11 +320,12 @@ class StoreLedger:
         return self._asked(self._store.compare_set, _BOOKS, expected, desired)
 
     def _announce(self, number: int) -> None:
-        self._asked(self._store.set, f"change/{number}", "1")
+        # The one before once more: its writer may have died before it did, and who waits for it would not hear of this one.
+        self._asked(self._store.multi_set, [f"change/{number - 1}", f"change/{number}"], ["1", "1"])  # type: ignore[attr-defined]
         if number > _KEPT_CHANGES:
             self._asked(self._store.delete_key, f"change/{number - _KEPT_CHANGES}")
 
-    def _asked(self, call: Callable[..., Any], *args: str) -> str:
+    def _asked(self, call: Callable[..., Any], *args: Any) -> str:
         """A call to the store; its bytes as text."""
         try:
             answer = call(*args)
@@ -339,17 +342,16 @@ class StoreLedger:
         """The watching thread: wait for the next change of anybody, read the books, tell the loop."""
         broken: BaseException | None = None
         try:
-            while not self._closed:
-                try:
-                    store.wait([f"change/{seen + 1}"], timedelta(seconds=_LOOK_AGAIN_S))
-                except RuntimeError:
-                    if self._closed:
-                        return
+            self._awaited = seen + 1
+            while not self._closed:  # asked after `_awaited` was set: who closes reads that afterwards
+                with suppress(RuntimeError):
+                    store.wait([f"change/{self._awaited}"], timedelta(seconds=_LOOK_AGAIN_S))
                 # After a timeout too: an announcement may have been removed, or its writer may have died before it.
                 state = json.loads(store.get(_BOOKS))
                 if state["change"] > seen:
                     seen = state["change"]
                     self._tell(seen, Reservation.from_state(state["books"]))
+                self._awaited = seen + 1
         except Exception as exc:  # the connection is gone: every waiter must hear it, whatever it was
             broken = exc
         finally:

@@ -66,6 +66,43 @@ async def test_places_and_slots_are_counted_over_both_ranks() -> None:
         assert (s.trained, s.admitted, s.live) == (2, 3, 1)
 
 
+async def test_a_question_that_changes_nothing_wakes_nobody() -> None:
+    """In every state of the books: else two ranks that wait for each other's next change never come to rest."""
+    async with two_ranks(2, 0) as (a, b):
+        x, y = await fresh(a, 0), await fresh(b, 1)
+        for ledger, ticket in ((a, x), (b, y)):
+            await ledger.claim([ticket])
+        await a.commit()
+        await b.commit()  # now slots are held for a publish
+        await a.release(0)
+        with anyio.fail_after(10):
+            while b.changes < a.changes:
+                await b.wait_changed(b.changes)
+        seen = a.changes
+        assert (await a.claim([]))[0] is WAIT is (await b.claim([]))[0]
+        with anyio.move_on_after(0.05):
+            await a.admit(2)
+        assert a.changes == b.changes == seen
+
+
+async def test_closing_waits_for_no_announcement_of_a_rank_that_died_before_it() -> None:
+    """Between the writing of the books and that: the watching threads of the others wait for a key that nobody sets."""
+    async with two_ranks(2, 0) as (a, b):
+        announce, b._announce = b._announce, lambda number: None  # type: ignore[method-assign]
+        await fresh(b, 0)
+        b._announce = announce  # type: ignore[method-assign]
+        with anyio.fail_after(2.5):
+            await a.aclose()
+    async with two_ranks(2, 0) as (a, b):
+        announce, b._announce = b._announce, lambda number: None  # type: ignore[method-assign]
+        await fresh(b, 0)
+        b._announce = announce  # type: ignore[method-assign]
+        await fresh(b, 1)  # the next change says so too
+        with anyio.fail_after(2.5):
+            while a.statistics().live < 2:
+                await a.wait_changed(a.changes)
+
+
 async def test_a_change_of_one_rank_wakes_the_other() -> None:
     async with two_ranks(1, 0) as (a, b):
         ticket = await fresh(a, 0)

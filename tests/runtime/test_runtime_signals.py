@@ -242,6 +242,8 @@ def test_a_rank_that_goes_first_takes_no_checkpoint_with_it(tmp_path: Path, numb
         untrained = set(state["untrained"][str(rank)])
         assert untrained <= taken
         trained.append(taken - untrained)
-    assert {row["group_id"] for row in rollouts_of(run)} == trained[0]  # texts do not travel: of rank 0 alone
+    written = {row["group_id"] for row in rollouts_of(run)}  # texts do not travel: of rank 0 alone
+    # The last step may have been applied and not reported: its figures are gathered over the ranks.
+    assert written == trained[0] if version == metrics_of(run)[-1]["step"] else written <= trained[0]
     if "rank 1 did not say" not in first.output:  # killed between a step and its word on it
         assert len(trained[0]) + len(trained[1]) == 4 * version
