@@ -22,7 +22,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 WINDOW = 8  # tokens that a window of the probe spans
 CONTEXT = 16  # "original" context of the probe's rotary scaling
 VOCABULARY = 256
-_WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size")
+_WINDOWS = (  # and the chunks in which layers with a state go through a row
+    "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
+    "chunk_size", "mamba_chunk_size", "block_size",
+)  # fmt: skip
 _NOISE = 0.2
 
 

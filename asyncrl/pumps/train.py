@@ -355,7 +355,8 @@ class TrainPump:
         if gate is not None and mismatch is not None and mismatch > gate:
             raise DivergenceError(
                 f"step {result.version}: trainer and sampler log-probs of the same version differ by {mismatch:.2g} nats on "
-                f"average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the weights that trained"
+                f"average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the weights that trained "
+                "(null where another program's sampler is meant to differ)"
             )
 
     async def _abort(self, step: _Step) -> None:

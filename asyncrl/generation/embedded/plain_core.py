@@ -189,7 +189,13 @@ class PlainCore:
         index = torch.tensor(kept, dtype=torch.int64, device=self.policy.device)
         for name, value in cohort.state.items():
             if isinstance(value, Cache):
-                _select_rows(value, index)
+                try:
+                    _select_rows(value, index)
+                except (
+                    Exception
+                ):  # whatever a class of caches raises that was never asked for this: nothing is lost with it
+                    self._dissolve(cohort)
+                    return
             elif isinstance(value, Tensor) and value.ndim and value.shape[0] == len(cohort.slots):
                 cohort.state[name] = value.index_select(0, index)
             elif not isinstance(value, (bool, int, float, str, type(None))):
