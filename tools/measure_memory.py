@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         _SIZES | {"num_hidden_layers": 10, "layer_types": (["conv"] * 4 + ["full_attention"]) * 2},
         "plain (sdpa",
     ),
-    "mamba, plain eager": ("mamba", {"hidden_size": 256, "num_hidden_layers": 3, "vocab_size": 16_000}, "plain (eager"),
+    "mamba, plain eager": ("mamba", {"hidden_size": 160, "num_hidden_layers": 8, "vocab_size": 16_000}, "plain (eager"),
 }  # fmt: skip
 
 
