@@ -25,9 +25,7 @@ CONFIG = Path(__file__).with_name("agent_loop.yaml")
 async def main(steps: int = 20, *, port: int = 8000, tokenizer: str = "runs/atropos_tokenizer") -> list[float]:
     """Train `steps` steps on what comes. Returns the mean reward of every step."""
     rewards: list[float] = []
-    # The environment makes its log-probs up: they are those of no policy of this run.
-    overrides = ["rollout.groups_per_step=4", "run.name=atropos", "algorithm.mismatch_gate=null"]
-    config = load_config([CONFIG], overrides)
+    config = load_config([CONFIG], ["rollout.groups_per_step=4", "run.name=atropos"])
     async with RecordRing("atropos") as ring, Runtime(config, write=False) as runtime:
         runtime.tokenizer.save_pretrained(tokenizer)  # the environment reads it from there
         reports = runtime.steps()

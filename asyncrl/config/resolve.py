@@ -46,11 +46,12 @@ def staleness_bound(config: Config) -> int:
     return updates * turns_bound(config) + (updates - 1)
 
 
-def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> Config:
+def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, submitted: bool = False) -> Config:
     """The configuration with presets and derived values filled in, checked as a whole.
 
     `world_size`: trainer ranks. `embedding`: the caller's own loop brings prompts and rewards and decides when to end,
-    so data, reward functions and a limit of steps may be missing. Errors: `ConfigError`, one line per contradiction.
+    so data, reward functions and a limit of steps may be missing. `submitted`: it brings whole groups, sampled by whomever.
+    Errors: `ConfigError`, one line per contradiction.
     """
     _, streaming = PRESETS[config.preset]
     rollout: dict[str, Any] = {}
@@ -73,7 +74,7 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False) -> 
     if config.algorithm.old_logprobs == "sampler":
         algorithm["importance_cap"] = None  # the clip itself is around the sampler's log-probs
     if config.algorithm.mismatch_gate == "auto":
-        sampled_here = config.train.kind == "torch" and config.door.ring is None
+        sampled_here = config.train.kind == "torch" and config.door.ring is None and not submitted
         algorithm["mismatch_gate"] = MISMATCH[config.model.dtype] if sampled_here else None
     config = _with(config, "algorithm", algorithm)
     if config.engine.max_sequences is None:
@@ -234,9 +235,8 @@ def _check_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
     if rollout.group_size == 1 and algorithm.advantage not in LONELY_ADVANTAGES and config.train.kind == "torch":
         yield (
-            f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and "
-            "would always "
-            "be 0; expected at least 2"
+            f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and would "
+            "always be 0; expected at least 2"
         )
     streaming = bool(rollout.streaming) and algorithm.updates_per_batch == 1  # several updates need the whole batch
     yield from check_losses(algorithm, streaming)
@@ -320,8 +320,7 @@ def _check_ranks(config: Config, world_size: int) -> list[str]:
     if config.rollout.groups_per_step < world_size:
         return [
             f"rollout.groups_per_step is {config.rollout.groups_per_step}; expected at least the number of ranks, "
-            f"{world_size}: "
-            "fewer groups than ranks leave a rank without work in every step; raise it or start fewer ranks"
+            f"{world_size}: fewer groups than ranks leave a rank without work in every step; raise it or start fewer ranks"
         ]
     return []
 

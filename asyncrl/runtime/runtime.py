@@ -138,8 +138,9 @@ class Runtime:
         stack = self._stack
         self.world = world = World.from_env()
         given = self._given
-        embedding = self._rows is not None or (given.data.train is None and given.door.ring is None)
-        self.config = config = resolve(given, world.world_size, embedding=embedding)
+        submitted = self._rows is None and given.data.train is None and given.door.ring is None
+        embedding = submitted or self._rows is not None
+        self.config = config = resolve(given, world.world_size, embedding=embedding, submitted=submitted)
         leader = world.is_first
         self.directory = RunDirectory(config) if self._write else None
         self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []

@@ -225,3 +225,15 @@ def test_no_torch_at_import_time() -> None:
     modules = "asyncrl.config.load, asyncrl.config.resolve, asyncrl.config.describe"
     program = f"import sys, {modules}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_bound_on_the_mismatch_is_by_dtype_and_off_where_others_sample() -> None:
+    def bound(submitted: bool = False, **sections: Any) -> Any:
+        tree = {"model": {"path": "m"}, "data": {"train": "x.jsonl"}, "reward": {"functions": [{"function": "a.py:f"}]}}
+        tree |= {"train": {"max_steps": 1}, **sections}
+        return resolve(Config.model_validate(tree), submitted=submitted).algorithm.mismatch_gate
+
+    assert bound() == 1e-3 and bound(model={"path": "m", "dtype": "bfloat16"}) == 0.1
+    assert bound(submitted=True) is None
+    assert bound(submitted=True, algorithm={"mismatch_gate": 0.5}) == 0.5
+    assert bound(algorithm={"mismatch_gate": None}) is None

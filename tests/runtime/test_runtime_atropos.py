@@ -38,8 +38,7 @@ def embedded(folder: Path) -> Config:
     tree: dict[str, Any] = {k: v for k, v in REAL.items() if k != "reward"}
     tree["data"] = {"max_prompt_tokens": REAL["data"]["max_prompt_tokens"]}
     tree["train"] = {k: v for k, v in REAL["train"].items() if k != "max_steps"}
-    # The log-probs in these tests are made up, so they are nobody's.
-    return config_of(folder, "rollout.groups_per_step=2", "algorithm.mismatch_gate=null", base=tree)
+    return config_of(folder, "rollout.groups_per_step=2", base=tree)
 
 
 @asynccontextmanager
