@@ -209,14 +209,14 @@ def _copy(block: nn.Module) -> tuple[nn.Module, FlatWeights]:
     flat = FlatWeights(copied, torch.float64)
     generator = torch.Generator().manual_seed(1)
     for parameter in flat.parameters:
-        noise = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
-        if parameter.ndim < 2:
-            parameter.add_(noise, alpha=_NOISE)
-            continue
-        size = float(parameter.square().mean().sqrt())
+        size = float(parameter.square().mean().sqrt()) if parameter.ndim >= 2 else 0.0
         wanted = _GAIN * parameter.shape[-1] ** -0.5
         if size:
             parameter.mul_(wanted / size)
+            continue
+        noise = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        if parameter.ndim < 2:
+            parameter.add_(noise, alpha=_NOISE)
         else:
             parameter.copy_(noise * wanted)
     return copied, flat
