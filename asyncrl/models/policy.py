@@ -32,6 +32,8 @@ from .plain import PlainForward
 from .tree_attention import TreePlan
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# By a top-k over scores of which many are exactly 0 (DeepSeek-V3.2's indexer and what came of it).
+CHOOSING_LAYERS = {"indexed_attention", "compressed_sparse_attention"}
 KNOWN_ROTARY = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -302,6 +304,12 @@ def refuse_unsupported(module: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False) or hasattr(config, "encoder_layers"):
         raise ConfigError(
             f"model.path: {type(module).__name__} is an encoder-decoder, or a half of one; asyncrl trains decoder-only models"
+        )
+    kinds = set(map(str, getattr(config.get_text_config(), "layer_types", None) or ()))
+    if found := sorted(kinds & CHOOSING_LAYERS):
+        raise ConfigError(
+            f"model.path: {type(module).__name__} has layers of type {', '.join(found)}, which choose the keys that a query sees: "
+            "among equal scores the choice depends on how long the row is, so sampler and trainer would differ"
         )
     for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
         if getattr(config, key, 0):

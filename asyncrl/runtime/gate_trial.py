@@ -134,7 +134,7 @@ class Trial:
         length = min(40, self._longest)
         tokens = self._tokens(6)[self._random.integers(0, 6, length)]
         whole = self._logprobs(tokens, 1)
-        for part in (length // 4, length - 3):
+        for part in (length // 4, length // 2, length - 3):
             distance = _largest(self._logprobs(tokens[:part], 1) - whole[: part - 1])
             if not distance <= NATS:
                 raise ConfigError(

@@ -26,5 +26,5 @@ def as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_family_is_computed_as_by_itself_or_refused(name: str) -> None:
+def test_a_family_is_computed_as_by_itself(name: str) -> None:
     assert complaint(name) is None
