@@ -94,9 +94,8 @@ class StoreLedger:
         recorder: Recorder | None = None,
     ) -> StoreLedger:
         """The usual constructor: numbers as for `LocalLedger`, `groups_per_step` counted over all ranks."""
-        return cls(
-            store, Reservation(groups_per_step, max_staleness, late, turn, ranks, warmup), rank, recorder=recorder
-        )
+        books = Reservation(groups_per_step, max_staleness, late, turn, ranks, warmup)
+        return cls(store, books, rank, recorder=recorder)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -113,7 +112,8 @@ class StoreLedger:
             self._closed = True
             await self._lane.aclose()
             raise
-        threading.Thread(target=self._watch, args=(watching, self._changes), name="ledger-watch", daemon=True).start()
+        self._thread = threading.Thread(None, self._watch, "ledger-watch", (watching, self._changes), daemon=True)
+        self._thread.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -129,11 +129,12 @@ class StoreLedger:
         with anyio.CancelScope(shield=True):
             try:
                 await self._lane.run(self._leave, name="leave the books")
-                await asyncio.wait([self._watch_ended], timeout=5.0)  # it is a daemon
             except LedgerError:
-                # The store is gone: the run is being torn down around us, and nobody is left to tell about this rank's groups.
+                # The store is gone: the run is torn down around us, and nobody is left to tell about this rank's groups.
                 self._broken = self._broken or LedgerError("the shared ledger is gone")
             finally:
+                if (await asyncio.wait([self._watch_ended], timeout=5.0))[0]:  # else: it is a daemon
+                    self._thread.join()  # it has only to return, and must not do so while the interpreter ends
                 await self._lane.aclose()
 
     # -- the port ----------------------------------------------------------------------------------------------------
@@ -285,9 +286,8 @@ class StoreLedger:
     def _leave(self) -> None:
         """A change without content wakes the watching threads; this rank's then sees that it is to end."""
         self._transact(lambda books: None, force=True)
-        self._asked(
-            self._store.set, f"change/{self._awaited}", "1"
-        )  # the writer of that one may have died before it did
+        # Its writer may have died before it announced the one that this rank waits for.
+        self._asked(self._store.set, f"change/{self._awaited}", "1")
 
     def _transact(self, change: Callable[[Reservation], R], *, force: bool = False) -> R:
         """Apply `change` to the newest books; `force` writes them even where nothing changed."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from . import kernels
-from .attention import AttentionTerms
+from .attention import PLAIN, AttentionTerms
 from .flat import FlatWeights
 from .lora import AdaptedLinear
 from .norms import FusedRMSNorm
@@ -202,7 +202,7 @@ def read_layer(
         kv_heads=kv_heads,
         head_size=size,
         scaling=heard.scaling,
-        terms=heard.terms,
+        terms=PLAIN if heard.terms.plain else heard.terms,  # asked by identity in every decode step
         sinks_gradient=None if sinks is None else gradient(sinks),
         turn=TurnKind(heard.rotary, _query_scaling(attention)),
     )

@@ -89,8 +89,7 @@ class DecodePlan:
         """`query` [n, H, D], `key` and `value` [n, K, D] -> [n, H, D]."""
         cache = self.cache
         size = cache.shape.head_size
-        terms = terms.within(self.longest)
-        if not terms.plain:
+        if terms is not PLAIN and not (terms := terms.within(self.longest)).plain:
             return self._attend_with_terms(layer, query, key, value, scaling, terms)
         if cache.native:
             return native.decode_attention(
