@@ -44,7 +44,8 @@ def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", see
         for name, parameter in probe.named_parameters():
             tied = head is not None and parameter is head.weight  # of a size for logits, not for a residual stream
             _enliven(parameter, "embed" in name and not tied, generator)
-    return nn.Module.to(probe.eval(), torch.device(device))  # type: ignore[return-value]
+    nn.Module.to(probe, torch.device(device))
+    return probe.eval()
 
 
 def _build(module: PreTrainedModel, seed: int) -> PreTrainedModel:

@@ -173,7 +173,7 @@ def check_rows(config: Config, module: PreTrainedModel) -> None:
 
 def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
     try:
-        return Result(path, trial.run(path) if sampler else trial.training_only(path))
+        return Result(path, trial.run(path, sampler=sampler))
     except ConfigError as error:
         return Result(path, None, str(error).removeprefix("model.path: "))
     except Exception as error:  # whatever a model's code raises when it is run so

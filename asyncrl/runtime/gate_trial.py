@@ -14,7 +14,6 @@ Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +34,7 @@ from asyncrl.types import (
     FinishReason,
     GenerationRequest,
     Group,
+    Int32Array,
     Int64Array,
     Microbatch,
     Prompt,
@@ -121,9 +121,9 @@ class Trial:
         probe.requires_grad_(False)
         return found, gradients
 
-    def _logprobs(self, tokens: Sequence[int] | np.ndarray, prompt: int) -> Tensor:  # type: ignore[type-arg]
+    def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int) -> Tensor:
         """[L] tokens -> [L - prompt]."""
-        row = torch.as_tensor(np.asarray(tokens, np.int64), device=self.probe.device)
+        row = torch.from_numpy(tokens.astype(np.int64)).to(self.probe.device)
         logits_LV = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
         return (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1).gather(1, row[prompt:, None]).squeeze(1)
 
@@ -144,17 +144,11 @@ class Trial:
 
     # -- a path -------------------------------------------------------------------------------------------------------
 
-    def run(self, path: ModelPath) -> Distance:
+    def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
         """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
         policy = PolicyModel(copy.deepcopy(self._untouched), "float32", path=path, lora=self._lora)
         logprobs, gradients, parameter = self._training(policy)
-        return Distance(logprobs, gradients, self._sampler(policy), parameter)
-
-    def training_only(self, path: ModelPath) -> Distance:
-        """The same without the sampler."""
-        policy = PolicyModel(copy.deepcopy(self._untouched), "float32", path=path, lora=self._lora)
-        logprobs, gradients, parameter = self._training(policy)
-        return Distance(logprobs, gradients, 0.0, parameter)
+        return Distance(logprobs, gradients, self._sampler(policy) if sampler else 0.0, parameter)
 
     def _training(self, policy: PolicyModel) -> tuple[float, float, str]:
         """(log-probs, gradients, the parameter whose gradient is farthest)."""
@@ -163,9 +157,7 @@ class Trial:
         (logp_S * self._weight_S.to(logp_S.device)).sum().backward()
         policy.set_training(False)
         expected_S, gradients = self.eager
-        names, flat = policy.flat.names, policy.flat
-        assert flat.grad is not None
-        found = {name: flat.view(flat.grad, number) for number, name in enumerate(names)}
+        found = dict(policy.flat.named_grads())
         pairs = (
             {name: (found[name], gradients[name]) for name in found}
             if policy.lora is None
@@ -227,7 +219,7 @@ class Trial:
             groups.append((Group(Ticket(number, 0, 0), Prompt(number, start, ""), rows), [0.0] * len(rows)))
         return groups
 
-    def _trajectory(self, group: int, member: int, members: int, prompt: np.ndarray, length: int) -> Trajectory:  # type: ignore[type-arg]
+    def _trajectory(self, group: int, member: int, members: int, prompt: Int32Array, length: int) -> Trajectory:
         size = prompt.size + length
         mask = np.arange(size) >= prompt.size
         nothing = np.zeros(size, np.float32)
@@ -255,7 +247,7 @@ class Trial:
             requests.append(GenerationRequest(ids, sampling, number, key))
         return requests
 
-    def _tokens(self, count: int) -> np.ndarray:  # type: ignore[type-arg]
+    def _tokens(self, count: int) -> Int32Array:
         return self._random.integers(0, self._vocabulary, count).astype(np.int32)
 
 
@@ -264,11 +256,11 @@ def _adapter_pairs(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Gradients of the adapters' B, found and expected: `scale dW A'` (models/lora.py). (That of A is zero where B is.)"""
     assert policy.lora is not None
-    pairs = {}
+    pairs, masters = {}, dict(policy.flat.named_masters())
     for name, own in found.items():
         layer, _, end = name.removeprefix("base_model.model.").rpartition(".lora_")
         if end.startswith("B"):
-            a = dict(policy.flat.named_masters())[name.replace(".lora_B.", ".lora_A.")]
+            a = masters[name.replace(".lora_B.", ".lora_A.")]
             pairs[name] = own, policy.lora.scale * gradients[f"{layer}.weight"] @ a.t()
     return pairs
 

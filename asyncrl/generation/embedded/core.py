@@ -68,6 +68,13 @@ class Decoded:
     ended: tuple[int, ...] = ()
 
 
+def enter(policy: Policy) -> None:
+    """At the start of a closure that samples: no module trains. (A layer that recomputes drops the cache that it is given.)"""
+    if policy.module.training:  # walking all modules costs a millisecond, asking costs nothing
+        policy.module.eval()
+    policy.set_training(False)
+
+
 class Core:
     """The running batch. `add` and `remove` belong to the owner task, between closures; all else to the lane."""
 
@@ -147,7 +154,7 @@ class Core:
 
     def prefill(self) -> int:
         """Bring sequences forward by at most `prefill_tokens` tokens. Returns the tokens computed."""
-        self._enter()
+        enter(self.policy)
         with torch.no_grad():
             self.sync()
             self.cache.use(self.sequences.rows.size)
@@ -161,7 +168,7 @@ class Core:
 
     def decode(self) -> Decoded:
         """One token for every running sequence."""
-        self._enter()
+        enter(self.policy)
         with torch.no_grad():
             version = self.sync()
             if self.behind:
@@ -180,24 +187,13 @@ class Core:
             stopped, ended = columns.append(slots, sampled, version)
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
-    def _enter(self) -> None:
-        if self.policy.module.training:  # walking all modules costs a millisecond, asking costs nothing
-            self.policy.module.eval()
-        self.policy.set_training(False)
-
     def _sample(self, hidden: Tensor, slots: Int64Array) -> Sampled:
         parts = []
         for start in range(0, slots.size, HEAD_ROWS):
             own = slots[start : start + HEAD_ROWS]
             logits = self.policy.logits(hidden[start : start + HEAD_ROWS])
             parts.append(self.sampler.sample(logits, self.sequences.parameters(own)))
-        if len(parts) == 1:
-            return parts[0]
-        return Sampled(
-            np.concatenate([part.tokens for part in parts]),
-            np.concatenate([part.logprobs for part in parts]),
-            np.concatenate([part.sampled_logprobs for part in parts]),
-        )
+        return parts[0] if len(parts) == 1 else Sampled.joined(parts)
 
     def _segments(self) -> list[Segment]:
         """What to compute now: sequences that are behind, oldest row first, within the budget; prompts shared."""

@@ -26,7 +26,7 @@ from transformers import Cache
 from asyncrl.models.policy import PolicyModel
 from asyncrl.types import GenerationRequest, Int64Array
 
-from .core import HEAD_ROWS, Decoded
+from .core import HEAD_ROWS, Decoded, enter
 from .sampling import Sampled, Sampler
 from .sequences import Sequences
 
@@ -92,7 +92,7 @@ class PlainCore:
 
     def prefill(self) -> int:
         """Caches for sequences that have none, those of one length together. Returns the tokens computed."""
-        self._enter()
+        enter(self.policy)
         total = 0
         with torch.no_grad():
             self.sync()
@@ -113,7 +113,7 @@ class PlainCore:
 
     def decode(self) -> Decoded:
         """One token for every running sequence."""
-        self._enter()
+        enter(self.policy)
         with torch.no_grad():
             version = self.sync()
             if self.behind:
@@ -121,18 +121,8 @@ class PlainCore:
             columns = self.sequences
             slots = np.array([slot for cohort in self._cohorts for slot in cohort.slots], np.int64)
             parts = [part for cohort in self._cohorts for part in self._step(cohort)]
-            sampled = Sampled(
-                np.concatenate([part.tokens for part in parts]),
-                np.concatenate([part.logprobs for part in parts]),
-                np.concatenate([part.sampled_logprobs for part in parts]),
-            )
-            stopped, ended = columns.append(slots, sampled, version)
+            stopped, ended = columns.append(slots, Sampled.joined(parts), version)
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
-
-    def _enter(self) -> None:
-        if self.policy.module.training:
-            self.policy.module.eval()
-        self.policy.set_training(False)  # a layer that recomputes drops the cache that it is given
 
     def _tokens(self, slots: list[int], length: int) -> Tensor:
         """[n, length], int64."""
@@ -193,7 +183,7 @@ class PlainCore:
                     _select_rows(value, index)
                 except (
                     Exception
-                ):  # whatever a class of caches raises that was never asked for this: nothing is lost with it
+                ):  # a class of caches that was never asked for this raises anything; nothing is lost with it
                     self._dissolve(cohort)
                     return
             elif isinstance(value, Tensor) and value.ndim and value.shape[0] == len(cohort.slots):
@@ -218,4 +208,4 @@ def _select_rows(cache: Cache, index: Tensor) -> None:
     if kind.batch_select_indices is not Cache.batch_select_indices and kind.reorder_cache is Cache.reorder_cache:
         cache.batch_select_indices(index)
     else:
-        cache.reorder_cache(index)  # type: ignore[arg-type]
+        cache.reorder_cache(index)  # type: ignore[arg-type]  # (it says LongTensor, which is int64)

@@ -16,6 +16,7 @@ Shape legend: N rows, V vocabulary, B blocks of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +76,15 @@ class Sampled:
     tokens: Int64Array
     logprobs: Float32Array
     sampled_logprobs: Float32Array
+
+    @staticmethod
+    def joined(parts: Sequence[Sampled]) -> Sampled:
+        """The columns of several calls, one after the other."""
+        return Sampled(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.sampled_logprobs for part in parts]),
+        )
 
 
 class Sampler:
