@@ -2,6 +2,7 @@
 
     kinds of layers    as many of the first layers as it takes to have one of each kind
     vocabulary         its first tokens
+    width              the first heads, and the first units of the MLPs, where the class can be built so
     windows, contexts  the numbers in the configuration from which on a model behaves differently, made small, so that a
                        short row passes them
     weights            the model's own; scaled up where they are so small that a lost term would not show, and moved off
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 WINDOW = 8  # tokens that a window of the probe spans
 CONTEXT = 16  # "original" context of the probe's rotary scaling
@@ -26,16 +28,24 @@ _WINDOWS = (  # and the chunks in which layers with a state go through a row
     "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
     "chunk_size", "mamba_chunk_size", "block_size",
 )  # fmt: skip
+_WIDTHS = (  # of an MLP's hidden layer: a number of equal units, of which a part computes what all do
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size",
+)  # fmt: skip
+_NARROW = 64
 _NOISE = 0.2
 
 
-def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", seed: int = 0) -> PreTrainedModel:
+def build_probe(
+    module: PreTrainedModel, device: torch.device | str = "cpu", seed: int = 0, *, narrow: bool = False
+) -> PreTrainedModel:
     """A small float32 model of the class of `module`, whose weights may lie on the meta device: then the probe's are random.
+
+    `narrow`: with fewer heads and units, so that its size hardly depends on that of the model; not every class can be built so.
 
     Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
     """
     generator = torch.Generator().manual_seed(seed)
-    probe = _build(module, seed)
+    probe = _build(module, seed, narrow)
     source = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
@@ -48,24 +58,41 @@ def build_probe(module: PreTrainedModel, device: torch.device | str = "cpu", see
     return probe.eval()
 
 
-def _build(module: PreTrainedModel, seed: int) -> PreTrainedModel:
+def _build(module: PreTrainedModel, seed: int, narrow: bool) -> PreTrainedModel:
     """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
     then twice as many."""
     few = layer_kinds(module)
     total = int(module.config.get_text_config().num_hidden_layers)
     for layers in (few, min(2 * few, total)):
         config = probe_config(module, layers=layers)
+        if narrow:
+            _narrow(config.get_text_config())
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                probe: PreTrainedModel = type(module)._from_config(
-                    config, dtype=torch.float32, attn_implementation="eager"
-                )
-                return probe
+            return _of_config(module, config, seed)
         except (ValueError, IndexError, KeyError):
             if layers == total or layers > few:
                 raise
     raise AssertionError("the second number of layers returns or raises")
+
+
+def _of_config(module: PreTrainedModel, config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """With random weights only where those of `module` cannot be copied: to draw them takes longer than all else."""
+    source = dict(module.named_parameters())
+    with no_init_weights():
+        probe = _empty(module, config)
+    probe.tie_weights()
+    if all(_fits(source.get(name), parameter) for name, parameter in probe.named_parameters()):
+        return probe
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _empty(module, config)
+
+
+def _empty(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    probe: PreTrainedModel = type(module)._from_config(
+        copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
+    )
+    return probe
 
 
 def probe_config(module: PreTrainedModel, *, contexts: bool = True, layers: int | None = None) -> PretrainedConfig:
@@ -101,6 +128,23 @@ def _shrink_contexts(text: PretrainedConfig) -> None:
             continue
         if int(part.get("original_max_position_embeddings") or 0) > CONTEXT:
             part["original_max_position_embeddings"] = CONTEXT
+
+
+def _narrow(text: PretrainedConfig) -> None:
+    """Fewer heads of the same size over a stream as much narrower, and narrower MLPs: what a layer computes does not depend on
+    how many of equal parts it has. At least two key heads stay, and as many query heads to each."""
+    heads = getattr(text, "num_attention_heads", None)
+    hidden = getattr(text, "hidden_size", None)
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    if all(isinstance(value, int) for value in (heads, keys, hidden)):
+        part = max((n for n in range(1, keys // 2 + 1) if not (keys % n or heads % n or hidden % n)), default=1)
+        text.num_attention_heads, text.hidden_size = heads // part, hidden // part
+        if getattr(text, "num_key_value_heads", None) is not None:
+            text.num_key_value_heads = keys // part
+    for name in _WIDTHS:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value >= 2 * _NARROW:
+            setattr(text, name, _NARROW + value % _NARROW)
 
 
 def depends_on_length(rope: dict[str, Any]) -> bool:
@@ -169,13 +213,15 @@ def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _copy(source: Tensor | None, target: Tensor) -> None:
-    """The values of `source`, its first rows where the target has fewer; nothing where they do not fit."""
+    """The values of `source`, the first ones of a dimension that is shorter in the target; nothing where they do not fit."""
+    if source is not None and _fits(source, target):
+        target.copy_(source[tuple(slice(size) for size in target.shape)])
+
+
+def _fits(source: Tensor | None, target: Tensor) -> bool:
     if source is None or source.device.type == "meta" or source.ndim != target.ndim:
-        return
-    if source.ndim and source.shape[1:] == target.shape[1:] and source.shape[0] >= target.shape[0]:
-        target.copy_(source[: target.shape[0]])
-    elif source.shape == target.shape:
-        target.copy_(source)
+        return False
+    return all(own <= size for own, size in zip(target.shape, source.shape, strict=True))
 
 
 def _enliven(parameter: Tensor, embedding: bool, generator: torch.Generator) -> None:

@@ -118,9 +118,8 @@ def check_model(
     refuse_unsupported(module)
     with _quiet():
         try:
-            trial = Trial(build_probe(module, device), lora=lora, checkpointing=checkpointing)
+            trial = _trial(module, device, lora, checkpointing)
             trial.check_causal()
-            _ = trial.eager
         except ConfigError as error:
             raise ConfigError(f"model.path: {name} is refused: {error}") from error
         except Exception as error:
@@ -139,6 +138,19 @@ def check_model(
             if results[-1].agrees and not every:
                 break
     return _verdict(module, trial, results, started)
+
+
+def _trial(module: PreTrainedModel, device: torch.device | str, lora: LoraConfig | None, checkpointing: bool) -> Trial:
+    """On narrow layers, or on whole ones where the class cannot be built narrow."""
+    for narrow in (True, False):
+        try:
+            trial = Trial(build_probe(module, device, narrow=narrow), lora=lora, checkpointing=checkpointing)
+            _ = trial.eager
+            return trial
+        except Exception:
+            if not narrow:
+                raise
+    raise AssertionError("whole layers return or raise")
 
 
 def check_for(config: Config, module: PreTrainedModel, device: torch.device | str = "cpu") -> Verdict:

@@ -46,10 +46,10 @@ from asyncrl.types import (
 # (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
 _GROUPS = ((7, (13, 4)), (2, (26,)), (5, (3,)))
 # (prompt, completion, shares the prompt of the row before it)
-_REQUESTS = ((7, 3, False), (7, 7, True), (12, 10, False), (21, 2, False))
-_PREFILL = 8  # tokens of a prefill, so that longer prompts take several
+_REQUESTS = ((7, 3, False), (7, 5, True), (12, 6, False), (21, 2, False))
+_PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 _PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and one leaves it before the others
-_NEW_VERSION = 5  # after so many tokens
+_NEW_VERSION = 4  # after so many tokens
 NATS = 1e-4  # most that a log-prob may differ, training or sampler
 RELATIVE = 1e-4  # most that a gradient may
 
@@ -134,7 +134,7 @@ class Trial:
         length = min(40, self._longest)
         tokens = self._tokens(6)[self._random.integers(0, 6, length)]
         whole = self._logprobs(tokens, 1)
-        for part in (length // 4, length // 2, length - 3):
+        for part in (length // 4, length - 3):
             distance = _largest(self._logprobs(tokens[:part], 1) - whole[: part - 1])
             if not distance <= NATS:
                 raise ConfigError(

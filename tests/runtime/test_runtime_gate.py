@@ -36,6 +36,7 @@ from asyncrl.models import plain
 from asyncrl.models.attention import AttentionTerms
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.probe import build_probe
 from asyncrl.runtime.gate import RELATIVE, check_for, check_model
 from asyncrl.runtime.gate_trial import Trial
 from asyncrl.runtime.plan import plan
@@ -93,9 +94,37 @@ def test_weights_near_zero_hide_nothing() -> None:
 
 
 def probe_of(model: PreTrainedModel) -> PreTrainedModel:
-    from asyncrl.models.probe import build_probe
-
     return build_probe(model)
+
+
+def test_the_probe_of_a_wide_model_is_narrow() -> None:
+    """What the gate costs hardly depends on the model's size: equal parts are compared in part, with the weights they have."""
+    model = llama(hidden_size=256, num_attention_heads=16, num_key_value_heads=8, intermediate_size=600)
+    probe = build_probe(model, narrow=True)
+    assert (probe.config.hidden_size, probe.config.num_attention_heads, probe.config.num_key_value_heads) == (64, 4, 2)
+    assert (probe.config.head_dim, probe.config.intermediate_size) == (16, 64 + 600 % 64)
+    own, whole = probe.model.layers[0].self_attn.q_proj.weight, model.model.layers[0].self_attn.q_proj.weight
+    torch.testing.assert_close(
+        own / own.norm(), whole[:64, :64] / whole[:64, :64].norm()
+    )  # scaled up, and nothing else
+    assert check_model(model).path == FUSED
+
+
+def test_what_cannot_be_narrow_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class whose width is its own affair: its small copy fails, and that is not the model's fault."""
+    widths = []
+    init = LlamaModel.__init__
+
+    def fixed(self: LlamaModel, config: LlamaConfig) -> None:
+        widths.append(config.hidden_size)
+        if config.hidden_size != 256:
+            raise ValueError("this class is 256 wide")
+        init(self, config)
+
+    monkeypatch.setattr(LlamaModel, "__init__", fixed)
+    model = llama(hidden_size=256, num_attention_heads=16, num_key_value_heads=8)
+    assert check_model(model).path == FUSED
+    assert 64 in widths and widths[-1] == 256
 
 
 def test_without_weights_the_class_is_compared() -> None:
