@@ -133,10 +133,9 @@ def _shrink_contexts(text: PretrainedConfig) -> None:
 def _narrow(text: PretrainedConfig) -> None:
     """Fewer heads of the same size over a stream as much narrower, and narrower MLPs: what a layer computes does not depend on
     how many of equal parts it has. At least two key heads stay, and as many query heads to each."""
-    heads = getattr(text, "num_attention_heads", None)
-    hidden = getattr(text, "hidden_size", None)
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     keys = getattr(text, "num_key_value_heads", None) or heads
-    if all(isinstance(value, int) for value in (heads, keys, hidden)):
+    if isinstance(heads, int) and isinstance(keys, int) and isinstance(hidden, int):
         part = max((n for n in range(1, keys // 2 + 1) if not (keys % n or heads % n or hidden % n)), default=1)
         text.num_attention_heads, text.hidden_size = heads // part, hidden // part
         if getattr(text, "num_key_value_heads", None) is not None:
