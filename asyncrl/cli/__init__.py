@@ -1,0 +1,1 @@
+"""The console script `asyncrl`: `app.py` reads the words and hands over to one file a command."""
