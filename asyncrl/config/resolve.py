@@ -62,7 +62,7 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, sub
     config = _with(config, "rollout", rollout)
 
     complaints = [text for check in _CHECKS for text in check(config)]
-    complaints += [*_check_ranks(config, world_size), *_check_step_advantages(config, world_size)]
+    complaints += _check_ranks(config, world_size)
     if not embedding:
         complaints += _check_run(config)
     if complaints:
@@ -242,7 +242,7 @@ def _check_algorithm(config: Config) -> Iterator[str]:
     yield from check_losses(algorithm, streaming)
 
 
-def _check_step_advantages(config: Config, world_size: int) -> Iterator[str]:
+def _check_step_advantages(config: Config) -> Iterator[str]:
     """Statistics over the step need the step: never quietly over whatever chunk of it is there."""
     name = config.algorithm.advantage
     if name not in STEP_ADVANTAGES:
@@ -252,11 +252,6 @@ def _check_step_advantages(config: Config, world_size: int) -> Iterator[str]:
             f"algorithm.advantage is {name}, whose statistics span the whole step, but rollout.streaming trains each group "
             "as it arrives, before the others are known; set rollout.streaming=false (preset one_off or sync), or use an "
             "estimator of the group: grpo, dr_grpo, rloo"
-        )
-    if world_size > 1:
-        yield (
-            f"algorithm.advantage is {name}, whose statistics span the whole step, but the groups of a step lie on "
-            f"{world_size} ranks; use an estimator of the group (grpo, dr_grpo, rloo), or one rank"
         )
 
 
@@ -391,6 +386,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_skip,
     _check_lengths,
     _check_algorithm,
+    _check_step_advantages,
     _check_lora,
     _check_parts,
     _check_deadlines,

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
+
+T = TypeVar("T")
 
 COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/")  # counts of the recorder that are summed over ranks
 
@@ -48,7 +50,13 @@ class StepPart:
     kl: float | None = None  # sum over the tokens, where it is taken off the rewards
 
 
-async def alone(part: StepPart) -> list[StepPart]:
+class Gather(Protocol):
+    """The parts of all ranks, in rank order: a collective, of small values that can be pickled."""
+
+    async def __call__(self, part: T) -> list[T]: ...
+
+
+async def alone(part: T) -> list[T]:
     """The gathering of a run with one rank."""
     return [part]
 

@@ -7,7 +7,7 @@ admitted group ends exactly once whichever pump notices first that it cannot be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -29,7 +29,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
 
-from .metrics import StepPart, alone
+from .metrics import Gather, alone
 from .rounds import Round
 
 T = TypeVar("T")
@@ -175,7 +175,8 @@ class Rooms:
     advantage: Estimator
     book: GroupBook
     ranks: int = 1
-    gather: Callable[[StepPart], Awaitable[list[StepPart]]] = alone  # of all ranks; a collective
+    rank: int = 0
+    gather: Gather = alone
     round: Round | None = None  # of a trainer whose microbatches are collectives (rounds.py)
     score_groups: bool = False  # all members of a group in one call of the reward functions, once the last one is done
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given

@@ -3,6 +3,10 @@
     rewards, components --(x length, `reward.scale_adv_by_len`)--> estimator --> members that are to count 0 --> advantages
 
 The order is Atropos's: lengths before the group is compared, `set_advantage_to_zero` after.
+
+A statistic of the whole step is one of all ranks: each tells the others its numbers (a few floats a completion, never texts),
+all put them in the order of the group ids, and each takes the advantages of its own groups out of the same result. So they
+are the same to the last bit however the groups lie on the ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator, GroupRewards
 from asyncrl.types import Group, Microbatch
+
+from .pipeline import Rooms
 
 Advantages = dict[int, npt.NDArray[np.float64]]  # by group id, [G]
 
@@ -64,7 +70,29 @@ def step_advantages(
 
     A member whose metadata says `set_advantage_to_zero` gets 0; the others keep what the comparison with it gave them.
     """
-    values = estimator.of_step([group_rewards(group, weights, scale_by_length) for group in groups])
+    return _by_group(groups, estimator.of_step([group_rewards(group, weights, scale_by_length) for group in groups]))
+
+
+async def advantages_over_ranks(rooms: Rooms, groups: Sequence[Group]) -> Advantages:
+    """As `step_advantages`, where the estimator needs the whole step and `groups` are those of this rank, perhaps none. A
+    collective. Errors: whatever it raises when a rank is gone."""
+    scale = rooms.config.reward.scale_adv_by_len
+    mine = [(group.group_id, group_rewards(group, rooms.weights, scale)) for group in groups]
+    return _by_group(groups, of_rank(rooms.advantage, await rooms.gather(mine), rooms.rank))
+
+
+def of_rank(
+    estimator: Estimator, parts: Sequence[Sequence[tuple[int, GroupRewards]]], rank: int
+) -> list[npt.NDArray[np.float64]]:
+    """[G] of every group of `parts[rank]`, with the statistics of all parts. `parts`: by rank, (group id, its rewards)."""
+    places = [(group_id, r, i) for r, part in enumerate(parts) for i, (group_id, _) in enumerate(part)]
+    places.sort()  # as one rank sorts them: the rounding of the sums depends on the order
+    values = estimator.of_step([parts[r][i][1] for _, r, i in places])
+    found = {i: value for (_, r, i), value in zip(places, values, strict=True) if r == rank}
+    return [found[i] for i in range(len(parts[rank]))]
+
+
+def _by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[np.float64]]) -> Advantages:
     result: Advantages = {}
     for group, advantage_G in zip(groups, values, strict=True):
         silent_G = np.array([bool(t.metadata.get("set_advantage_to_zero")) for t in group.trajectories])

@@ -33,7 +33,7 @@ from .reference import ReferenceAhead
 from .replaying import Replaying
 from .reroll import Reroll
 from .rounds import Rounds
-from .signal import counted_only, step_advantages
+from .signal import Advantages, advantages_over_ranks, counted_only, step_advantages
 
 
 @dataclass(slots=True)
@@ -87,6 +87,11 @@ class TrainPump:
         self._rounds = Rounds(rooms.round, rooms.ledger, every if self._streaming else None)
         in_two_buffers = needs_second_buffer(config.algorithm)
         self._surveys = rooms.loss.needs_whole_step and not self._streaming and not in_two_buffers
+
+    @property
+    def _compares(self) -> bool:
+        """Whether advantages need the rewards of other ranks; never where steps are streamed (`resolve`)."""
+        return self._rooms.ranks > 1 and self._rooms.advantage.needs_whole_step
 
     @property
     def stopping(self) -> bool:
@@ -206,14 +211,12 @@ class TrainPump:
         return len(step.groups) - len(step.advantages)
 
     async def _train_new(self, step: _Step) -> None:
-        """Pack and train the claimed groups that were not trained yet."""
-        rooms = self._rooms
+        """Pack and train the claimed groups that were not trained yet. Where that takes a collective, a rank without any
+        comes along."""
         fresh = [group for group in step.groups if group.group_id not in step.advantages]
-        if not fresh and not self._surveys:
+        if not (fresh or self._surveys or self._compares):
             return
-        scale = rooms.config.reward.scale_adv_by_len
-        lowered = await self._less_penalties(step, fresh)
-        step.advantages |= step_advantages(rooms.advantage, lowered, rooms.weights, scale)
+        step.advantages |= await self._advantages(await self._less_penalties(step, fresh))
         batches = self._pack(self._replaying.chosen(fresh, step.advantages, step.replayed, step.version))
         batches = [await self._with_columns(batch) for batch in batches]
         if self._per_turn > 1:
@@ -221,6 +224,13 @@ class TrainPump:
             return
         for batch in await self._survey(step, batches):
             await self._train(step, batch)
+
+    async def _advantages(self, groups: list[Group]) -> Advantages:
+        rooms = self._rooms
+        if self._compares:
+            await self._published(rooms.ledger.turn)  # which may be a collective, too: see `_survey`
+            return await advantages_over_ranks(rooms, groups)
+        return step_advantages(rooms.advantage, groups, rooms.weights, rooms.config.reward.scale_adv_by_len)
 
     def _pack(self, groups: list[tuple[Group, npt.NDArray[np.float64]]]) -> list[Microbatch]:
         config = self._rooms.config

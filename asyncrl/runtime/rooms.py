@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
-from asyncrl.pumps.metrics import StepPart, alone
+from asyncrl.pumps.metrics import Gather, alone
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
     from .gate import Verdict
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class Builder:
             advantage=build_advantage(algorithm.advantage),
             book=GroupBook(ledger, stash, store),
             ranks=self.world.world_size,
+            rank=self.world.rank,
             gather=self._gather(parts.lanes[0]),
             round=parts.round,
             score_groups=self._scores_groups(environment),
@@ -159,14 +162,14 @@ class Builder:
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)
 
-    def _gather(self, lane: Any) -> Callable[[StepPart], Awaitable[list[StepPart]]]:
+    def _gather(self, lane: Any) -> Gather:
         """On the lane of the trainer, whose collectives it must not cross."""
         world = self.world
         if world.world_size == 1:
             return alone
 
-        async def gather(part: StepPart) -> list[StepPart]:
-            return await lane.run(lambda: world.all_gather_object(part), name="train/metrics", priority=1)  # type: ignore[no-any-return]
+        async def gather(part: T) -> list[T]:
+            return await lane.run(lambda: world.all_gather_object(part), name="train/gather", priority=1)  # type: ignore[no-any-return]
 
         return gather
 
