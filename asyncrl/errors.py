@@ -9,7 +9,7 @@
     |- DivergenceError          3   NaN, or sampler and trainer disagree beyond the gate
     |- StallError               4   nothing moved for too long; the message names who waits for whom
     |- CheckpointError          5   a checkpoint could not be written or read; names the path
-    |- RewardError              6   a reward function failed; names the function
+    |- RewardError              6   a reward function or model failed; names it
     |  |- RewardTimeout
     |  `- RewardCrash
     |- GenerationError          7   the engine cannot serve a request

@@ -13,10 +13,9 @@ from pydantic_core import PydanticUndefined
 
 from asyncrl.errors import ConfigError
 
-from .fields import get, knobs
+from .fields import get, item_of, knobs
 from .resolve import PRESETS
 from .schema import Config
-from .schema_rollouts import RewardFunctionConfig
 from .text import dump
 
 # What may change when a run goes on, and what would make the saved state wrong. Every knob matches exactly one pattern
@@ -131,6 +130,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "data.overlong": _ROWS,
     "data.shuffle": _ROWS,
     "reward.functions": _CURVE,
+    "reward.model": _CURVE,
     "reward.scale_adv_by_len": _CURVE,
     "rollout.group_size": _LEDGER,
     "rollout.groups_per_step": _LEDGER,
@@ -179,8 +179,8 @@ def help_text(width: int = 110) -> str:
         default = "required" if knob.default is PydanticUndefined else f"default {_short(knob.default)}"
         lines.append(f"{knob.name}  ({knob.expected}; {default})")
         lines += textwrap.wrap(knob.text, width, initial_indent="    ", subsequent_indent="    ")
-        if knob.name == "reward.functions":
-            for name, info in RewardFunctionConfig.model_fields.items():
+        if (item := item_of(knob)) is not None:
+            for name, info in item.model_fields.items():
                 lines.append(f"      {name}: {info.description}")
     lines += ["", "Presets (fill in what is not given):"]
     for name, (staleness, streaming) in PRESETS.items():

@@ -94,6 +94,12 @@ def get(config: Config, name: str) -> Any:
     return value
 
 
+def item_of(knob: Knob) -> type[BaseModel] | None:
+    """The section of which a knob is a list; None for any other knob."""
+    lists = [member for member in _flat_union(knob.annotation) if get_origin(member) is tuple]
+    return _section(get_args(lists[0])[0]) if lists else None
+
+
 def _section(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
@@ -103,7 +109,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Knob]:
         if (section := _section(info.annotation)) is not None:
             yield from _walk(section, f"{prefix}{key}.")
         else:
-            yield Knob(f"{prefix}{key}", info.annotation, info.default, info.description or "", _expected(info))
+            yield Knob(f"{prefix}{key}", info.annotation, info.default, info.description or "", expected(info))
 
 
 def _flat_union(annotation: Any) -> Iterator[Any]:
@@ -114,7 +120,8 @@ def _flat_union(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _expected(info: FieldInfo) -> str:
+def expected(info: FieldInfo) -> str:
+    """The type and the bounds of a field in words."""
     bounds = [
         f"{sign} {getattr(mark, attribute)}"
         for mark in info.metadata

@@ -19,13 +19,24 @@ from pydantic import ValidationError
 
 from asyncrl.errors import ConfigError
 
-from .fields import Knob, knobs, nearest_name, sections
+from .fields import Knob, expected, knobs, nearest_name, sections
 from .schema import Config
-from .schema_rollouts import RewardFunctionConfig
+from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
+from .section import Section
 from .text import parse_file, parse_scalar
 
-# A path, or `file.py:name`. The reward functions are handled with them.
+# A path, or `file.py:name`. What is listed in `reward` is handled with them.
 PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer", "rollout.environment")
+# Knobs that are lists of sections: what one item is, and what it must have.
+_LISTS: dict[str, tuple[type[Section], str, str, str]] = {
+    "reward.functions": (
+        RewardFunctionConfig,
+        "a reward function",
+        "function",
+        "`file.py:function` or `module:function`",
+    ),
+    "reward.model": (RewardModelConfig, "a reward model", "path", "a directory, a hub id or `file.py:function`"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +166,18 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
         values = tree.get(section)
         if isinstance(values, dict) and isinstance(values.get(key), str):
             values[key] = code(whole(values[key]))
-    reward = tree.get("reward")
-    if isinstance(reward, dict) and "functions" in reward:
-        given = reward["functions"]
-        items = given if isinstance(given, list) else [given]
+    for place, (_, _, key, _) in _LISTS.items():
+        section, _, name = place.partition(".")
+        values = tree.get(section)
+        if not isinstance(values, dict) or values.get(name) is None:
+            continue
+        given = values[name]
+        values[name] = items = given if isinstance(given, list) else [given]
         for index, item in enumerate(items):
             if isinstance(item, str):
-                items[index] = code(item)
-            elif isinstance(item, dict) and isinstance(item.get("function"), str):
-                item["function"] = code(item["function"])
-        reward["functions"] = items if given is not None else None
+                items[index] = code(whole(item))
+            elif isinstance(item, dict) and isinstance(item.get(key), str):
+                item[key] = code(whole(item[key]))
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
@@ -223,16 +236,14 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     depth = next((n for n in range(len(place), 0, -1) if ".".join(place[:n]) in knobs()), 0)
     name = ".".join(place[:depth]) if depth else place[0]
     where, found = _came_from(name, origin), item["input"]
-    if name == "reward.functions" and len(place) > depth + 1:
+    if name in _LISTS and len(place) > depth + 1:
+        section, what, _, needed = _LISTS[name]
         full, key = f"{name}[{place[depth]}].{place[depth + 1]}", place[depth + 1]
         if item["type"] == "extra_forbidden":
-            return (
-                f"unknown key {full!r} ({where}); a reward function has {', '.join(RewardFunctionConfig.model_fields)}"
-            )
+            return f"unknown key {full!r} ({where}); {what} has {', '.join(section.model_fields)}"
         if item["type"] == "missing":
-            return f"{full} is missing ({where}); expected `file.py:function` or `module:function`"
-        expected = {"weight": "a number"}.get(key, "a string")
-        return _wrong(full, _shown(found), expected, where)
+            return f"{full} is missing ({where}); expected {needed}"
+        return _wrong(full, _shown(found), expected(section.model_fields[key]), where)
     if not depth:
         return _wrong(name, _shown(found), "a mapping", where)
     hint = ""

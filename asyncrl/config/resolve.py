@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 
 from .check_distributed import check_distributed
 from .check_losses import check_losses, warn_algorithm
+from .check_rewards import check_rewards
 from .schema import LONELY_ADVANTAGES, STEP_ADVANTAGES, Config
 
 MISMATCH = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}  # nats on average; vLLM in bfloat16 is 0.04 off
@@ -344,6 +345,7 @@ def _check_door(config: Config) -> Iterator[str]:
     if (
         config.evaluate.every is not None
         and not config.reward.functions
+        and not config.reward.model
         and config.rollout.environment == "single_turn"
     ):
         yield "evaluate.every is set but reward.functions is empty: nothing would score the held-out completions"
@@ -372,9 +374,9 @@ def _check_run(config: Config) -> Iterator[str]:
             "data.train is not set; expected a JSONL or parquet file or a `datasets` directory with the training "
             "prompts, or door.ring, through which other processes bring groups"
         )
-    if not config.reward.functions and config.rollout.environment == "single_turn":
+    if not (config.reward.functions or config.reward.model) and config.rollout.environment == "single_turn":
         yield (
-            "reward.functions is empty; expected at least one `file.py:function` or `module:function` "
+            "reward.functions is empty; expected at least one `file.py:function` or `module:function`, or a reward.model "
             "(or an environment of your own that sets the reward)"
         )
 
@@ -392,4 +394,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_deadlines,
     _check_door,
     check_distributed,
+    check_rewards,
 )

@@ -15,12 +15,36 @@ class RewardFunctionConfig(Section):
     name: str | None = field(None, "Name in metrics; the function's own by default.")
 
 
+class RewardModelConfig(Section):
+    path: str = Field(
+        description="Directory or hub id of a sequence classifier, or `file.py:function` that takes a seed and returns "
+        "(torch module, tokenizer)."
+    )
+    weight: float = field(1.0, "Weight in the sum of the components.")
+    name: str | None = field(None, "Name in metrics; the last part of the path by default.")
+    dtype: Literal["float32", "bfloat16", "float64"] | None = field(
+        None, "Dtype of its weights; model.dtype by default."
+    )
+    label: int | None = field(None, "Which output is the score, counted from 0; needed where there are several.", ge=0)
+    max_tokens: int | None = field(
+        None,
+        "Longest text in its tokens; what its configuration allows by default. A longer one is never cut: `on_error` says "
+        "what it means.",
+        ge=1,
+    )
+
+
 class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
+    model: tuple[RewardModelConfig, ...] = field(
+        (), "Reward models, on the run's device: a path, or a list; their scores are added to those of the functions."
+    )
     workers: int = field(1, "Worker processes.", ge=1)
     timeout_s: float = field(30.0, "Deadline of one call in seconds; a worker that misses it is killed.", gt=0)
     on_error: Literal["fail", "none", "zero"] = field(
-        "fail", "A function that raised, crashed or timed out: end the run, count as not applicable, or count as 0."
+        "fail",
+        "A function that raised, crashed or timed out, a text that a reward model cannot score: end the run, count as not "
+        "applicable, or count as 0.",
     )
 
     batch: Literal["auto", "group", "trajectory"] = field(
@@ -42,8 +66,18 @@ class RewardConfig(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def _listify(cls, value: Any) -> Any:
-        items = [value] if isinstance(value, (str, dict)) else (value or [])
-        return [{"function": item} if isinstance(item, str) else item for item in items]
+        return _items(value, "function")
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _listify_models(cls, value: Any) -> Any:
+        return _items(value, "path")
+
+
+def _items(value: Any, key: str) -> Any:
+    """One item is a list of one, and a string an item with nothing but its `key`."""
+    items = [value] if isinstance(value, (str, dict)) else (value or [])
+    return [{key: item} if isinstance(item, str) else item for item in items]
 
 
 class DoorConfig(Section):

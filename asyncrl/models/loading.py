@@ -72,7 +72,11 @@ def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, An
 
 def is_builder(config: ModelConfig) -> bool:
     """Whether `model.path` names a function that builds the model."""
-    path = config.path or ""
+    return is_address(config.path or "")
+
+
+def is_address(path: str) -> bool:
+    """Whether it is `file.py:name` or `module:name`, and no directory or hub id."""
     return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
 
 

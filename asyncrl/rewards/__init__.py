@@ -1,4 +1,4 @@
-"""Rewards: the user's plain functions, run in worker processes of our own (`rewards.pool.RewardPool`).
+"""Rewards: functions in worker processes of our own (`rewards.pool.RewardPool`), and reward models (`models.py`).
 
 This module stays empty: every worker process imports it, and start-up time counts.
 """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import cloudpickle
 
+from asyncrl.algorithms.advantages import combine_components
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Prompt, Trajectory
 
 RewardFunction: TypeAlias = Callable[..., Any]
@@ -51,6 +53,20 @@ def arguments_of(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str
     arguments["completions"] = [t.completion for t in trajectories]
     arguments["completion_ids"] = [t.tokens[t.prompt_length :].tolist() for t in trajectories]
     return arguments
+
+
+def with_scores(
+    trajectory: Trajectory, scores: Mapping[str, float | None], weights: Mapping[str, float], recorder: Recorder
+) -> Trajectory:
+    """The trajectory with these components, their weighted sum added to the reward that it has. Errors: ValueError for one that
+    is infinite."""
+    for name, value in scores.items():
+        if value is not None:
+            recorder.observe(f"reward/{name}/mean", value)
+    reward = combine_components(scores, weights)
+    if trajectory.reward is not None:
+        reward = trajectory.reward + (reward or 0.0)
+    return replace(trajectory, reward=reward, components={**trajectory.components, **scores})
 
 
 def source_of(spec: RewardSpec) -> str | bytes:

@@ -28,7 +28,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
@@ -36,13 +35,12 @@ import anyio
 import orjson
 from anyio.abc import TaskGroup
 
-from asyncrl.algorithms.advantages import combine_components
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Prompt, Trajectory
 
-from .calls import LoadedFunction, RewardSpec, arguments_of, remote_text, source_of
+from .calls import LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
 from .process import WorkerDiedError, WorkerProcess
 from .wire import Kind
 
@@ -275,16 +273,10 @@ class RewardPool:
                     calls.start_soon(call, function)
             if failures:
                 raise failures[0]
-        return [self._scored(t, {name: scores[name][i] for name in self.names}) for i, t in enumerate(trajectories)]
-
-    def _scored(self, trajectory: Trajectory, scores: dict[str, float | None]) -> Trajectory:
-        for name, value in scores.items():
-            if value is not None:
-                self._recorder.observe(f"reward/{name}/mean", value)
-        reward = combine_components(scores, self._weights)
-        if trajectory.reward is not None:
-            reward = trajectory.reward + (reward or 0.0)
-        return replace(trajectory, reward=reward, components={**trajectory.components, **scores})
+        return [
+            with_scores(t, {name: scores[name][i] for name in self.names}, self._weights, self._recorder)
+            for i, t in enumerate(trajectories)
+        ]
 
     async def _call_as_configured(
         self, function: LoadedFunction, group_id: int, arguments: dict[str, list[Any]]

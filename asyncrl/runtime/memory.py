@@ -10,6 +10,7 @@ from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.errors import PlatformError
 from asyncrl.models.paths import ModelPath
+from asyncrl.models.reward_model import predict_sizes
 from asyncrl.training.memory import Lengths, predict_memory
 
 from .prompts import PromptLengths
@@ -26,7 +27,7 @@ def predicted(
     device = config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return predict_memory(
+    parts = predict_memory(
         config.model,
         config.train,
         max_sequences=config.engine.max_sequences,
@@ -38,6 +39,16 @@ def predicted(
         path=path,
         device=torch.device(device).type,
     )
+    sizes = [predict_sizes(model, config.model.dtype, batch_tokens(config)) for model in config.reward.model]
+    if sizes:
+        parts["reward_models"] = sum(each.weights for each in sizes)
+        parts["reward_scoring"] = max(each.working for each in sizes)
+    return parts
+
+
+def batch_tokens(config: Config) -> int:
+    """Of the texts, padding included, that a reward model scores at once."""
+    return config.train.tokens_per_microbatch
 
 
 def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:

@@ -18,7 +18,9 @@ from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import Choose, load_policy, load_served
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.reward_model import RewardModel, load_reward_model
 from asyncrl.ports import WeightSink
+from asyncrl.pumps.rounds import Round
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
@@ -27,7 +29,7 @@ from asyncrl.weights.gathered import GatheredWeights
 from asyncrl.weights.shared import SharedWeights
 
 from .gate import Verdict, check_for
-from .memory import check_memory, kv_positions
+from .memory import batch_tokens, check_memory, kv_positions
 from .offload import offload
 from .prompts import measure_prompts
 from .rates import Rates, measure_rates
@@ -54,6 +56,7 @@ async def open_real(
         policy, tokenizer, core, rates, verdict = await lane.run(
             lambda: _load(config, world, device), name="start/load"
         )
+        judges = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
     trainer = LaneTrainer(core, lane, recorder)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
@@ -70,9 +73,15 @@ async def open_real(
     await stack.enter_async_context(engine)
     if isinstance(core, ShardedTrainer):
         sink: WeightSink = GatheredWeights(policy, core.sharded.parameters, engine, lane)
-        return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, trainer.train_round, verdict)
-    sink = SharedWeights(policy, engine, lane)
-    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, verdict=verdict)
+        round_: Round | None = trainer.train_round
+    else:
+        sink, round_ = SharedWeights(policy, engine, lane), None
+    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
+
+
+def _load_reward_models(config: Config, device: torch.device) -> list[RewardModel]:
+    tokens, dtype, seed = batch_tokens(config), config.model.dtype, config.seed
+    return [load_reward_model(model, dtype, device, tokens, seed) for model in config.reward.model]
 
 
 def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates, Verdict]:

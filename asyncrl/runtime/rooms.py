@@ -31,6 +31,7 @@ from asyncrl.pumps.metrics import Gather, alone
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
+from asyncrl.rewards.models import ModelRewards, TextModel
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
@@ -82,6 +83,7 @@ class Parts:
     rates: Rates | None = None
     round: Round | None = None
     verdict: Verdict | None = None
+    reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -126,7 +128,8 @@ class Builder:
             )
         ledger = await self.stack.enter_async_context(self._ledger(turn))
         parts = await (self._dry(version) if dry else self._real())
-        reward = await self.stack.enter_async_context(self._reward(overrides))
+        reward: RewardPool | ModelRewards = self._reward(overrides, parts)
+        await self.stack.enter_async_context(reward)
         environment = overrides.environment or load_environment(
             self.config.rollout.environment,
             tokenizer=parts.tokenizer,
@@ -177,7 +180,7 @@ class Builder:
         batch = self.config.reward.batch
         return isinstance(environment, SingleTurn) if batch == "auto" else batch == "group"
 
-    def _weights(self, reward: RewardPool) -> dict[str, float]:
+    def _weights(self, reward: RewardPool | ModelRewards) -> dict[str, float]:
         """Of every component of the reward, by name. Errors: ConfigError where two have one name, or the filters ask for
         one that nobody gives (an environment of the user's own may give more than is known here)."""
         weights = reward.weights
@@ -209,11 +212,15 @@ class Builder:
             recorder=self.recorder,
         )
 
-    def _reward(self, overrides: Overrides) -> RewardPool:
-        if not overrides.rewards:
-            return RewardPool.from_config(self.config.reward, self.recorder)
+    def _reward(self, overrides: Overrides, parts: Parts) -> RewardPool | ModelRewards:
         reward = self.config.reward
-        return RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
+        pool = RewardPool.from_config(reward, self.recorder)
+        if overrides.rewards:
+            pool = RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
+        if not parts.reward_models:
+            return pool
+        models = [(model, each.weight) for model, each in zip(parts.reward_models, reward.model, strict=True)]
+        return ModelRewards(pool, models, parts.lanes[0], reward.on_error, self.recorder)
 
     async def _dry(self, version: int) -> Parts:
         config, costs = self.config, self.config.dry_run

@@ -84,6 +84,9 @@ def test_short_forms_of_the_reward(tmp_path: Path) -> None:
     assert ([f.function for f in config.reward.functions], config.reward.timeout_s) == (["three:h"], 5)
     assert load_config([base], ["reward=four:i"]).reward.functions[0].function == "four:i"
     assert load_config([], ["reward.functions={function: a:b, weight: 2}"]).reward.functions[0].weight == 2
+    assert load_config([], ["reward.model=org/classifier"]).reward.model[0].path == "org/classifier"
+    models = load_config([base, write(tmp_path / "z.yaml", "reward: {model: [a/b, {path: c/d, label: 1}]}\n")]).reward
+    assert [(m.path, m.label) for m in models.model] == [("a/b", None), ("c/d", 1)] and len(models.functions) == 2
 
 
 def test_paths_are_found_next_to_their_file_or_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +110,9 @@ def test_paths_are_found_next_to_their_file_or_left_alone(tmp_path: Path, monkey
     functions = [f.function for f in config.reward.functions]
     assert functions == [f"{folder}/rewards.py:f", "other.py:g", f"{folder}/rewards.py:h", "package.module:i"]
     assert config.rollout.environment == f"{folder}/env.py:E"
+    text = "reward: {model: [model, org/hub, {path: 'rewards.py:f'}]}\n"
+    models = load_config([write(folder / "z.yaml", text)]).reward.model
+    assert [m.path for m in models] == [str(folder / "model"), "org/hub", f"{folder}/rewards.py:f"]
     assert load_config([config_file], ["data.train=train.jsonl"]).data.train == "train.jsonl"
 
 
@@ -155,6 +161,9 @@ def test_a_dotted_key_in_a_file_is_told_how_to_nest(tmp_path: Path) -> None:
         ("reward.functions=[{function: a:b, wieght: 1}]", ("reward.functions[0].wieght", "weight")),
         ("reward.functions=[{weight: 1}]", ("reward.functions[0].function is missing", "file.py:function")),
         ("reward.functions=[3]", ("reward.functions", "a list of {function")),
+        ("reward.model=[{path: a, wieght: 1}]", ("reward.model[0].wieght", "a reward model has path, weight")),
+        ("reward.model=[{weight: 1}]", ("reward.model[0].path is missing", "a hub id")),
+        ("reward.model=[{path: a, dtype: half}]", ("reward.model[0].dtype is 'half'", "one of float32, bfloat16")),
         ("train.lr=[", ("not valid YAML",)),
         ("train.lr", ("write a.b=value",)),
         ("--train.lr", ("has no value",)),

@@ -112,6 +112,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["replay.size=4", "preset=one_off", "algorithm.advantage=gdpo"], ("replay.size is 4", "gdpo")),
         (["train.max_steps=null"], ("train.max_steps, train.max_epochs, train.time_limit_s",)),
         (["reward.functions=[]"], ("reward.functions is empty", "file.py:function")),
+        (["reward.model=org/rm", "train.kind=dry_run", "engine.kind=dry_run"], ("reward.model is org/rm", "dry_run")),
         (["data.train=null"], ("data.train is not set",)),
         (["model.path=null"], ("model.path is not set", "engine.kind=dry_run and train.kind=dry_run")),
         (["train.kind=dry_run"], ("engine.kind is embedded", "train.kind is dry_run")),
@@ -160,6 +161,7 @@ def test_embedding_and_dry_runs_need_less() -> None:
     with pytest.raises(ConfigError, match="has no end"):
         resolve(load_config([], dry[:2]))
     resolve(config("reward.functions=[]", "rollout.environment=e:E"))
+    resolve(config("reward.functions=[]", "reward.model=org/rm"))
 
 
 def test_warnings_do_not_refuse() -> None:

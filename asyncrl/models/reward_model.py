@@ -1,0 +1,299 @@
+"""A reward model: a sequence classifier of transformers, or any torch module, that gives a text one number.
+
+    prompt, completion --its own chat template--> ids [L] --padded on the right, with a mask--> logits [B, labels] --> scores
+
+* Texts are tokenized anew with the model's own tokenizer: its template where it has one (a string becomes the message of a
+  user, a completion that of the assistant), else prompt and completion as they follow each other, with its special tokens.
+* A text that is longer than the model takes is never cut: a reward of half an answer is the reward of another answer.
+* What a text scores does not depend on the texts beside it, but for rounding. That is tried when the model is loaded, with a
+  short and a long row, alone and together, and a module that ignores its mask is refused.
+* A classifier of transformers reads its score off the last token that is not the padding token. Where neither the model's
+  configuration nor the tokenizer has one of its own, nothing can be padded, and rows go one by one.
+
+Everything here runs on the lane that owns the device. Shape legend: B texts, L tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from asyncrl.config.imports import load_object
+from asyncrl.config.schema_rollouts import RewardModelConfig
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.types import Messages
+
+from .loading import is_address
+from .policy import DTYPES
+
+_UNLIMITED = 1 << 30  # a tokenizer without a limit of its own says 1e30
+_PROBES = (3, 8)  # tokens of the two rows that are scored alone and together
+_AGREE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # of 1 + |score|
+_LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError)
+
+Text = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes: of the weights, and of what a forward over `tokens` tokens holds at once."""
+
+    weights: int
+    working: int
+
+
+class RewardModel:
+    """`texts` and `scores`, in this order, on the lane. Made by `load_reward_model`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tokenizer: Any,
+        config: RewardModelConfig,
+        dtype: str,
+        device: torch.device,
+        tokens: int,
+    ) -> None:
+        """`dtype`: of the weights. `tokens`: of a batch, padding included; a longer text is a batch of its own.
+
+        Errors: ConfigError where the module has several outputs and none is chosen, or looks past its mask.
+        """
+        self.name = name_of(config)
+        self.module = _placed(module, device, DTYPES[dtype]).eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        self._label = config.label
+        self._device = device
+        self._tokens = tokens
+        self.longest = config.max_tokens or _limit(module, tokenizer)
+        self._pad = _padding(module, tokenizer)
+        self._check_probes(DTYPES[dtype])
+
+    def text(self, prompt: str | Messages, completion: str | Messages) -> Text:
+        """Token ids. Errors: RewardError where messages meet a tokenizer without a template, or its template refuses them."""
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            if not (isinstance(prompt, str) and isinstance(completion, str)):
+                raise RewardError(
+                    f"reward model {self.name!r}: the prompt is a list of messages, but its tokenizer has no chat template to "
+                    "render them; use a tokenizer with one, or prompts that are strings"
+                )
+            return list(self._tokenizer.encode(prompt + completion))
+        try:
+            rendered = self._tokenizer.apply_chat_template(_conversation(prompt, completion), tokenize=False)
+        except Exception as error:  # jinja's errors, and whatever a template raises by raise_exception()
+            raise RewardError(
+                f"reward model {self.name!r}: its chat template refused the conversation: {type(error).__name__}: {error}"
+            ) from error
+        return list(self._tokenizer.encode(str(rendered), add_special_tokens=False))
+
+    def batches(self, texts: Sequence[Text]) -> Iterator[list[int]]:
+        """Places of `texts` that are scored together, short ones first."""
+        batch: list[int] = []
+        for place in sorted(range(len(texts)), key=lambda i: len(texts[i])):
+            if batch and (self._pad is None or len(texts[place]) * (len(batch) + 1) > self._tokens):
+                yield batch
+                batch = []
+            batch.append(place)
+        if batch:
+            yield batch
+
+    def scores(self, texts: Sequence[Text]) -> list[float]:
+        """One number a text. Errors: RewardError for an output of another shape, or whatever the module raises."""
+        longest = max(len(text) for text in texts)
+        pad = 0 if self._pad is None else self._pad
+        ids_BL = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=self._device)
+        lengths_B1 = torch.tensor([[len(text)] for text in texts], device=self._device)
+        mask_BL = (torch.arange(longest, device=self._device) < lengths_B1).long()
+        with torch.no_grad():
+            found = self.module(input_ids=ids_BL, attention_mask=mask_BL)
+        return [float(score) for score in self._one_output(getattr(found, "logits", found), len(texts))]
+
+    def _one_output(self, logits: Any, count: int) -> Tensor:
+        """[B] of [B], [B, 1], or [B, labels] with a chosen label."""
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else None
+        if shape is None or shape not in ((count,), (count, *shape[1:2])):
+            raise RewardError(
+                f"reward model {self.name!r} returned {type(logits).__name__ if shape is None else f'the shape {list(shape)}'} "
+                f"for {count} texts; expected logits [{count}] or [{count}, labels]"
+            )
+        if len(shape) == 1:
+            return logits.float().cpu()
+        if self._label is None and shape[1] != 1:
+            raise RewardError(_which(self.name, shape[1]))
+        if self._label is not None and self._label >= shape[1]:
+            raise RewardError(_beyond(self.name, self._label, shape[1]))
+        return logits[:, self._label or 0].float().cpu()
+
+    def _check_probes(self, dtype: torch.dtype) -> None:
+        size = len(self._tokenizer)
+        rows = [[1 + (7 * i) % max(size - 1, 1) for i in range(min(n, self.longest))] for n in _PROBES]
+        rows = [[i if i != self._pad else 0 for i in row] for row in rows]
+        try:
+            alone = [self.scores([row])[0] for row in rows]
+            together = alone if self._pad is None else self.scores(rows)
+        except RewardError as error:
+            raise ConfigError(f"reward.model: {error}") from error
+        furthest = max(abs(a - b) / (1 + abs(a)) for a, b in zip(alone, together, strict=True))
+        if not furthest <= _AGREE[dtype]:  # NaN too
+            raise ConfigError(
+                f"reward.model: {self.name!r} scores two texts {alone} alone and {together} together: a score would depend on "
+                "the texts beside it; the module has to look at attention_mask, with padding on the right"
+            )
+
+
+def load_reward_model(
+    config: RewardModelConfig, dtype: str, device: torch.device, tokens: int, seed: int = 0
+) -> RewardModel:
+    """`dtype`: where the configuration names none. `tokens`: of a batch. Errors: ConfigError."""
+    dtype = config.dtype or dtype
+    if is_address(config.path):
+        module, tokenizer = _call_builder(config.path, seed)
+    else:
+        module, tokenizer = _from_directory(config, dtype), _tokenizer_of(config.path)
+    return RewardModel(module, tokenizer, config, dtype, device, tokens)
+
+
+def name_of(config: RewardModelConfig) -> str:
+    """As in metrics: the last part of the path, unless the configuration has another."""
+    last = config.path.rpartition(":")[2] if is_address(config.path) else Path(config.path).name
+    return config.name or last
+
+
+def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
+    """Of the model behind a path nothing is allocated. A builder is called on the meta device; one that cannot do that is
+    really called, and what it made forgotten. Errors: ConfigError."""
+    width = DTYPES[config.dtype or dtype].itemsize
+    if not is_address(config.path):
+        with torch.device("meta"):
+            module: nn.Module = AutoModelForSequenceClassification.from_config(_model_config(config))
+    else:
+        try:
+            with torch.device("meta"):
+                module, _ = _call_builder(config.path, 0)
+        except Exception:  # whatever user code raises there
+            module, _ = _call_builder(config.path, 0)
+    weights = sum(parameter.numel() for parameter in module.parameters()) * width
+    return Sizes(weights, _working(module, width, tokens))
+
+
+def _working(module: nn.Module, width: int, tokens: int) -> int:
+    """A layer's widest moment: hidden states in and out, queries, keys and values, the two halves of the MLP and their
+    product. 0 where the module says nothing of its widths."""
+    text = _text_config(module)
+    if text is None:
+        return 0
+    hidden = int(getattr(text, "hidden_size", 0))
+    inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
+    return tokens * ((6 * hidden + 3 * inner) * width + 8 * hidden)  # norms are computed in float32
+
+
+def _model_config(config: RewardModelConfig) -> Any:
+    """Errors: ConfigError where there is none, or where it has several outputs and none is chosen."""
+    try:
+        found = AutoConfig.from_pretrained(config.path)
+    except _LOADING as error:
+        raise ConfigError(f"reward.model: no model configuration in {config.path!r} ({_short(error)})") from error
+    if config.label is None and found.num_labels != 1:
+        raise ConfigError(f"reward.model: {_which(config.path, found.num_labels)}")
+    if config.label is not None and config.label >= found.num_labels:
+        raise ConfigError(f"reward.model: {_beyond(config.path, config.label, found.num_labels)}")
+    return found
+
+
+def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
+    settings = _model_config(config)
+    try:
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            config.path, config=settings, dtype=DTYPES[dtype], output_loading_info=True
+        )
+    except _LOADING as error:
+        raise ConfigError(
+            f"reward.model: {config.path!r} could not be loaded as a sequence classifier ({_short(error)}); for another module "
+            "name a function `file.py:function` that returns (module, tokenizer)"
+        ) from error
+    module, report = loaded
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ConfigError(
+            f"reward.model: {config.path!r} holds no weights for {missing[:3]} ({len(missing)} in all); transformers would have "
+            "left them random: it is no sequence classifier"
+        )
+    return module  # type: ignore[no-any-return]
+
+
+def _tokenizer_of(path: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (*_LOADING, TypeError) as error:
+        raise ConfigError(
+            f"reward.model: no tokenizer could be loaded from {path!r} ({_short(error)}); put it beside the model"
+        ) from error
+
+
+def _call_builder(path: str, seed: int) -> tuple[nn.Module, Any]:
+    built = load_object(path)(seed)
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module)):
+        raise ConfigError(f"reward.model: {path} returned {type(built).__name__}; expected (torch module, tokenizer)")
+    return built
+
+
+def _placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """On the device, in `dtype`; the buffers of transformers' models (rotary frequencies) stay as wide as they are."""
+    if not isinstance(module, PreTrainedModel):
+        return module.to(device, dtype)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return nn.Module.to(module, device)
+
+
+def _text_config(module: nn.Module) -> Any:
+    """Of a model of transformers; None of any other module."""
+    settings: Any = getattr(module, "config", None)
+    return settings.get_text_config() if hasattr(settings, "get_text_config") else None
+
+
+def _limit(module: nn.Module, tokenizer: Any) -> int:
+    known = (
+        getattr(_text_config(module), "max_position_embeddings", None),
+        getattr(tokenizer, "model_max_length", None),
+    )
+    return min((int(number) for number in known if number), default=_UNLIMITED)
+
+
+def _padding(module: nn.Module, tokenizer: Any) -> int | None:
+    """The id of the padding, which the module's configuration is told where it has none; None: rows go one by one."""
+    own, text = getattr(tokenizer, "pad_token_id", None), _text_config(module)
+    if text is None:
+        return 0 if own is None else int(own)  # what is there is masked
+    if text.pad_token_id is None and own is not None and own != getattr(tokenizer, "eos_token_id", None):
+        text.pad_token_id = own
+    return None if text.pad_token_id is None else int(text.pad_token_id)
+
+
+def _conversation(prompt: str | Messages, completion: str | Messages) -> Messages:
+    """The messages of both. An answer that the prompt had begun is one message with what was sampled after it."""
+    before: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    after: Messages = (
+        [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+    )
+    if before and after and before[-1]["role"] == after[0]["role"] == "assistant":
+        begun = before.pop()
+        after[0] = {**after[0], "content": begun["content"] + after[0]["content"]}
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in [*before, *after]]
+
+
+def _which(name: str, labels: int) -> str:
+    return f"{name!r} has {labels} outputs; say which one is the score with `label` (0 to {labels - 1})"
+
+
+def _beyond(name: str, label: int, labels: int) -> str:
+    return f"{name!r} has {labels} output(s), but label is {label}; expected 0 to {labels - 1}"
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
