@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from asyncrl.types import Normaliser
 
-from .schema import AlgorithmConfig
+from .schema import STEP_ADVANTAGES, AlgorithmConfig
 
 LOSS_NORMALISERS: Mapping[str, Normaliser] = {
     "grpo": Normaliser.SEQUENCES,
@@ -174,6 +174,12 @@ def _check_kl(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _check_streaming(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.advantage in STEP_ADVANTAGES:  # never quietly over whatever part of the step is there
+        yield (
+            f"algorithm.advantage is {algorithm.advantage}, whose statistics span the whole step, but rollout.streaming trains "
+            "each group as it arrives, before the others are known; set rollout.streaming=false (preset one_off or sync), or use "
+            "an estimator of the group: grpo, dr_grpo, rloo"
+        )
     if LOSS_NORMALISERS[algorithm.loss] is Normaliser.MICROBATCHES:
         yield (
             f"algorithm.loss is {algorithm.loss} but steps are streamed: it divides by the tokens of each microbatch, so the "

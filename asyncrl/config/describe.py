@@ -149,6 +149,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "algorithm.old_logprobs": _CURVE,
     "algorithm.force_on_policy": _CURVE,
     "algorithm.updates_per_batch": _LEDGER,
+    "algorithm.minibatches": _LEDGER,
     "train.kind": _WEIGHTS,
     "train.beta1": _WEIGHTS,
     "train.beta2": _WEIGHTS,

@@ -37,13 +37,18 @@ def slots(config: Config) -> int:
     return (turns_bound(config) + 1) * config.rollout.groups_per_step
 
 
+def versions_per_batch(config: Config) -> int:
+    """Optimizer steps that a batch is good for: one for each of its parts, in each pass over it."""
+    return config.algorithm.updates_per_batch * config.algorithm.minibatches
+
+
 def staleness_bound(config: Config) -> int:
-    """Largest age, in policy versions, of a trained token: `u x turns_bound + (u - 1)` with u updates per batch.
+    """Largest age, in policy versions, of a trained token: `u x turns_bound + (u - 1)` with u versions per batch.
 
     A batch is one turn of the ledger and u versions: a group admitted k turns ago was sampled at most u k versions
     before the first update of its batch, and the last update of the batch comes u - 1 versions later.
     """
-    updates = config.algorithm.updates_per_batch
+    updates = versions_per_batch(config)
     return updates * turns_bound(config) + (updates - 1)
 
 
@@ -239,20 +244,12 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and would "
             "always be 0; expected at least 2"
         )
-    streaming = bool(rollout.streaming) and algorithm.updates_per_batch == 1  # several updates need the whole batch
+    streaming = bool(rollout.streaming) and versions_per_batch(config) == 1  # several updates need the whole batch
     yield from check_losses(algorithm, streaming)
-
-
-def _check_step_advantages(config: Config) -> Iterator[str]:
-    """Statistics over the step need the step: never quietly over whatever chunk of it is there."""
-    name = config.algorithm.advantage
-    if name not in STEP_ADVANTAGES:
-        return
-    if config.rollout.streaming and config.algorithm.updates_per_batch == 1:
+    if algorithm.minibatches > rollout.groups_per_step:
         yield (
-            f"algorithm.advantage is {name}, whose statistics span the whole step, but rollout.streaming trains each group "
-            "as it arrives, before the others are known; set rollout.streaming=false (preset one_off or sync), or use an "
-            "estimator of the group: grpo, dr_grpo, rloo"
+            f"algorithm.minibatches is {algorithm.minibatches}; expected at most rollout.groups_per_step = "
+            f"{rollout.groups_per_step}: a batch is cut between its groups"
         )
 
 
@@ -388,7 +385,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_skip,
     _check_lengths,
     _check_algorithm,
-    _check_step_advantages,
     _check_lora,
     _check_parts,
     _check_deadlines,

@@ -225,7 +225,16 @@ class AlgorithmConfig(Section):
     force_on_policy: bool = field(
         False, "Centre of the clip: the log-probs of the training forward itself, in every update; the ratio is 1."
     )
-    updates_per_batch: int = field(1, "Optimizer steps per batch; old log-probs are taken once before the first.", ge=1)
+    updates_per_batch: int = field(
+        1, "Passes over each batch, an optimizer step each; old log-probs are taken once before the first.", ge=1
+    )
+    minibatches: int = field(
+        1,
+        "Parts of a batch with an optimizer step each, in each pass over it: whole groups, in the order of their prompts, "
+        "divided by the tokens or sequences of the part alone (verl: train_batch_size / ppo_mini_batch_size; TRL: "
+        "steps_per_generation / gradient_accumulation_steps). A last step with fewer groups is dropped.",
+        ge=1,
+    )
     mismatch_gate: Literal["auto"] | float | None = field(
         "auto",
         "End the run when the mean |trainer - sampler| log-prob of a step, over sequences sampled by the version that trains "

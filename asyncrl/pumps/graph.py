@@ -29,7 +29,7 @@ from typing import TypeAlias, TypeVar
 import anyio
 
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.config.resolve import slots
+from asyncrl.config.resolve import slots, versions_per_batch
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, LifecycleError
 from asyncrl.transport.queue import QueueReceiver, QueueSender, open_queue
@@ -175,7 +175,7 @@ class Graph:
             raise LifecycleError("submit: this Runtime runs its own prompts")
         versions = [t.oldest_version for t in trajectories if t.oldest_version >= 0]
         # None, where no token says its age: it counts as of the version that has room for it.
-        oldest = min(versions) // rooms.config.algorithm.updates_per_batch if versions else None
+        oldest = min(versions) // versions_per_batch(rooms.config) if versions else None
         ticket = await self._admit(prompt.group_id, oldest)
         if ticket is None:
             rooms.counters["staleness/dropped"] += 1

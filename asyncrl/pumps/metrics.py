@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from asyncrl.errors import DivergenceError
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 T = TypeVar("T")
@@ -101,6 +102,18 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
     metrics["time/step"] = seconds
     metrics["perf/tokens_per_s"] = tokens / seconds if seconds > 0 else math.nan
     return metrics
+
+
+def check_mismatch(result: StepResult, gate: float | Literal["auto"] | None) -> None:
+    """After an optimizer step, with `algorithm.mismatch_gate` as `resolve` left it. Errors: DivergenceError."""
+    assert gate != "auto"  # `resolve` has put a number there
+    mismatch = result.metrics.get("mismatch/current_mean")
+    if gate is not None and mismatch is not None and mismatch > gate:
+        raise DivergenceError(
+            f"step {result.version}: trainer and sampler log-probs of the same version differ by {mismatch:.2g} nats on "
+            f"average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the weights that trained "
+            "(null where another program's sampler is meant to differ)"
+        )
 
 
 def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.types import Group
 
 from .pipeline import Rooms
@@ -36,7 +37,7 @@ class Replaying:
             own = advantages[group.group_id]
             other = None
             if buffer is not None and not own.any():
-                last = version + rooms.config.algorithm.updates_per_batch - 1
+                last = version + versions_per_batch(rooms.config) - 1
                 taken = {g.group_id for g in replayed.values()}
                 other = buffer.draw(last, (rooms.ledger.turn, group.group_id), taken)
             if other is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import anyio
 import numpy as np
@@ -22,18 +23,21 @@ from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.kl import lowered
 from asyncrl.algorithms.masks import without_overlong
 from asyncrl.config.check_losses import needs_second_buffer
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.packing import pack_groups
-from asyncrl.errors import DivergenceError
 from asyncrl.transport.queue import QueueReceiver, QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
-from .metrics import COUNTED, StepPart, group_rows, step_metrics
+from .metrics import COUNTED, StepPart, check_mismatch, group_rows, step_metrics
+from .minibatches import over_parts, part_of_each
 from .pipeline import Publication, Rooms, StepReport, hand_on
 from .reference import ReferenceAhead
 from .replaying import Replaying
 from .reroll import Reroll
 from .rounds import Rounds
 from .signal import Advantages, advantages_over_ranks, counted_only, step_advantages
+
+Chosen: TypeAlias = tuple[Group, npt.NDArray[np.float64]]  # what is trained, with its advantages [G]
 
 
 @dataclass(slots=True)
@@ -43,7 +47,8 @@ class _Step:
     groups: list[Group] = field(default_factory=list)
     advantages: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
     replayed: dict[int, Group] = field(default_factory=dict)  # by the id of the group whose place it takes
-    batches: list[Microbatch] = field(default_factory=list)  # kept only where a batch is used again
+    # Kept only where a batch takes several optimizer steps: one list for each of its `minibatches`.
+    parts: list[list[Microbatch]] = field(default_factory=lambda: [[]])
     begun: bool = False
     rounds: int = 0  # that this rank joined while the step filled (rounds.py)
     applied: bool = False  # the weights have moved by it: from then on it can only be committed
@@ -79,7 +84,7 @@ class TrainPump:
         self._stop_requested = False
         self._stop_turn: int | None = None
         config = rooms.config
-        self._per_turn = config.algorithm.updates_per_batch
+        self._per_turn = versions_per_batch(config)
         self._replaying = Replaying(rooms)
         self._min_groups = config.rollout.streaming_min_groups
         self._streaming = bool(config.rollout.streaming) and self._per_turn == 1
@@ -92,6 +97,11 @@ class TrainPump:
     def _compares(self) -> bool:
         """Whether advantages need the rewards of other ranks; never where steps are streamed (`resolve`)."""
         return self._rooms.ranks > 1 and self._rooms.advantage.needs_whole_step
+
+    @property
+    def _divides(self) -> bool:
+        """Whether the parts of the batch need the groups of other ranks; such a step is never streamed."""
+        return self._rooms.ranks > 1 and self._rooms.config.algorithm.minibatches > 1
 
     @property
     def stopping(self) -> bool:
@@ -166,7 +176,7 @@ class TrainPump:
                 await self._train_new(step)
             await self._join_rounds(step)
             if state is ClaimState.FULL:
-                if self._short() and not self._rooms.config.train.partial_final_step:
+                if self._too_short():
                     return False
                 break
             if self._rooms.ledger.finished:
@@ -198,8 +208,10 @@ class TrainPump:
             rooms.book.claimed(ticket)
             step.groups.append(group)
 
-    def _short(self) -> bool:
-        return self._rooms.ledger.statistics().claimed < self._rooms.config.rollout.groups_per_step
+    def _too_short(self) -> bool:
+        config, claimed = self._rooms.config, self._rooms.ledger.statistics().claimed
+        least = 1 if config.train.partial_final_step else config.rollout.groups_per_step
+        return claimed < max(least, config.algorithm.minibatches)  # every batch is the same number of versions
 
     async def _drop_expired(self) -> None:
         for ticket in self._rooms.ledger.expired():
@@ -214,16 +226,27 @@ class TrainPump:
         """Pack and train the claimed groups that were not trained yet. Where that takes a collective, a rank without any
         comes along."""
         fresh = [group for group in step.groups if group.group_id not in step.advantages]
-        if not (fresh or self._surveys or self._compares):
+        if not (fresh or self._surveys or self._compares or self._divides):
             return
         step.advantages |= await self._advantages(await self._less_penalties(step, fresh))
-        batches = self._pack(self._replaying.chosen(fresh, step.advantages, step.replayed, step.version))
-        batches = [await self._with_columns(batch) for batch in batches]
+        chosen = self._replaying.chosen(fresh, step.advantages, step.replayed, step.version)
         if self._per_turn > 1:
-            step.batches.extend(batches)
+            step.parts = await self._parts(fresh, chosen)
             return
+        batches = [await self._with_columns(batch) for batch in self._pack(chosen)]
         for batch in await self._survey(step, batches):
             await self._train(step, batch)
+
+    async def _parts(self, groups: list[Group], chosen: list[Chosen]) -> list[list[Microbatch]]:
+        """The microbatches of each part of the batch. `chosen`: what is trained in the place of each of `groups`."""
+        if self._divides:
+            await self._published(self._rooms.ledger.turn)  # which may be a collective, too: see `_survey`
+        numbers = await part_of_each(self._rooms, groups)
+        parts = []
+        for part in range(self._rooms.config.algorithm.minibatches):
+            mine = [each for each, number in zip(chosen, numbers, strict=True) if number == part]
+            parts.append([await self._with_columns(batch) for batch in self._pack(mine)])
+        return parts
 
     async def _advantages(self, groups: list[Group]) -> Advantages:
         rooms = self._rooms
@@ -232,7 +255,7 @@ class TrainPump:
             return await advantages_over_ranks(rooms, groups)
         return step_advantages(rooms.advantage, groups, rooms.weights, rooms.config.reward.scale_adv_by_len)
 
-    def _pack(self, groups: list[tuple[Group, npt.NDArray[np.float64]]]) -> list[Microbatch]:
+    def _pack(self, groups: list[Chosen]) -> list[Microbatch]:
         config = self._rooms.config
         truncated, longest = config.algorithm.mask_truncated, config.algorithm.mask_longer_than
         filtered = [
@@ -298,17 +321,21 @@ class TrainPump:
         turn = rooms.ledger.turn
         with rooms.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
             await self._published(turn)
+        results = []
+        parts = rooms.config.algorithm.minibatches
         for update in range(self._per_turn):
             if self._per_turn > 1:
-                for batch in await self._survey(step, step.batches):
+                for batch in await self._survey(step, step.parts[update % parts]):
                     await self._train(step, batch)
             await self._begin(step)  # where another rank did all the work of this step: the reduction needs everybody
             await self._rounds.last()
-            result = await self._apply(step, update)
+            results.append(await self._apply(step, update))
+        result = over_parts(results[-parts:])
         with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
             await self._commit(step)
             await self._report(step, result)
-        self._check_divergence(result)
+        for each in results:
+            check_mismatch(each, rooms.config.algorithm.mismatch_gate)
         await hand_on(self._publications, Publication(turn=turn, version=result.version))
 
     async def _apply(self, step: _Step, update: int) -> StepResult:
@@ -357,17 +384,6 @@ class TrainPump:
             tuple(step.version - group.oldest_version for group in step.replayed.values()),
             None if rooms.reward_penalty is None else sum(step.kl),
         )
-
-    def _check_divergence(self, result: StepResult) -> None:
-        gate = self._rooms.config.algorithm.mismatch_gate
-        mismatch = result.metrics.get("mismatch/current_mean")
-        assert gate != "auto"  # `resolve` has put a number there
-        if gate is not None and mismatch is not None and mismatch > gate:
-            raise DivergenceError(
-                f"step {result.version}: trainer and sampler log-probs of the same version differ by {mismatch:.2g} nats on "
-                f"average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the weights that trained "
-                "(null where another program's sampler is meant to differ)"
-            )
 
     async def _abort(self, step: _Step) -> None:
         if step.begun:

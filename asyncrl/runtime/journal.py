@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 
 from asyncrl.config.describe import to_plain
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.budget import RunBudget
@@ -120,7 +121,7 @@ class Journal:
         if self._rollouts is None:
             return
         writer, version = self._rollouts, report.version
-        trained_at = version - self._config.algorithm.updates_per_batch
+        trained_at = version - versions_per_batch(self._config)
         advantages = {
             (group_id, member): float(value)
             for group_id, values in report.advantages.items()

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.check_losses import needs_second_buffer
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
@@ -104,7 +105,7 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
         world,
         max_completion_length=config.rollout.max_tokens,
         needs_reference=config.algorithm.kl_coef > 0,
-        updates_per_batch=config.algorithm.updates_per_batch,
+        updates_per_batch=versions_per_batch(config),
         second_buffer=needs_second_buffer(config.algorithm),
     )
     return policy, tokenizer, core
@@ -121,7 +122,7 @@ def _build_sharded(
         world,
         max_completion_length=config.rollout.max_tokens,
         needs_reference=config.algorithm.kl_coef > 0,
-        updates_per_batch=config.algorithm.updates_per_batch,
+        updates_per_batch=versions_per_batch(config),
     )
     world.before_leaving(core.sharded.parameters.release)
     return policy, tokenizer, core

@@ -189,9 +189,9 @@ class House:
         assert stash.waiting_groups == 0, f"trajectories left in the stash: {stash}"
         store = self.store.statistics()
         assert store.rows == store.bytes == 0, f"rows left in the store: {store}"
-        applied = -(-self.trainer.version // self.config.algorithm.updates_per_batch)  # a batch cut off half-way counts
+        applied = -(-self.trainer.version // self.plan.versions)  # a batch cut off half-way counts
         assert applied == books.turn, "an applied optimizer step is not in the ledger's books"
-        if self.plan.updates_per_batch == 1 and (self.error is None or isinstance(self.error, asyncio.CancelledError)):
+        if self.plan.versions == 1 and (self.error is None or isinstance(self.error, asyncio.CancelledError)):
             assert len(self.reports) == books.turn, "an applied step went unreported"
         if self.error is None:
             assert books.held == 0, "a published step kept its slots"

@@ -56,6 +56,7 @@ class Plan:
     partial_final_step: bool = True
     max_failed_groups: int = 0
     updates_per_batch: int = 1
+    minibatches: int = 1
     old_logprobs: str = "recompute"
     advantage_name: str = "grpo"
     algorithm: Mapping[str, Any] = field(default_factory=dict)  # more settings of that section
@@ -83,6 +84,11 @@ class Plan:
     evaluate_every: int | None = None
     evaluation_s: float = 1.0
 
+    @property
+    def versions(self) -> int:
+        """Of one batch."""
+        return self.updates_per_batch * self.minibatches
+
     def config(self) -> Config:
         given = Config.model_validate(
             {
@@ -104,6 +110,7 @@ class Plan:
                 "engine": {"kind": "dry_run"},
                 "algorithm": {
                     "updates_per_batch": self.updates_per_batch,
+                    "minibatches": self.minibatches,
                     "old_logprobs": self.old_logprobs,
                     "advantage": self.advantage_name,
                     **self.algorithm,

@@ -18,6 +18,7 @@ PLANS = {
     ),
     "sync": Plan(preset="sync", groups_per_step=2, prompts=5, reward_s=lambda g, m: 0.1, workers=1),
     "updates": Plan(preset="one_off", groups_per_step=2, prompts=4, updates_per_batch=2, tokens_per_microbatch=12),
+    "minibatches": Plan(preset="one_off", groups_per_step=2, prompts=4, minibatches=2, tokens_per_microbatch=12),
     "drop": Plan(
         groups_per_step=2,
         max_staleness=1,

@@ -98,6 +98,7 @@ def schedule(seed: int) -> Plan:
         partial_final_step=rng.random() < 0.8,
         max_failed_groups=10_000,
         updates_per_batch=rng.choice([1, 1, 1, 2, 3]),
+        minibatches=min(rng.choice([1, 1, 1, 2, 3]), groups_per_step),
         held_out=held_out,
         evaluate_every=rng.randint(1, 3) if held_out else None,
         workers=rng.randint(1, 3),
@@ -128,7 +129,7 @@ def oldest_ages(house: House) -> list[int]:
 
 def check_ages(house: House) -> int:
     """No trained token is older than the bound, none comes from the future, and the metric says the same. The oldest age."""
-    bound, updates = staleness_bound(house.config), house.plan.updates_per_batch
+    bound, updates = staleness_bound(house.config), house.plan.versions
     for version, batch in house.tokens_trained:
         if not batch.scored:  # it only brings the counts of groups that are not run
             continue
@@ -145,10 +146,8 @@ def check_steps(house: House) -> None:
     """Versions go up by one, groups are trained once, and only the last step of a run may be smaller."""
     plan = house.plan
     versions = [event.version for event in house.events("finished")]
-    assert versions == list(range(1, plan.updates_per_batch * len(house.reports) + 1))
-    assert [report.version for report in house.reports] == versions[
-        plan.updates_per_batch - 1 :: plan.updates_per_batch
-    ]
+    assert versions == list(range(1, plan.versions * len(house.reports) + 1))
+    assert [report.version for report in house.reports] == versions[plan.versions - 1 :: plan.versions]
     trained = [group for step in house.trained() for group in step]
     assert len(trained) == len(set(trained)) == house.books.trained
     for step in house.trained()[:-1]:
@@ -171,7 +170,8 @@ def check_nobody_dropped(house: House) -> None:
     reasons = {reason for reason in house.book.reasons if reason.startswith("dropped")}
     assert house.plan.late == "drop" or reasons <= allowed, reasons
     plan = house.plan
-    if plan.late == "wait" and plan.max_steps is None and plan.time_limit_s is None and plan.partial_final_step:
+    endless = plan.max_steps is None and plan.time_limit_s is None
+    if plan.late == "wait" and endless and plan.partial_final_step and plan.minibatches == 1:
         refused = house.book.reasons["dropped: no signal"]
         assert house.books.trained + house.books.failed + refused == plan.prompts, "a prompt vanished"
 
@@ -183,13 +183,13 @@ def check_refills(house: House) -> None:
         return
     kept = sum(not values.any() for report in house.reports for values in report.advantages.values())
     assert kept <= house.rooms.counters["filter/kept"]
-    turns = -(-house.trainer.version // house.plan.updates_per_batch) + 1
+    turns = -(-house.trainer.version // house.plan.versions) + 1
     assert house.rooms.counters["filter/no signal"] <= rollout.max_refills * rollout.groups_per_step * turns
 
 
 def check_syncs(house: House) -> None:
     """Engines hear of new weights by elapsed steps: never later than asked for, the last ones always."""
-    rollout, updates = house.config.rollout, house.plan.updates_per_batch
+    rollout, updates = house.config.rollout, house.plan.versions
     taken = sorted({event.version for event in house.events("weights taken")})
     assert not house.reports or taken[-1] == updates * len(house.reports), "the engines never got the last weights"
     for before, after in zip([0, *taken], taken, strict=False):
