@@ -42,7 +42,7 @@ class Scored:
     advantages: Any = None  # [L]
     reference_logprobs: Any = None  # [L] nats
     routed_experts: Any = None  # [L, layers, k] uint8 or uint16
-    prompt_length: int = 0
+    prompt_length: int | None = None  # at least 1; default: the tokens before the first that `mask` trains
     temperature: float = 1.0
     finish_reason: str = "stop"  # stop, length, abort
     components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward
@@ -72,7 +72,7 @@ def group_draft(
     sections: dict[int, Any] = {
         Section.TOKENS: [np.asarray(row.tokens) for row in rows],
         Section.REWARDS: [reward_number(row.reward, "reward") for row in rows],
-        Section.PROMPT_LENGTHS: [row.prompt_length for row in rows],
+        Section.PROMPT_LENGTHS: [_prompt_length(position, row) for position, row in enumerate(rows)],
         Section.TEMPERATURES: [row.temperature for row in rows],
         Section.FINISH_REASONS: [_reason(row) for row in rows],
         Section.MESSAGES: [json_bytes(row.messages, "messages") for row in rows],
@@ -104,6 +104,21 @@ def _scored(position: int, given: Scored | Mapping[str, Any]) -> Scored:
             f"the fields are {', '.join(sorted(_FIELDS))}"
         )
     return Scored(**given)
+
+
+def _prompt_length(position: int, row: Scored) -> int:
+    if row.prompt_length is None and row.mask is None:
+        raise RecordError(f"trajectory {position}: what of it was sampled? Give mask, or prompt_length")
+    length = row.prompt_length
+    if length is None:
+        trained = np.flatnonzero(row.mask)
+        length = int(trained[0]) if trained.size else len(row.tokens)
+    if length < 1:
+        raise RecordError(
+            f"trajectory {position}: prompt_length is {length}; a prompt has 1 token or more, from which the first trained "
+            "one is predicted"
+        )
+    return length
 
 
 def _reason(row: Scored) -> int:

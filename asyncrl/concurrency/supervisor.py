@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from enum import Enum
 from typing import TypeVarTuple, Unpack
 
@@ -131,6 +132,23 @@ class Supervisor:
             first.add_note(f"afterwards also: {type(other).__name__}: {other}" + (f" ({notes})" if notes else ""))
         self._failures = []  # the exception's traceback refers to this frame
         return first
+
+
+@asynccontextmanager
+async def plain_task_group() -> AsyncIterator[TaskGroup]:
+    """A task group whose block raises the first error that happened, without a group around it, so that callers can catch
+    what is documented. The others are notes on it."""
+    failure: BaseException | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        first, *others = _leaves(group) or [group]
+        for other in others:
+            first.add_note(f"and also: {type(other).__name__}: {other}")
+        failure = first
+    if failure is not None:  # outside of the handler, which would give it the group as its context
+        raise failure
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

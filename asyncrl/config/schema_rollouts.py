@@ -159,7 +159,7 @@ class RolloutConfig(Section):
     late: Literal["wait", "drop"] = field(
         "wait", "A group at its deadline: the step waits for it, or drops and counts it."
     )
-    temperature: float = field(1.0, "Sampling temperature.", gt=0)
+    temperature: float = field(1.0, "Sampling temperature.", ge=1e-6)
     top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
@@ -176,7 +176,8 @@ class RolloutConfig(Section):
 class RerollConfig(Section):
     start_fraction: float = field(
         1.0,
-        "Part of the run after which prompts of which every completion failed are played again; 1 is never.",
+        "Part of the run after which prompts of which every completion failed, since its first step, are played again; 1 is "
+        "never.",
         ge=0,
         le=1,
     )

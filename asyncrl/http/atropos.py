@@ -39,7 +39,9 @@ import anyio.abc
 import orjson
 
 from asyncrl.client import AsyncClient
+from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError, RecordTooLarge, TransportError
+from asyncrl.records.check import Limits
 from asyncrl.runtime import door as ring_door
 
 from .environments import NO_END, Environments
@@ -68,7 +70,7 @@ class Terms:
 
     name: str
     batch_size: int  # sequences a step
-    limits: ring_door.Limits
+    limits: Limits
     steps: int | None  # in all; None: no end
     checkpoint_dir: str
 
@@ -78,7 +80,7 @@ class Terms:
         return cls(
             name=config.run.name,
             batch_size=config.rollout.groups_per_step * config.rollout.group_size,
-            limits=ring_door.Limits.of(runtime),
+            limits=ring_door.limits_of(runtime),
             steps=config.train.max_steps,
             checkpoint_dir="" if runtime.directory is None else str(runtime.directory.path.absolute()),
         )
@@ -276,7 +278,7 @@ class AtroposDoor:
 
     async def _info(self, _: web.Request) -> web.Response:
         # An environment server drops what is as long as this, so that the longest fits it says one more.
-        return _reply(200, batch_size=self._terms.batch_size, max_token_len=self._terms.limits.longest + 1)
+        return _reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
 
     async def _wandb_info(self, _: web.Request) -> web.Response:
         return _reply(200, group=self._terms.name, project="asyncrl")
@@ -357,7 +359,7 @@ async def serve(
     """
     counts = statistics or ring_door.DoorStatistics()
     ring.publish_version(runtime.version)  # before anything is stamped with it
-    async with anyio.create_task_group() as tasks:
+    async with plain_task_group() as tasks:
 
         async def feed() -> None:
             await ring_door.serve(runtime, ring, counts)

@@ -30,10 +30,11 @@ import numpy.typing as npt
 
 from asyncrl.client.scored import Scored
 from asyncrl.errors import DataError
-from asyncrl.runtime.door import Limits
+from asyncrl.records.check import SILENT, Limits, check_json, check_trains, check_trajectory
+from asyncrl.types import FinishReason, Trajectory
 
 NOT_TRAINED = -100
-SLACK = 1e-4  # nats above 0 that a sampler's rounding may leave
+COLUMNS = ("tokens", "masks", "scores", "inference_logprobs", "ref_logprobs")  # whose lists are read as arrays
 UNUSABLE = {
     "advantages": "this run computes advantages from the scores",
     "images": "this run trains text",
@@ -58,6 +59,7 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
     for name, reason in UNUSABLE.items():
         if item.get(name) is not None:
             raise DataError(f"{name} cannot be used: {reason}; leave it out")
+    check_json({name: value for name, value in item.items() if name not in COLUMNS}, "the group", 1)
     tokens = _rows(item, "tokens", None)
     n = len(tokens)
     masks = _rows(item, "masks", n)
@@ -67,14 +69,14 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
     messages = _optional(item, "messages", n)
     overrides = _optional(item, "overrides", n) or [None] * n
     settings = [_settings(item, one, i, version) for i, one in enumerate(overrides)]
-    members = [_member(tokens[i], masks[i], settings[i].silent, i, limits) for i in range(n)]
+    members = [_member(tokens[i], masks[i], settings[i].silent, i) for i in range(n)]
     prompts = _prompt_lengths(members)
     scored = []
     for i, (ids, mask) in enumerate(members):
         column = (
             np.where(mask, np.float32(math.nan), np.float32(0))
             if logprobs is None
-            else _logprobs(logprobs[i], mask, f"inference_logprobs[{i}]")
+            else np.where(mask, _floats(logprobs[i], mask.size, f"inference_logprobs[{i}]"), np.float32(0))
         )
         scored.append(
             Scored(
@@ -87,9 +89,10 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
                 prompt_length=prompts[i],
                 temperature=settings[i].temperature,
                 messages="" if messages is None else _conversation(messages[i], i),
-                metadata={} if item.get("env_id") is None else {"env_id": item["env_id"]},
+                metadata=_metadata(item, settings[i].silent),
             )
         )
+        _check(scored[i], i, n, limits)
     return ReadGroup(scored, logprobs is not None)
 
 
@@ -105,11 +108,6 @@ def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _
     group = _object(item.get("group_overrides"), "group_overrides")
     generation = _object(item.get("generation_params"), "generation_params")
     temperature = _number(_first("temperature", own, generation, group, default=1.0), f"temperature of member {i}")
-    if temperature <= 0:
-        raise DataError(
-            f"temperature of member {i} is {temperature:g}; log-probs are compared at the sampling temperature, which must be "
-            "above 0"
-        )
     sampled = _first("policy_version", own, group, default=version)
     if type(sampled) is not int or not 0 <= sampled <= version:
         raise DataError(
@@ -118,21 +116,37 @@ def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _
     return _Settings(temperature, sampled, bool(own.get("set_advantage_to_zero")))
 
 
-def _member(
-    tokens: Any, mask: Any, silent: bool, i: int, limits: Limits
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+def _metadata(item: Mapping[str, Any], silent: bool) -> dict[str, Any]:
+    metadata = {} if item.get("env_id") is None else {"env_id": item["env_id"]}
+    return metadata | ({SILENT: True} if silent else {})
+
+
+def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
+    trajectory = Trajectory(
+        group_id=0,
+        member=i,
+        group_size=n,
+        prompt_length=scored.prompt_length or 0,
+        tokens=scored.tokens,
+        mask=scored.mask,
+        logprobs=scored.logprobs,
+        sampled_logprobs=scored.logprobs,
+        versions=scored.versions,
+        temperature=scored.temperature,
+        finish_reason=FinishReason.STOP,
+        reward=scored.reward,
+        metadata=scored.metadata,
+    )
+    check_trajectory(trajectory, limits)
+    check_trains(trajectory)
+
+
+def _member(tokens: Any, mask: Any, silent: bool, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
     """(ids [L], loss mask [L])."""
     ids = _integers(tokens, f"tokens[{i}]")
     labels = _integers(mask, f"masks[{i}]")
-    if not 0 < ids.size <= limits.longest:
-        raise DataError(f"tokens[{i}] has {ids.size} tokens; this run takes 1 to {limits.longest}")
     if labels.size != ids.size:
         raise DataError(f"masks[{i}] has {labels.size} entries for {ids.size} tokens; one each")
-    if ids.min() < 0 or ids.max() >= limits.vocabulary:
-        wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        raise DataError(
-            f"tokens[{i}] holds {wrong}; the model's ids are 0 to {limits.vocabulary - 1}: other tokenizer?"
-        )
     trained = labels != NOT_TRAINED
     differs = np.flatnonzero(trained & (labels != ids))
     if differs.size:
@@ -141,7 +155,7 @@ def _member(
             f"masks[{i}][{at}] is {int(labels[at])}, the token is {int(ids[at])}; a mask is {NOT_TRAINED} where not trained, "
             "else the token's id"
         )
-    trained[0] = False  # nothing predicts it
+    trained[:1] = False  # nothing predicts it
     return ids.astype(np.int32), trained & (not silent)
 
 
@@ -156,15 +170,6 @@ def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bo
     return own
 
 
-def _logprobs(values: Any, mask: npt.NDArray[np.bool_], where: str) -> npt.NDArray[np.float32]:
-    column = _floats(values, mask.size, where)
-    bad = np.flatnonzero(mask & ~((column <= SLACK) & np.isfinite(column)))
-    if bad.size:
-        at = int(bad[0])
-        raise DataError(f"{where}[{at}] is {column[at]:g} at a trained token; expected a log-probability, at most 0")
-    return np.where(mask, column, np.float32(0))
-
-
 def _floats(values: Any, size: int, where: str) -> npt.NDArray[np.float32]:
     array = _array(values, where)
     if array.size != size or array.dtype.kind not in "iuf":
@@ -177,8 +182,10 @@ def _integers(values: Any, where: str) -> npt.NDArray[np.int64]:
     array = _array(values, where)
     if array.size and array.dtype.kind not in "iu":
         raise DataError(f"{where} holds {array.dtype}; expected integers")
-    if array.size and array.max() > np.iinfo(np.int32).max:
-        raise DataError(f"{where} holds {array.max()}; ids are 32-bit integers")
+    most = np.iinfo(np.int32).max
+    wide = array[(array > most) | (array < -most)]
+    if wide.size:
+        raise DataError(f"{where} holds {wide[0]}; ids are 32-bit integers")
     return array.astype(np.int64)
 
 

@@ -25,6 +25,7 @@ from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.stash import Stash
 from asyncrl.data.store import Store
 from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
+from asyncrl.records.check import Limits
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
@@ -182,4 +183,5 @@ class Rooms:
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     reward_penalty: RewardPenalty | None = None  # KL to the reference, taken off the rewards
     replay: ReplayBuffer | None = None
+    limits: Limits = field(default_factory=Limits)  # of trajectories from anywhere
     counters: Counter[str] = field(default_factory=Counter)

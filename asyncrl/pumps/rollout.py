@@ -13,7 +13,8 @@ import anyio
 
 from asyncrl.config.resolve import slots
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import AsyncrlError, EngineClosed, GenerationError
+from asyncrl.errors import AsyncrlError, DataError, EngineClosed, GenerationError
+from asyncrl.records.check import check_trajectory
 from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Prompt, Ticket, Trajectory
 
@@ -114,6 +115,12 @@ class RolloutPump:
                     f"the environment was asked for member {member} of {group_size} of group {group_id} and returned "
                     f"member {trajectory.member} of {trajectory.group_size} of group {trajectory.group_id}"
                 )
+            try:
+                check_trajectory(trajectory, rooms.limits)
+            except DataError as error:
+                raise GenerationError(
+                    f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
+                ) from None
             return trajectory
         except EngineClosed:
             await (

@@ -153,7 +153,7 @@ def _texts(record: Record, section: int, *kinds: type) -> list[Any]:
 def _json(raw: bytes, section: int, *kinds: type) -> Any:
     try:
         value = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"section {Section(section).name} is no JSON: {error}") from None
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
@@ -204,5 +204,5 @@ def json_bytes(value: Any, name: str) -> bytes:
     """Compact JSON. Errors: RecordError where it is none."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"the {name} of a trajectory must be JSON ({error})") from error

@@ -30,16 +30,17 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.resolve import staleness_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Ending, Stash, StashedGroup, StashRefused, Status
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError
+from asyncrl.records.check import Limits, check_trains, check_trajectory
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.transport.record_ring import RecordRing
 from asyncrl.transport.ring_types import RingSettings
-from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
     from asyncrl.pumps.pipeline import StepReport
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 MOST_GROUPS = 4096  # incomplete groups in the stash; their bytes are bounded by the rings
 MOST_WHOLE = 1 << 30  # whole groups that wait for slots: the rings, whose records they hold, bound them
 NOTES = 10  # refusals that are shown on the live view; all are counted
-NO_MODEL = 1 << 31
 
 
 @dataclass(slots=True)
@@ -67,33 +67,9 @@ class DoorStatistics:
     last_refusal: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What fits into a run."""
-
-    longest: int  # tokens of one trajectory
-    vocabulary: int  # token ids are below it
-
-    @classmethod
-    def of(cls, runtime: Runtime) -> Limits:
-        config, policy = runtime.config, runtime.built.policy
-        return cls(
-            longest=config.data.max_prompt_tokens + config.rollout.max_tokens,
-            vocabulary=NO_MODEL if policy is None else int(policy.config.vocab_size),
-        )
-
-    def check(self, trajectory: Trajectory) -> None:
-        """Errors: DataError. An id outside of the model would end the run in the middle of a step."""
-        ids, where = trajectory.tokens, f"member {trajectory.member}"
-        if not 0 < ids.size <= self.longest:
-            raise DataError(
-                f"{where} has {ids.size} tokens; this run takes 1 to {self.longest} (data.max_prompt_tokens + rollout.max_tokens)"
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.vocabulary:
-            raise DataError(
-                f"{where} holds token {low if low < 0 else high}; the model's ids are 0 to {self.vocabulary - 1}: other tokenizer?"
-            )
+def limits_of(runtime: Runtime) -> Limits:
+    config = runtime.config
+    return replace(runtime._rooms.limits, longest=config.data.max_prompt_tokens + config.rollout.max_tokens)
 
 
 class _Door:
@@ -103,7 +79,7 @@ class _Door:
         settings = runtime.config.door
         self._runtime = runtime
         self._ring = ring
-        self._limits = Limits.of(runtime)
+        self._limits = limits_of(runtime)
         self._reconnect_s = settings.reconnect_s
         self._stash: Stash[None] = Stash(
             MOST_GROUPS, timeout_s=settings.timeout_s, on_timeout=settings.on_timeout, clock=anyio.current_time
@@ -202,9 +178,10 @@ class _Door:
             # Copied: reports of a step may be read after its records were released.
             trajectories = trajectories_of(record)
             for position in delivery.fresh:
-                self._limits.check(trajectories[position])
+                check_trajectory(trajectories[position], self._limits)
+                check_trains(trajectories[position])
         except (RecordError, DataError) as error:  # such a group can never be whole
-            self._refuse(error)
+            self._refuse(error, record.group, record.epoch)
             rest = self._stash.discard(record.group, record.epoch)
             _release((delivery, *(rest.leases if rest is not None else ())))
             return
@@ -217,7 +194,7 @@ class _Door:
             try:
                 arrival = self._stash.add(trajectories[position], None, lease=delivery, epoch=record.epoch)
             except StashRefused as error:
-                self._refuse(error)
+                self._refuse(error, record.group, record.epoch)
                 continue
             kept |= arrival.status in (Status.WAITING, Status.WHOLE)
             for group in arrival.ended:
@@ -233,11 +210,15 @@ class _Door:
         group_id = self._own_id()
         try:
             if any(reward is None for reward in rewards):
-                raise DataError(f"group {group.key.group_id} of epoch {group.key.epoch} came without rewards")
-            trajectories = [replace(trajectory, group_id=group_id) for trajectory in group.trajectories]
+                raise DataError("it came without rewards")
+            size = len(group.trajectories)  # smaller than it says, where some members did not come in time
+            trajectories = [
+                replace(trajectory, group_id=group_id, member=place, group_size=size)
+                for place, trajectory in enumerate(group.trajectories)
+            ]
             accepted = await self._runtime.submit(trajectories, [float(reward or 0.0) for reward in rewards])
         except (DataError, ValueError) as error:  # VersionAhead too: what an earlier run of this name left behind
-            self._refuse(error)
+            self._refuse(error, group.key.group_id, group.key.epoch)
             _release(leases)
             return
         if accepted:
@@ -272,12 +253,12 @@ class _Door:
                 "as door/too_old"
             )
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: Exception, group: int, epoch: int) -> None:
         self._counts.refused += 1
-        self._counts.last_refusal = str(error)
+        self._counts.last_refusal = f"group {group} of epoch {epoch}: {error}"
         self._runtime.recorder.count("door/refused")
         if self._counts.refused <= NOTES:
-            self._runtime.note(f"door: refused: {error}")
+            self._runtime.note(f"door: refused: {self._counts.last_refusal}")
 
 
 def _release(leases: tuple[Delivery, ...]) -> None:
@@ -325,7 +306,7 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     ring.on_gone = door.producer_gone  # and so the ring keeps the door, which releases what is trained later, too
     runtime.listen(door)
     with door.scope:
-        async with anyio.create_task_group() as tasks:
+        async with plain_task_group() as tasks:
             for task in (door.submit, door.expire, door.end_epochs, door.follow_books):
                 tasks.start_soon(task)
             await door.read()

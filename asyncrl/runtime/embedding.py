@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.tokenizing import encode_prompt
+from asyncrl.errors import AsyncrlError, DataError, GenerationError
+from asyncrl.ports import Environment, Generate
+from asyncrl.records.check import Limits, check_trains, check_trajectory
 from asyncrl.types import Prompt, Trajectory
-
-if TYPE_CHECKING:
-    from asyncrl.models.policy import PolicyModel
 
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
@@ -26,37 +27,58 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
     return Prompt(group_id=group_id, ids=np.asarray(ids, np.int32), prompt=prompt, columns=columns)
 
 
+async def play(environment: Environment, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
+    """The `n` members of one group, in order, all at once. Errors: those of asyncrl; GenerationError where the environment
+    raised another."""
+    results: dict[int, Trajectory] = {}
+
+    async def one(member: int) -> None:
+        try:
+            results[member] = await environment.run(prompt, member, n, generate)
+        except AsyncrlError:
+            raise
+        except Exception as error:
+            raise GenerationError(
+                f"member {member} failed in the environment ({type(error).__name__}: {error})"
+            ) from error
+
+    async with plain_task_group() as tasks:
+        for member in range(n):
+            tasks.start_soon(one, member)
+    return [results[member] for member in range(n)]
+
+
 def as_group(
-    trajectories: Sequence[Trajectory], rewards: Sequence[float], tokenizer: Any, policy: PolicyModel | None = None
+    trajectories: Sequence[Trajectory], rewards: Sequence[float], tokenizer: Any, limits: Limits
 ) -> tuple[tuple[Trajectory, ...], Prompt]:
-    """A whole scored group and its prompt, for `policy`. Errors: ValueError that says what is wrong with it."""
+    """A whole scored group and its prompt. Errors: ValueError (DataError) that names the member and the field."""
     if not trajectories or len(trajectories) != len(rewards):
-        raise ValueError(
+        raise DataError(
             f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"
         )
     group_ids = {t.group_id for t in trajectories}
     if len(group_ids) != 1:
-        raise ValueError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
-    for index, reward in enumerate(rewards):
+        raise DataError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
+    size = len(trajectories)
+    scored = []
+    for index, (given, reward) in enumerate(zip(trajectories, rewards, strict=True)):
+        if given.group_size != size:
+            raise DataError(
+                f"submit: group_size of trajectory {index} is {given.group_size}, and {size} were given; a group is "
+                "submitted as a whole"
+            )
         if not math.isfinite(reward):
-            raise ValueError(f"submit: reward {index} is {reward}; rewards are finite numbers")
-    if policy is not None:
-        _check_ids(trajectories, int(policy.config.get_text_config().vocab_size))
-    scored = tuple(
-        replace(t, member=member, group_size=len(trajectories), reward=float(reward))
-        for member, (t, reward) in enumerate(zip(trajectories, rewards, strict=True))
-    )
+            raise DataError(f"submit: reward {index} is {reward}; rewards are finite numbers")
+        scored.append(replace(given, reward=float(reward)))
+    members = [t.member for t in scored]
+    if sorted(members) != list(range(size)):
+        raise DataError(f"submit: the fields member are {members}; expected each of 0 to {size - 1} once")
+    for trajectory in scored:
+        try:
+            check_trajectory(trajectory, limits)
+            check_trains(trajectory)
+        except DataError as error:
+            raise DataError(f"submit: {error}") from None
     first = scored[0]
     ids = first.tokens[: first.prompt_length]
-    return scored, Prompt(group_id=first.group_id, ids=ids, prompt=tokenizer.decode(ids.tolist()))
-
-
-def _check_ids(trajectories: Sequence[Trajectory], vocabulary: int) -> None:
-    """An id outside of the model would end the run in the middle of a step."""
-    for index, tokens in enumerate(t.tokens for t in trajectories):
-        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-        if low < 0 or high >= vocabulary:
-            raise ValueError(
-                f"submit: trajectory {index} holds token {low if low < 0 else high}; the model's ids are 0 to "
-                f"{vocabulary - 1}: was it made with another tokenizer?"
-            )
+    return tuple(scored), Prompt(group_id=first.group_id, ids=ids, prompt=tokenizer.decode(ids.tolist()))

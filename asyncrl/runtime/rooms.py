@@ -31,6 +31,7 @@ from asyncrl.pumps.metrics import Gather, alone
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
+from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards, TextModel
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
@@ -162,6 +163,7 @@ class Builder:
             score_groups=self._scores_groups(environment),
             weights=self._weights(reward),
             replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,
+            limits=_limits(parts.policy),
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)
 
@@ -256,6 +258,10 @@ class Builder:
         return await real.open_real(  # type: ignore[no-any-return]
             self.config, self.world, self.device, self.recorder, self.stack
         )
+
+
+def _limits(policy: PolicyModel | None) -> Limits:
+    return Limits() if policy is None else Limits(vocabulary=int(policy.config.get_text_config().vocab_size))
 
 
 def check_books(rooms: Rooms) -> None:

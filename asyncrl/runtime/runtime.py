@@ -38,7 +38,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import SamplingParams, Trajectory
 
 from .directory import RunDirectory
-from .embedding import as_group, as_prompt
+from .embedding import as_group, as_prompt, play
 from .journal import Journal
 from .offload import offload
 from .plan import announcement
@@ -345,23 +345,16 @@ class Runtime:
             async def generate(request: Any) -> Any:
                 return await self._rooms.engine.generate(replace(request, sampling=sampling))
 
-        results: dict[int, Trajectory] = {}
-
-        async def one(member: int) -> None:
-            results[member] = await self._rooms.environment.run(prepared, member, n, generate)
-
-        async with anyio.create_task_group() as tasks:
-            for member in range(n):
-                tasks.start_soon(one, member)
-        return [results[member] for member in range(n)]
+        return await play(self._rooms.environment, prepared, n, generate)
 
     async def submit(self, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> bool:
         """Hand over a whole group with one reward each. Waits for a slot (backpressure).
 
         False: its oldest token is too old to be trained within `max_staleness`; it is counted and not trained.
+        Errors: DataError (a ValueError) that names the member and the field that cannot be trained; LifecycleError.
         """
         self._check_open("submit")
-        scored, prompt = as_group(trajectories, rewards, self.tokenizer, self.built.policy)
+        scored, prompt = as_group(trajectories, rewards, self.tokenizer, self._rooms.limits)
         return await self._graph.submit(scored, prompt)
 
     async def finish(self) -> RunSummary:

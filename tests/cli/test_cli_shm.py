@@ -79,8 +79,8 @@ def test_accepted_records_are_not_cleared_without_a_word(name: str, capsys: pyte
     async def leave_one() -> None:
         async with RecordRing(name, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring:
             async with await AsyncClient.attach(name) as client:
-                await client.push(0, [Scored([1, 2])])
-                await client.push(1, [Scored([1, 2])])
+                await client.push(0, [Scored([1, 2], prompt_length=1)])
+                await client.push(1, [Scored([1, 2], prompt_length=1)])
             (await ring.get()).release()
             found = entry(name, capsys)
             assert found is not None and (found["owner"], found["records"], found["rings"]) == (os.getpid(), 1, 1)

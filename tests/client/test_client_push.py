@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from asyncrl.transport.ring_types import RingSettings
 from asyncrl.types import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
+DEEP = functools.reduce(lambda inner, _: [inner], range(5000), "deep")
 SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
 
 
@@ -56,7 +58,9 @@ async def test_a_group_arrives_as_trajectories(name: str) -> None:
                 for i in range(2)
             ]
             await client.push(7, scored, metadata={"task": "adding"})
-            await client.push(8, [{"tokens": np.arange(4, dtype=np.int64)}], members=[2], group_size=4)
+            await client.push(
+                8, [{"tokens": np.arange(4, dtype=np.int64), "prompt_length": 1}], members=[2], group_size=4
+            )
             first, second = await ring.get(), await ring.get()
             assert client.statistics().puts == 2
         a, b = trajectories_of(first.record)
@@ -70,7 +74,8 @@ async def test_a_group_arrives_as_trajectories(name: str) -> None:
         assert first.record.arrays[Section.ADVANTAGES].tolist() == [0.0, 1.0, 2.0] * 2
         (c,) = trajectories_of(second.record)
         assert (c.member, c.group_size, c.reward) == (2, 4, None)
-        assert c.versions.tolist() == [3, 3, 3, 3]  # the version the run was at when it was pushed
+        assert c.mask.tolist() == [False, True, True, True]
+        assert c.versions.tolist() == [-1, 3, 3, 3]  # the version the run was at when it was pushed
         ring.close(discard=True)
 
 
@@ -80,15 +85,23 @@ async def test_what_is_wrong_is_said_and_nothing_is_pushed(name: str) -> None:
             for scored, words in (
                 ([{"token": [1]}], r"unknown fields \['token'\]"),
                 ([{"reward": 1.0}], "tokens are missing"),
-                ([Scored([1]), Scored([2], mask=[1])], r"mask is missing for trajectories \[0\]"),
-                ([Scored([1], finish_reason="done")], "'done' is none of stop, length, abort"),
+                (
+                    [Scored([1], prompt_length=1), Scored([1, 2], mask=[0, 1])],
+                    r"mask is missing for trajectories \[0\]",
+                ),
+                ([Scored([1], prompt_length=1, finish_reason="done")], "'done' is none of stop, length, abort"),
                 ([Scored([1], reward=float("inf"))], "finite"),
-                ([Scored([1, 2], logprobs=[0.0])], "LOGPROBS: one array a member"),
+                ([Scored([1, 2], prompt_length=1, logprobs=[0.0])], "LOGPROBS: one array a member"),
+                ([Scored([1, 2], mask=[0, 1]), Scored([1, 2])], "trajectory 1: what of it was sampled"),
+                ([Scored([1, 2], mask=[1, 1])], "trajectory 0: prompt_length is 0"),
+                ([Scored([1, 2], prompt_length=0)], "trajectory 0: prompt_length is 0"),
+                ([Scored([1, 2], prompt_length=1, messages=[DEEP])], "the messages of a trajectory must be JSON"),
+                ([Scored([1, 2], prompt_length=1, messages="\ud800")], "surrogates not allowed"),
             ):
                 with pytest.raises(RecordError, match=words):
                     await client.push(0, scored)  # type: ignore[arg-type]
             with pytest.raises(RecordError, match="1 trajectories with 2 member numbers"):
-                await client.push(0, [Scored([1])], members=[0, 1])
+                await client.push(0, [Scored([1], prompt_length=1)], members=[0, 1])
         assert ring.statistics().records == 0
 
 
@@ -97,7 +110,9 @@ async def test_pushing_again_under_the_same_epoch_is_harmless(name: str) -> None
         for group in (0, 0, 1):
             client = await asyncio.to_thread(Client.attach, name, epoch=1)
             with client:
-                await asyncio.to_thread(client.push, group, [Scored([1]), Scored([2])])
+                await asyncio.to_thread(
+                    client.push, group, [Scored([1], prompt_length=1), Scored([2], prompt_length=1)]
+                )
         for group in (0, 1):
             delivery = await ring.get()
             assert delivery.record.group == group
@@ -110,7 +125,7 @@ PROGRAM = """
 import sys
 from asyncrl.client import Client, Scored
 with Client.attach(sys.argv[1], timeout=20) as client:
-    client.push(3, [Scored(tokens=[1, 2, 3], reward=1.0)])
+    client.push(3, [Scored(tokens=[1, 2, 3], mask=[0, 1, 1], reward=1.0)])
 foreign = {m.partition(".")[0] for m in sys.modules} - set(sys.stdlib_module_names) - {"__main__", "__mp_main__"}
 from asyncrl.records.native import records
 print(sorted(m for m in foreign if not m.startswith("_")), records is not None)

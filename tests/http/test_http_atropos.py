@@ -28,7 +28,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
 from asyncrl.http.atropos import AtroposDoor, Terms  # noqa: E402
 from asyncrl.http.spread import Spread  # noqa: E402
-from asyncrl.runtime.door import Limits  # noqa: E402
+from asyncrl.records.check import Limits  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 M = -100
@@ -130,6 +130,8 @@ async def test_a_list_is_taken_group_by_group_and_the_bad_ones_are_named(name: s
     [
         (b'{"tokens": [[1', {}, 400),
         (b'{"scores": [NaN]}', {}, 400),
+        (rb'{"messages": ["\ud800"]}', {}, 400),
+        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", {}, 400),
         (b"", {}, 400),
         (b"\x1f\x8bnonsense", {"Content-Encoding": "gzip"}, 400),
         (gzip.compress(b'{"tokens": [[1, 2]]}')[:-9], {"Content-Encoding": "gzip"}, 400),

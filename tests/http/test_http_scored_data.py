@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 from asyncrl.client.scored import group_draft
 from asyncrl.errors import DataError
 from asyncrl.http.scored_data import read_group
+from asyncrl.records.check import Limits
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import plan
-from asyncrl.runtime.door import Limits
 from asyncrl.types import Trajectory
 
 LIMITS = Limits(longest=8, vocabulary=100)
 M = -100
+ALONE = {"scores": [1], "inference_logprobs": None}
+DEEP = functools.reduce(lambda inner, _: [inner], range(100), "deep")
 
 
 def group(**changes: Any) -> dict[str, Any]:
@@ -101,6 +104,7 @@ def test_versions_may_be_given() -> None:
 def test_a_silenced_member_keeps_its_score_and_trains_nothing() -> None:
     first, second = trajectories(group(overrides=[{"set_advantage_to_zero": True}, {}]))
     assert not first.mask.any() and first.reward == 1.0 and first.oldest_version == -1
+    assert (first.metadata, second.metadata) == ({"set_advantage_to_zero": True}, {})
     assert second.mask.any()
 
 
@@ -117,14 +121,23 @@ def test_messages_and_references_travel() -> None:
     [
         ({"tokens": None}, "tokens is missing"),
         ({"tokens": []}, "tokens is empty"),
-        ({"tokens": [[], [7, 8, 11]], "masks": [[], [M, M, 11]]}, "tokens\\[0\\] has 0 tokens; this run takes 1 to 8"),
-        ({"tokens": [[7] * 9, [7, 8, 11]]}, "tokens\\[0\\] has 9 tokens; this run takes 1 to 8"),
+        (
+            {"tokens": [[]], "masks": [[]], **ALONE},
+            "member 0: tokens has 0 entries; this run takes 1 to 8",
+        ),
+        (
+            {"tokens": [[7] * 9], "masks": [[7] * 9], **ALONE},
+            "has 9 entries; this run takes 1 to 8",
+        ),
         ({"tokens": [[7, 8, 9.5, 10], [7, 8, 11]]}, "tokens\\[0\\] holds float64; expected integers"),
         ({"tokens": [[7, 8, 9, 2**40], [7, 8, 11]]}, "32-bit"),
         ({"tokens": [[7, 8, 9, 2**70], [7, 8, 11]]}, "no list of numbers"),
         ({"tokens": [[7, [8], 9, 10], [7, 8, 11]]}, "no list of numbers"),
         ({"tokens": ["7890", [7, 8, 11]]}, "tokens\\[0\\] is a str"),
-        ({"tokens": [[7, 8, 9, 100], [7, 8, 11]]}, "holds 100; the model's ids are 0 to 99"),
+        (
+            {"tokens": [[7, 8, 9, 100]], "masks": [[M, M, 9, 100]], **ALONE},
+            "member 0: tokens holds 100; the model's ids are 0 to 99",
+        ),
         ({"tokens": [[-1, 8, 9, 10], [7, 8, 11]]}, "holds -1"),
         ({"masks": [[M, M, 9], [M, M, 11]]}, "masks\\[0\\] has 3 entries for 4 tokens"),
         ({"masks": [[M, M, 9, 10]]}, "masks has 1 entries for 2 members"),
@@ -134,8 +147,11 @@ def test_messages_and_references_travel() -> None:
         ({"scores": [1.0, math.inf]}, "scores\\[1\\] is inf"),
         ({"scores": [1.0, True]}, "scores\\[1\\] is True"),
         ({"inference_logprobs": [[1, 1, -1], [1, 1, -1]]}, "inference_logprobs\\[0\\] has 3 entries"),
-        ({"inference_logprobs": [[1, 1, 1.0, -1], [1, 1, -1]]}, "\\[0\\]\\[2\\] is 1 at a trained token"),
-        ({"inference_logprobs": [[1, 1, -1, -1e300], [1, 1, -1]]}, "\\[0\\]\\[3\\] is -inf at a trained token"),
+        ({"inference_logprobs": [[1, 1, 1.0, -1], [1, 1, -1]]}, "member 0: logprobs\\[2\\] is 1 at a trained token"),
+        (
+            {"inference_logprobs": [[1, 1, -1, -1e300], [1, 1, -1]]},
+            "member 0: logprobs\\[3\\] is -inf at a trained token",
+        ),
         ({"inference_logprobs": [[1, 1, None, -1], [1, 1, -1]]}, "no list of numbers"),
         ({"ref_logprobs": [[0], [0, 0, 0]]}, "ref_logprobs\\[0\\] has 1 entries"),
         ({"advantages": [[1] * 4, [1] * 3]}, "advantages cannot be used"),
@@ -143,10 +159,17 @@ def test_messages_and_references_travel() -> None:
         ({"distill_token_ids": [[[1]]]}, "does not distil"),
         ({"overrides": [{}]}, "overrides has 1 entries for 2 members"),
         ({"overrides": [3, {}]}, "overrides\\[0\\] is a int"),
-        ({"generation_params": {"temperature": 0}}, "temperature of member 0 is 0"),
+        ({"generation_params": {"temperature": 0}}, "member 0: temperature is 0"),
         ({"generation_params": {"temperature": "hot"}}, "temperature of member 0 is 'hot'"),
         ({"group_overrides": {"policy_version": 4}}, "policy_version of member 0 is 4"),
+        ({"generation_params": {"temperature": 9e-7}}, "member 0: temperature is 9e-07"),
+        ({"generation_params": {"temperature": -1}}, "member 0: temperature is -1"),
+        ({"masks": [[M] * 4, [M, M, 11]]}, "member 0: mask trains no token"),
+        ({"tokens": [[7, 8, 9, -(2**40)], [7, 8, 11]]}, "32-bit"),
         ({"messages": [[{"role": "user"}], []]}, "messages\\[0\\] is no list"),
+        ({"messages": [[{"role": "user", "content": DEEP}], []]}, "nested more than 64 levels"),
+        ({"env_id": DEEP}, "nested more than 64 levels"),
+        ({"of another program": DEEP}, "nested more than 64 levels"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_its_place(changes: dict[str, Any], says: str) -> None:

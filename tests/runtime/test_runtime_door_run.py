@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from runtime_helpers import DRY, FED, ROOT, Process, config_of, metrics_of, scored, write_yaml
 
@@ -20,9 +23,14 @@ from asyncrl import Runtime
 from asyncrl.client import AsyncClient, Scored
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError, RecordTooLarge, RingDetached, RingFull, StallError
+from asyncrl.records.layout import Section
+from asyncrl.records.trajectories import draft_of
+from asyncrl.records.write import plan
 from asyncrl.runtime.door import DoorStatistics, ring_of, serve
+from asyncrl.transport.producer import AsyncProducer
 from asyncrl.transport.record_ring import RecordRing
 from asyncrl.transport.ring_types import RingSettings
+from asyncrl.types import FinishReason, Trajectory
 
 RING = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
 HALF_A_GROUP = """
@@ -173,15 +181,67 @@ async def test_a_group_that_the_model_cannot_take_is_refused_with_all_its_member
             await client.push(0, [scored()], members=[0], group_size=2)
             await client.push(0, [scored(token=-3)], members=[1], group_size=2)
             await f.until(lambda: f.counts.refused == 1)
-            assert "holds token -3" in f.counts.last_refusal
+            assert re.match("group 0 of epoch [0-9]+: member 1: tokens holds -3;", f.counts.last_refusal)
             long = Scored([4] * 100, 0.0, [0] + [1] * 99, [0] + [-1] * 99, prompt_length=1)
             await client.push(1, [long])
             await f.until(lambda: f.counts.refused == 2)
-            assert "has 100 tokens; this run takes 1 to 72" in f.counts.last_refusal
+            assert "member 0: tokens has 100 entries; this run takes 1 to 72" in f.counts.last_refusal
             with pytest.raises(RecordTooLarge, match="a ring holds"):
                 await client.push(2, [Scored([4] * 20_000, 0.0, prompt_length=1)])
         await f.until_released(3)
         assert f.counts.submitted == 0
+
+
+GOOD: dict[str, Any] = {
+    "group_size": 1,
+    "prompt_length": 1,
+    "tokens": np.array([4, 5, 6], np.int32),
+    "mask": np.array([False, True, True]),
+    "logprobs": np.array([0, -1, -1], np.float32),
+    "sampled_logprobs": np.array([0, -1, -1], np.float32),
+    "versions": np.array([-1, 0, 0], np.int32),
+    "temperature": 1.0,
+    "finish_reason": FinishReason.STOP,
+    "reward": 0.5,
+}
+RAW = {
+    "deep": b"[" * 5000 + b"]" * 5000,
+    "nested": b'{"a":' + b"[" * 100 + b"]" * 100 + b"}",
+    "surrogate": b'{"a": "\\ud800"}',
+}
+
+
+def column(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_path: Path, name: str) -> None:
+    """By writers that check nothing themselves. None of them is given to the next run again."""
+    bad: list[tuple[dict[str, Any], dict[int, Any], str]] = [
+        *(({"temperature": t}, {}, "member 0: temperature is") for t in (0.0, -1.0, math.nan, math.inf, 9e-7)),
+        ({"logprobs": column(0, -1, 0.5)}, {}, r"member 0: logprobs\[2\] is 0.5 at a trained token"),
+        ({"logprobs": column(0, math.nan, -1)}, {}, r"member 0: logprobs\[1\] is nan"),
+        ({"sampled_logprobs": column(0, -math.inf, -1)}, {}, r"member 0: sampled_logprobs\[1\] is -inf"),
+        ({"prompt_length": 0}, {}, "member 0: prompt_length is 0 of 3 tokens"),
+        ({"prompt_length": 4}, {}, "member 0: prompt_length is 4 of 3 tokens"),
+        ({"mask": np.array([True, True, True])}, {}, r"member 0: mask\[0\] trains a token of the prompt"),
+        ({"mask": np.array([False, False, False])}, {}, "member 0: mask trains no token"),
+        ({"tokens": np.array([4, 5, -1], np.int32)}, {}, "member 0: tokens holds -1"),
+        ({}, {Section.REWARDS: [math.inf]}, "member 0: reward is inf"),
+        ({}, {Section.REWARDS: [math.nan]}, "without rewards"),
+        ({}, {Section.METADATA: [RAW["deep"]]}, "METADATA is no JSON"),
+        ({}, {Section.METADATA: [RAW["nested"]]}, "member 0: texts or metadata are nested more than 64 levels"),
+        ({}, {Section.METADATA: [RAW["surrogate"]]}, r"member 0: a text holds the lone surrogate U\+D800"),
+    ]
+    async with fed(tmp_path, name) as f:
+        producer = await AsyncProducer.attach(name)
+        for group, (changes, extra, words) in enumerate(bad):
+            trajectory = Trajectory(**{"group_id": group, "member": 0, **GOOD, **changes})
+            await producer.put(plan(draft_of([trajectory], epoch=5, extra=extra)), timeout=30)
+            await f.until_released(group + 1)
+            assert re.match(f"group {group} of epoch 5: .*{words}", f.counts.last_refusal), f.counts.last_refusal
+        await producer.close()
+        assert (f.counts.submitted, f.counts.refused, f.ring.statistics().outstanding) == (0, len(bad), 0)
 
 
 async def test_a_group_of_a_version_that_the_run_has_not_reached_is_refused(tmp_path: Path, name: str) -> None:
@@ -265,7 +325,7 @@ async def test_a_run_from_yaml_is_fed_by_other_processes_to_its_last_step(tmp_pa
         run.kill()
         raise
     assert f"record ring {name!r}" in run.output
-    assert "door: refused: member 0 holds token 600" in run.output
+    assert re.search("door: refused: group 99 of epoch [0-9]+: member 0: tokens holds 600", run.output)
     lines = metrics_of(tmp_path / "runs/run")
     assert [line["step"] for line in lines] == [1, 2]
     async with RecordRing(name, RING) as ring:  # what came behind the last step waited for the next run

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import psutil
 import pytest
 import uvloop
 from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of
 from runtime_model import share
 
-from asyncrl import Runtime
+from asyncrl import Runtime, SamplingParams
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncrlError, LifecycleError
+from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.errors import AsyncrlError, GenerationError, LifecycleError
+from asyncrl.runtime.dry import ByteTokenizer
 from asyncrl.types import Trajectory
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
@@ -82,6 +85,23 @@ async def test_prompts_are_strings_messages_or_token_ids(tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists()
 
 
+def unusual(t: Trajectory) -> list[tuple[dict[str, Any], str]]:
+    """Changes that make a trajectory untrainable, and what is said of it."""
+    size = t.tokens.size
+    return [
+        ({"mask": t.mask[:3]}, f"member 1: mask has 3 entries for {size} tokens"),
+        ({"mask": t.mask * 1}, "member 1: mask is int64 of shape"),
+        ({"mask": t.mask & False}, "member 1: mask trains no token"),
+        ({"logprobs": -t.logprobs}, r"member 1: logprobs\[1\] is .* at most 0"),
+        ({"sampled_logprobs": t.sampled_logprobs - np.float32("inf")}, r"member 1: sampled_logprobs\[1\] is -inf"),
+        ({"tokens": t.tokens.tolist()}, "member 1: tokens is list"),
+        ({"temperature": 0.0}, "member 1: temperature is 0;"),
+        ({"prompt_length": 0}, "member 1: prompt_length is 0"),
+        ({"completion": "\ud800"}, "member 1: .* lone surrogate"),
+        ({"components": {"a": float("inf")}}, "member 1: a is inf"),
+    ]
+
+
 async def test_what_submit_refuses(tmp_path: Path) -> None:
     async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
         one, other = await runtime.generate("a", n=2), await runtime.generate("b", n=2)
@@ -90,6 +110,9 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
             ([], [], "at least one"),
             ([one[0], other[0]], [0.0, 1.0], "one group"),
             (one, [0.0, float("nan")], "finite"),
+            (one[:1], [0.0], "group_size of trajectory 0 is 2, and 1 were given"),
+            ([replace(t, member=0) for t in one], [0.0, 1.0], r"the fields member are \[0, 0\]"),
+            *(([one[0], replace(one[1], **changes)], [0.0, 1.0], words) for changes, words in unusual(one[1])),
         ):
             with pytest.raises(ValueError, match=words):
                 await runtime.submit(trajectories, rewards)
@@ -102,9 +125,64 @@ async def test_submit_refuses_tokens_that_the_model_does_not_have(tmp_path: Path
         one, other = await runtime.generate("a3=", n=2)
         tokens = other.tokens.copy()
         tokens[-1] = token  # predicted, never embedded: only the head would notice
-        with pytest.raises(ValueError, match=f"trajectory 1 holds token {token}; the model's ids are 0 to"):
+        with pytest.raises(ValueError, match=f"member 1: tokens holds {token}; the model's ids are 0 to"):
             await runtime.submit([one, replace(other, tokens=tokens)], [0.0, 1.0])
         assert runtime.summary().books.admitted == 0
+
+
+async def test_a_member_without_trained_tokens_may_count_in_the_comparison_alone(tmp_path: Path) -> None:
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        one, other = await runtime.generate("a", n=2)
+        silent = replace(other, mask=other.mask & False, metadata={"set_advantage_to_zero": True})
+        assert await runtime.submit([one, silent], [0.0, 1.0])
+        assert (await runtime.finish()).books.trained == 1
+
+
+class Failing:
+    """An environment whose members fail in ways of their own."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = errors
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Trajectory:
+        raise self._errors[member]
+
+
+async def test_generate_raises_what_it_documents_and_no_group_around_it(tmp_path: Path) -> None:
+    first = GenerationError("the engine has no room")
+    async with Runtime(embedded(tmp_path, DRY), environment=Failing(first, KeyError("x")), write=False) as runtime:
+        with pytest.raises(GenerationError) as caught:
+            await runtime.generate("a", n=2)
+        assert caught.value is first
+        assert first.__notes__ == ["and also: GenerationError: member 1 failed in the environment (KeyError: 'x')"]
+    async with Runtime(embedded(tmp_path, DRY), environment=Failing(KeyError("x")), write=False) as runtime:
+        with pytest.raises(GenerationError, match=r"member 0 failed in the environment \(KeyError: 'x'\)") as caught:
+            await runtime.generate("a")
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_a_prompt_that_cannot_be_generated_from_is_a_generation_error(tmp_path: Path) -> None:
+    async with Runtime(embedded(tmp_path), write=False) as runtime:
+        with pytest.raises(GenerationError):
+            await runtime.generate([4] * 10_000, n=2)
+
+
+class Unusual:
+    """An environment whose trajectories cannot be trained."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Trajectory:
+        trajectory = await SingleTurn(ByteTokenizer(), SamplingParams(max_tokens=4), 0).run(
+            prompt, member, group_size, generate
+        )
+        return replace(trajectory, mask=trajectory.mask[1:])
+
+
+async def test_what_an_environment_returns_is_checked_too(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match=r"group 0 that cannot be trained: member \d: mask has \d+ entries for"):
+        async with Runtime(
+            config_of(tmp_path, base=DRY), environment=Unusual(), rewards=share_of_nothing, write=False
+        ) as runtime:
+            await runtime.run()
 
 
 async def test_a_reader_of_steps_may_leave_early(tmp_path: Path) -> None:
