@@ -172,6 +172,11 @@ class PromptSource:
         self._failed.append(again)
         return True
 
+    @property
+    def failing(self) -> int:
+        """Failed prompts that wait for `reroll`, at most `MAX_FAILED`."""
+        return len(self._failed)
+
     def reroll(self, count: int) -> list[int]:
         """Hand out up to `count` of the failed prompts again, before anything new, under the group ids that come back."""
         group_ids = [self._failed.popleft() for _ in range(min(count, len(self._failed)))]

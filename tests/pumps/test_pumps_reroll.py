@@ -9,7 +9,9 @@ from pumps_house import House, live
 from pumps_plan import Plan
 
 from asyncrl.config.schema import DataConfig
+from asyncrl.data import prompts
 from asyncrl.data.prompts import REROLLS, PromptSource, attempt_of
+from asyncrl.pumps import reroll
 
 STEPS = 10
 
@@ -87,7 +89,7 @@ def test_attempts_are_bounded(attempts: int, expected: list[int]) -> None:
 
 @pytest.mark.parametrize(("fraction", "first"), [(0.2, 2), (0.65, 6), (1.0, None)])
 def test_it_starts_at_a_fraction_of_the_run(fraction: float, first: int | None) -> None:
-    """Every prompt fails. What fails in the step of turn `first` is the first to be played again, a step later."""
+    """Every prompt fails. After `first` steps the first of them is played again: group 0, of the very first step."""
     house = live(plan(reroll={"start_fraction": fraction}, reward=lambda group, member: 0.0))
     found = again(house)
     if first is None:
@@ -95,6 +97,12 @@ def test_it_starts_at_a_fraction_of_the_run(fraction: float, first: int | None) 
     else:
         assert min(step for step, _, _ in found) == first + 1
         assert [step for step, _, _ in found] == list(range(first + 1, STEPS + 1))  # one per step, and no more
+        assert [ordinal for _, ordinal, _ in found] == list(range(STEPS - first))  # in the order in which they failed
+        waiting = [report.metrics["reroll/waiting"] for report in house.reports]
+        assert waiting[: first - 1] == [
+            2.0 * step for step in range(1, first)
+        ]  # two groups a step, none given back yet
+        assert waiting[first - 1] == 2.0 * first - 1
 
 
 def test_more_per_step() -> None:
@@ -121,9 +129,18 @@ def test_groups_that_the_filters_drop_are_seen_too() -> None:
 
 
 def test_epochs_are_a_measure_of_the_run_too() -> None:
-    """Two epochs of ten rows in steps of two: ten steps, so half of the run is turn 5."""
+    """Two epochs of ten rows in steps of two: ten steps, so half of the run is turn 5. Two have failed before, one after."""
     house = live(plan(max_steps=None, cursor=lambda: cursor(2.0), max_epochs=2.0, reroll={"start_fraction": 0.5}))
-    assert house.error is None and again(house) == [(8, 12, 1)]
+    assert house.error is None and again(house) == [(6, 2, 1), (7, 5, 1), (9, 12, 1)]
+
+
+def test_the_oldest_failure_gives_way_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reroll, "MAX_FAILED", 3)
+    monkeypatch.setattr(prompts, "MAX_FAILED", 3)
+    house = live(plan(reroll={"start_fraction": 0.5}, reward=lambda group, member: 0.0))
+    assert [report.metrics["reroll/waiting"] for report in house.reports][:4] == [2, 3, 3, 3]
+    assert again(house)[0] == (6, 7, 1)  # 7, 8 and 9 of the first five steps were left
+    assert house.rooms.counters["reroll/evicted"] > 0
 
 
 def test_what_waits_is_part_of_the_cursors_state() -> None:
