@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from pydantic import field_validator
+from pydantic import create_model, field_validator
 
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .section import Section, field
@@ -325,12 +325,29 @@ class DryRunConfig(Section):
     shared_device: bool = field(True, "One lane for engine and trainer, or one each.")
 
 
+_PROFILE: dict[str, Any] = {
+    "from": (
+        int | None,
+        field(
+            None,
+            "First step of a profile: a range of the CUDA profiler API (`nsys profile -c cudaProfilerApi`), or without a GPU "
+            "torch's profiler, written to profile/; null is off.",
+            ge=1,
+        ),
+    ),
+    "steps": (int, field(1, "Steps of it.", ge=1)),
+}
+# Made by a call, because `from` is a keyword.
+ProfileConfig: Any = create_model("ProfileConfig", __base__=Section, __module__=__name__, **_PROFILE)
+
+
 class TelemetryConfig(Section):
     trace: bool = field(True, "Write trace.json (opens in Perfetto).")
     trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
     report: bool = field(True, "Write report.html at the end.")
     live: Literal["auto", "plain", "off"] = field("auto", "Live view on a terminal, plain lines elsewhere, or nothing.")
     sinks: tuple[Literal["wandb", "tensorboard"], ...] = field((), "More places for metrics.")
+    profile: ProfileConfig = ProfileConfig()
     rollouts_per_step: int | None = field(None, "Trajectories written to rollouts/step_N.jsonl; all by default.", ge=0)
 
 

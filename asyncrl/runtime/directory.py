@@ -5,6 +5,7 @@ runs/<name>/
   metrics.jsonl        one line a policy version
   rollouts/step_N.jsonl
   trace.json           opens in Perfetto
+  profile/rank_N.json  where telemetry.profile asks for it on a CPU
   report.html
   checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
 """

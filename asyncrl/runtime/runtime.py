@@ -42,6 +42,7 @@ from .embedding import as_group, as_prompt, play
 from .journal import Journal
 from .offload import offload
 from .plan import announcement
+from .profiling import StepProfiler
 from .prompts import load_prompts
 from .rates import needed_flop
 from .rooms import Builder, Built, Overrides, check_books, choose_device
@@ -175,6 +176,8 @@ class Runtime:
         await self._journal.open()
         for line in self.resume_changes:
             self.note(f"resume: {line}")
+        self._profiler = StepProfiler(config, self.built.lanes[0], device, self.directory, world.rank, self.note)
+        await self._profiler.at(rooms.trainer.version)
         self._graph = Graph(rooms, self._prompts, held_out, self._at_version, self._on_step)
         self._graph.when_finished(self._no_more_steps)
         stack.push_async_exit(self._finalize)
@@ -274,6 +277,7 @@ class Runtime:
         In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
         checkpoint therefore stand in the next line.
         """
+        await self._profiler.at(version)
         await self._agree_on_time()
         await self._checkpointer.say(version, self._prompts, self._graph.in_hand, self._next_group)
         last = self._graph.nothing_left()
@@ -310,6 +314,7 @@ class Runtime:
                     # this one waits for it.
                     await offload(self.world.leave, "leave")
                 await self._rooms.book.end_all(ended)
+                await self._profiler.close(version)
                 await self._journal.write_pending()
                 if self._checkpointer.final_due(version, error, stopped):
                     self.note(f"writing a checkpoint of version {version}")

@@ -49,3 +49,22 @@ async def test_a_run_trains_on_the_device_and_sampler_and_trainer_agree(dtype: s
     assert all(math.isfinite(metrics["loss"]) for metrics in steps)
     gaps = [metrics["mismatch/current_mean"] for metrics in steps if metrics.get("mismatch/current_tokens", 0)]
     assert gaps and np.mean(gaps) < (1e-3 if dtype == "float32" else 0.05)
+
+
+async def test_the_range_of_the_cuda_profiler_is_open_for_the_named_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `nsys profile -c cudaProfilerApi` would record it."""
+    calls: list[tuple[str, int]] = []
+    real = {name: getattr(torch.cuda.profiler, name) for name in ("start", "stop")}
+    overrides = ["model.device=cuda", "train.max_steps=4", "telemetry.live=off", "telemetry.profile.from=2"]
+    config = load_config([ROOT / "examples/quickstart.yaml"], overrides)
+    runtime = Runtime(config, write=False)
+    for name in real:
+
+        def call(name: str = name) -> None:
+            real[name]()
+            calls.append((name, runtime.version))
+
+        monkeypatch.setattr(torch.cuda.profiler, name, call)
+    async with runtime:
+        await runtime.run()
+    assert calls == [("start", 1), ("stop", 2)]

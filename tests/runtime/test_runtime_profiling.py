@@ -1,0 +1,96 @@
+"""A run under a profiler: NVTX ranges as a tool receives them, and the profile of a few steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_helpers import DRY, MODEL, REAL, ROOT, Process, config_of, write_yaml
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.runtime.runtime import Runtime
+
+EVALUATED: dict[str, Any] = {
+    **REAL,
+    "data": {**REAL["data"], "eval": f"{MODEL}:rows"},
+    "evaluate": {"every": 100},
+    "telemetry": {"live": "plain"},
+}
+
+
+def ranges_in_readme() -> set[str]:
+    """The names in the table of ranges."""
+    section = (ROOT / "README.md").read_text().partition("## Profiling")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_the_name_that_the_readme_gives(tmp_path: Path) -> None:
+    listener, log = tmp_path / "listener.so", tmp_path / "ranges.txt"
+    source = Path(__file__).with_name("nvtx_listener.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-Werror", "-o", str(listener), str(source)], check=True)
+    file = write_yaml(tmp_path, EVALUATED)
+    run = Process(tmp_path, str(file), NVTX_INJECTION64_PATH=str(listener), NVTX_LISTENER_LOG=str(log))
+    assert run.wait(200) == 0, run.output
+    lines = [line.split(" ", 2) for line in log.read_text().splitlines()]
+    assert ["domain", "asyncrl"] in lines
+    opened = {line[1]: line[2] for line in lines if line[0] == "start" and line[2].startswith("asyncrl/")}
+    ended = {line[1] for line in lines if line[0] == "end"}
+    assert set(opened) <= ended  # every range was closed
+    names = {name.removeprefix("asyncrl/") for name in opened.values()}
+    expected = {name.replace("NAME", "share") for name in ranges_in_readme()}
+    assert len(expected) > 10 and expected <= names, expected - names
+    counts = {name: list(opened.values()).count(f"asyncrl/{name}") for name in ("rollout", "publish")}
+    assert counts["publish"] == 3 and counts["rollout"] >= 3 * 4 * 4  # three steps of four groups of four
+
+
+def profiled(folder: Path, *overrides: str, base: dict[str, Any] = REAL) -> Config:
+    return config_of(folder, "telemetry.live=plain", "telemetry.profile.from=2", *overrides, base=base)
+
+
+def optimizer_steps(profile: Path) -> int:
+    events = json.loads(profile.read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    return sum(event.get("name", "").startswith("Optimizer.step#") and event.get("ph") == "X" for event in events)
+
+
+@pytest.mark.parametrize(("changes", "steps"), [((), 1), (("telemetry.profile.steps=2",), 2)])
+async def test_the_operators_of_the_named_steps_lie_in_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: tuple[str, ...], steps: int
+) -> None:
+    async with Runtime(profiled(tmp_path, "train.max_steps=4", *changes)) as runtime:
+        await runtime.run()
+    assert optimizer_steps(tmp_path / "runs/run/profile/rank_0.json") == steps
+    assert f"steps 2 to {1 + steps}, until version {1 + steps}, lie in" in capsys.readouterr().out
+
+
+async def test_a_run_that_ends_inside_of_the_steps_keeps_what_was_recorded(tmp_path: Path) -> None:
+    async with Runtime(profiled(tmp_path, "train.max_steps=2", "telemetry.profile.steps=100")) as runtime:
+        await runtime.run()
+    assert optimizer_steps(tmp_path / "runs/run/profile/rank_0.json") == 1
+
+
+async def test_steps_that_the_run_does_not_have_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with Runtime(profiled(tmp_path, "train.max_steps=1", "telemetry.profile.from=9")) as runtime:
+        await runtime.run()
+    assert "the run ended at version 1, before steps 9 to 9: nothing was profiled" in capsys.readouterr().out
+    async with Runtime(profiled(tmp_path, "train.max_steps=2", "telemetry.profile.from=1", "resume=true")) as runtime:
+        await runtime.run()
+    assert "goes on at version 1; steps 1 to 1 are over: nothing to profile" in capsys.readouterr().out
+    assert not (tmp_path / "runs/run/profile").exists()
+
+
+async def test_where_there_is_nothing_to_profile_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a dry run has none"):
+        async with Runtime(profiled(tmp_path, base=DRY), prompts=[{"prompt": "a"}], write=False):
+            pass
+    with pytest.raises(ConfigError, match="write=False has none"):
+        async with Runtime(profiled(tmp_path), write=False):
+            pass
