@@ -1,6 +1,6 @@
 """asyncio-native runtime for reinforcement-learning post-training of language models.
 
-`Runtime`, `load_config`, `Config`, `SamplingParams` and `Trajectory` are the public names; they are imported on first use,
+`Runtime`, `load_config`, `Config`, `Hooks`, `SamplingParams` and `Trajectory` are the public names; they are imported on first use,
 so that `import asyncrl` costs nothing and needs no torch.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.config.load import load_config as load_config
     from asyncrl.config.schema import Config as Config
+    from asyncrl.pumps.hooks import Hooks as Hooks
     from asyncrl.runtime.runtime import Runtime as Runtime
     from asyncrl.types import SamplingParams as SamplingParams
     from asyncrl.types import Trajectory as Trajectory
@@ -20,10 +21,11 @@ _PLACES = {
     "Runtime": "asyncrl.runtime.runtime",
     "load_config": "asyncrl.config.load",
     "Config": "asyncrl.config.schema",
+    "Hooks": "asyncrl.pumps.hooks",
     "SamplingParams": "asyncrl.types",
     "Trajectory": "asyncrl.types",
 }
-__all__ = ["Config", "Runtime", "SamplingParams", "Trajectory", "load_config"]
+__all__ = ["Config", "Hooks", "Runtime", "SamplingParams", "Trajectory", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

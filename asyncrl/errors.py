@@ -18,6 +18,7 @@
     |- LedgerError              9   a slot or a place was given back twice, or to nobody (also RuntimeError)
     |  `- VersionAhead             a group claims a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used closed, or closed in another task (also RuntimeError)
+    |- HookError               13   a function of `Hooks` failed, or returned what it may not; names it
     |- RankLost                12   a collective failed: another rank has left or died (also RuntimeError)
     |- FetchFailed              1   the sibling that reads for a replica of the model could not (also RuntimeError)
     `- TransportError          11   shared memory, or a process on the other side of it
@@ -132,6 +133,10 @@ class RingFull(TransportError, TimeoutError):
 
 class RingDetached(TransportError, ConnectionError):
     """Nobody owns the ring, or its owner refused this producer."""
+
+
+class HookError(AsyncrlError):
+    exit_code = 13
 
 
 class RankLost(AsyncrlError, RuntimeError):

@@ -132,6 +132,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "reward.functions": _CURVE,
     "reward.model": _CURVE,
     "reward.scale_adv_by_len": _CURVE,
+    "hooks": _CURVE,
     "rollout.group_size": _LEDGER,
     "rollout.groups_per_step": _LEDGER,
     "rollout.max_staleness": _LEDGER,

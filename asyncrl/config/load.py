@@ -25,7 +25,7 @@ from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
 from .section import Section
 from .text import parse_file, parse_scalar
 
-# A path, or `file.py:name`. What is listed in `reward` is handled with them.
+# A path, or `file.py:name`. The hooks, and what is listed in `reward`, are handled with them.
 PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer", "rollout.environment")
 # Knobs that are lists of sections: what one item is, and what it must have.
 _LISTS: dict[str, tuple[type[Section], str, str, str]] = {
@@ -166,6 +166,8 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
         values = tree.get(section)
         if isinstance(values, dict) and isinstance(values.get(key), str):
             values[key] = code(whole(values[key]))
+    if isinstance(tree.get("hooks"), str):
+        tree["hooks"] = code(tree["hooks"])
     for place, (_, _, key, _) in _LISTS.items():
         section, _, name = place.partition(".")
         values = tree.get(section)

@@ -372,6 +372,9 @@ class Config(Section):
     door: DoorConfig = DoorConfig()
     replay: ReplayConfig = ReplayConfig()
     reroll: RerollConfig = RerollConfig()
+    hooks: str | None = field(
+        None, "`file.py:name` of an `asyncrl.Hooks`: functions of your own between the stages of the run."
+    )
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()

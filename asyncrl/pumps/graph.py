@@ -182,7 +182,8 @@ class Graph:
             return False
         rooms.book.open(ticket)
         try:
-            await self._groups_in.put(self._whole(ticket, trajectories, prompt))
+            group = await rooms.hooks.rewarded(self._whole(ticket, trajectories, prompt), rooms.limits)
+            await self._groups_in.put(group)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await rooms.book.end(prompt.group_id, "dropped", "was not handed on")

@@ -30,6 +30,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
 
+from .hooks import Hooks, StoreWatch
 from .metrics import Gather, alone
 from .rounds import Round
 
@@ -183,5 +184,7 @@ class Rooms:
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     reward_penalty: RewardPenalty | None = None  # KL to the reference, taken off the rewards
     replay: ReplayBuffer | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+    store_watch: StoreWatch | None = None
     limits: Limits = field(default_factory=Limits)  # of trajectories from anywhere
     counters: Counter[str] = field(default_factory=Counter)

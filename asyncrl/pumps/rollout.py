@@ -84,6 +84,7 @@ class RolloutPump:
         rooms = self._rooms
         done: dict[int, Trajectory] = {}
         try:
+            prompt = await rooms.hooks.prompt(prompt)
             async with anyio.create_task_group() as members:
                 for member in range(rooms.config.rollout.group_size):
                     members.start_soon(self._member, ticket, prompt, member, done)

@@ -74,5 +74,8 @@ class ScorePump:
         group = self._rooms.book.add(item.ticket, item.prompt, trajectory)
         statistics = self._rooms.stash.statistics()
         self._rooms.recorder.gauge("queue/stash/depth", statistics.waiting_groups)
-        if group is not None and await self._screen.passes(group):
+        if group is None:
+            return
+        group = await self._rooms.hooks.rewarded(group, self._rooms.limits)
+        if await self._screen.passes(group):
             await hand_on(self._groups, group)

@@ -228,7 +228,9 @@ class TrainPump:
         fresh = [group for group in step.groups if group.group_id not in step.advantages]
         if not (fresh or self._surveys or self._compares or self._divides):
             return
-        step.advantages |= await self._advantages(await self._less_penalties(step, fresh))
+        advantages = await self._advantages(await self._less_penalties(step, fresh))
+        for group in fresh:
+            step.advantages[group.group_id] = await self._rooms.hooks.weighed(group, advantages[group.group_id])
         chosen = self._replaying.chosen(fresh, step.advantages, step.replayed, step.version)
         if self._per_turn > 1:
             step.parts = await self._parts(fresh, chosen)

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -50,7 +51,7 @@ class StepProfiler:
         self._state = _State.OVER if first is None else _State.WAITING
         self._first = first or 0
         self._last = self._first + settings.steps - 1
-        self._per_turn = config.algorithm.updates_per_batch
+        self._per_turn = versions_per_batch(config)
         self._lane, self._device, self._note = lane, device, note
         self._profile: profile | None = None
         self._file = None if directory is None else directory.path / "profile" / f"rank_{rank}.json"

@@ -27,6 +27,7 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
+from asyncrl.pumps.hooks import Hooks, StoreWatch
 from asyncrl.pumps.metrics import Gather, alone
 from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.pumps.rounds import Round
@@ -57,6 +58,7 @@ class Overrides:
 
     rewards: Sequence[RewardSpec] = ()
     environment: Environment | None = None
+    hooks: Hooks | None = None
 
 
 @dataclass(slots=True)
@@ -138,7 +140,10 @@ class Builder:
             seed=self.config.seed,
         )
         stash: Stash[Admitted] = Stash(max_groups=slots(self.config))
-        store = self.stack.enter_context(Store([store_metrics(self.recorder)]))
+        address = self.config.hooks
+        hooks = (overrides.hooks or (Hooks() if address is None else Hooks.load(address))).check()
+        watch = None if hooks.on_store is None else self.stack.enter_context(StoreWatch(hooks.on_store))
+        store = self.stack.enter_context(Store([store_metrics(self.recorder), *([watch] if watch else [])]))
         algorithm, replay = self.config.algorithm, self.config.replay
         numbers = {name: getattr(algorithm, name) for name in NUMBERS}
         rooms = Rooms(
@@ -163,6 +168,8 @@ class Builder:
             score_groups=self._scores_groups(environment),
             weights=self._weights(reward),
             replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,
+            hooks=hooks,
+            store_watch=watch,
             limits=_limits(parts.policy),
         )
         return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 from weakref import WeakSet
 
@@ -31,6 +30,7 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.ports import Environment
 from asyncrl.pumps.graph import Graph
+from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.lag import monitor
@@ -47,13 +47,7 @@ from .prompts import load_prompts
 from .rates import needed_flop
 from .rooms import Builder, Built, Overrides, check_books, choose_device
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
-from .steps import Listener, RunSummary, StepStream
-
-
-class State(Enum):
-    NEW = "new"
-    OPEN = "open"
-    CLOSED = "closed"
+from .steps import Listener, RunSummary, State, StepStream
 
 
 class Runtime:
@@ -63,18 +57,19 @@ class Runtime:
         *,
         rewards: Callable[..., Any] | Sequence[Callable[..., Any] | RewardSpec] = (),
         environment: Environment | None = None,
+        hooks: Hooks | None = None,
         prompts: Sequence[Mapping[str, Any]] | None = None,
         write: bool = True,
         hard_exit: bool = False,
     ) -> None:
-        """`rewards`, `environment`, `prompts`: objects instead of what the configuration names.
+        """`rewards`, `environment`, `hooks`, `prompts`: objects instead of what the configuration names.
 
         `write=False` leaves no run directory behind. `hard_exit`: the watchdog may end a wedged process (`main` only).
         """
         given = [rewards] if callable(rewards) else list(rewards)
         specs = [r if isinstance(r, RewardSpec) else RewardSpec(r) for r in given]
         self._given = config
-        self._overrides = Overrides(tuple(specs), environment)
+        self._overrides = Overrides(tuple(specs), environment, hooks)
         self._rows = prompts
         self._write = write
         self._hard_exit = hard_exit
@@ -182,6 +177,8 @@ class Runtime:
         self._graph.when_finished(self._no_more_steps)
         stack.push_async_exit(self._finalize)
         self._supervisor = await stack.enter_async_context(Supervisor())
+        if rooms.store_watch is not None:
+            rooms.store_watch.attach(self._supervisor.fail)
         self._supervisor.start("event loop lag", monitor, recorder)  # for ever: cancelled when the block ends
         self._graph.start(self._supervisor)
         self._pumps_exist = True
@@ -344,6 +341,7 @@ class Runtime:
         self._check_open("generate")
         group_id, self._next_group = self._next_group, self._next_group + self.world.world_size
         prepared = as_prompt(prompt, group_id, columns or {}, self.config.data, self.tokenizer)
+        prepared = await self._rooms.hooks.prompt(prepared)
         generate = self._rooms.engine.generate
         if sampling is not None:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 import anyio
@@ -14,6 +15,14 @@ from asyncrl.types import LedgerStatistics
 T = TypeVar("T")
 
 T_in = TypeVar("T_in", contravariant=True)
+
+
+class State(Enum):
+    """Of a Runtime."""
+
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
 
 
 class Listener(Protocol[T_in]):

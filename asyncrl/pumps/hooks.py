@@ -1,0 +1,167 @@
+"""Functions of the user's own between the stages of a run.
+
+    prompt ──before_group──▶ rollouts ──▶ rewards ──after_rewards──▶ filters ──▶ advantages ──after_advantages──▶ training
+                                             every operation of the column store ──▶ on_store
+
+Plain or async functions, on the event loop: what blocks or computes for more than a few milliseconds belongs into a reward
+function. `None` leaves what was given as it is. Whatever a hook raises, and an answer of the wrong form, ends the run with a
+`HookError` that names it. With several ranks each calls its hooks for its own groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias, TypeVar
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config.imports import load_object
+from asyncrl.data.store import StoreEvent
+from asyncrl.errors import ConfigError, DataError, HookError
+from asyncrl.records.check import Limits, check_trajectory
+from asyncrl.types import Group, Prompt
+
+T = TypeVar("T")
+Maybe: TypeAlias = T | Awaitable[T | None] | None
+Numbers: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """`Runtime(config, hooks=Hooks(after_rewards=f))`, or `hooks: file.py:name` of one in the configuration."""
+
+    # Before a group is sampled. May return a prompt of the same group id to sample from instead.
+    before_group: Callable[[Prompt], Maybe[Prompt]] | None = None
+    # All members are scored; before the filters. May return a group with other rewards (`dataclasses.replace`).
+    after_rewards: Callable[[Group], Maybe[Group]] | None = None
+    # Before a group is trained, with its advantages [G], read-only. May return other ones.
+    after_advantages: Callable[[Group, Numbers], Maybe[npt.ArrayLike]] | None = None
+    # After each operation of the column store, inside of it: a plain function that returns nothing.
+    on_store: Callable[[StoreEvent], None] | None = None
+
+    @classmethod
+    def load(cls, address: str) -> Hooks:
+        """Errors: ConfigError."""
+        found = load_object(address)
+        if not isinstance(found, Hooks):
+            raise ConfigError(f"hooks is {address!r}, a {type(found).__name__}; expected an asyncrl.Hooks")
+        return found
+
+    def check(self) -> Hooks:
+        """Itself. Errors: ConfigError."""
+        for name in (field.name for field in fields(self)):
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise ConfigError(f"hooks: {name} is a {type(hook).__name__}; expected a function")
+        if inspect.iscoroutinefunction(self.on_store):
+            raise ConfigError(
+                "hooks: on_store is an async function, and an operation of the store does not wait: use `def`"
+            )
+        return self
+
+    async def prompt(self, prompt: Prompt) -> Prompt:
+        """What is to be sampled from. Errors: HookError."""
+        new = await self._called("before_group", prompt)
+        if new is None:
+            return prompt
+        if not isinstance(new, Prompt) or new.group_id != prompt.group_id:
+            raise self._wrong("before_group", new, f"None or a Prompt of group {prompt.group_id}")
+        return new
+
+    async def rewarded(self, group: Group, limits: Limits) -> Group:
+        """The group that goes on. Errors: HookError."""
+        new = await self._called("after_rewards", group)
+        if new is None:
+            return group
+        if not isinstance(new, Group) or (new.ticket, len(new.trajectories)) != (group.ticket, len(group.trajectories)):
+            wanted = f"None or the Group {group.group_id} with {len(group.trajectories)} trajectories"
+            raise self._wrong("after_rewards", new, wanted)
+        for trajectory in new.trajectories:
+            try:
+                check_trajectory(trajectory, limits)
+            except DataError as error:
+                raise self._wrong("after_rewards", new, f"what can be trained ({error})") from None
+        return new
+
+    async def weighed(self, group: Group, advantages: Numbers) -> Numbers:
+        """The advantages [G] that are trained. Errors: HookError."""
+        given = advantages.view()
+        given.flags.writeable = False
+        new = await self._called("after_advantages", group, given)
+        if new is None:
+            return advantages
+        try:
+            values = np.array(new, dtype=np.float64)
+        except (TypeError, ValueError):
+            values = np.zeros(0)
+        if values.shape != advantages.shape or not np.isfinite(values).all():
+            raise self._wrong("after_advantages", new, f"None or {advantages.size} finite numbers")
+        return values
+
+    async def _called(self, name: str, *arguments: Any) -> Any:
+        hook = getattr(self, name)
+        if hook is None:
+            return None
+        try:
+            result = hook(*arguments)
+            return await result if inspect.isawaitable(result) else result
+        except asyncio.CancelledError as error:
+            if anyio.current_effective_deadline() == -math.inf:
+                raise
+            # Nobody here asked for it: a task group would take it for an ordinary end, and the group would be lost.
+            raise HookError(f"hook {name} ({_title(hook)}) was cancelled from inside {error}") from None
+        except Exception as error:
+            raise _failed(name, hook, error) from error
+
+    def _wrong(self, name: str, answer: Any, wanted: str) -> HookError:
+        return HookError(
+            f"hook {name} ({_title(getattr(self, name))}) returned {repr(answer)[:200]}; expected {wanted}"
+        )
+
+
+class StoreWatch:
+    """Hands the events of the store to `on_store`. Its first error ends the run, and no event follows it."""
+
+    def __init__(self, hook: Callable[[StoreEvent], None]) -> None:
+        self._hook = hook
+        self._error: HookError | None = None
+        self._end_run: Callable[[BaseException], None] | None = None
+
+    def __call__(self, event: StoreEvent) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._hook(event)
+        except Exception as error:
+            self._error = _failed("on_store", self._hook, error)
+            self._error.__cause__ = error
+            if self._end_run is not None:
+                self._end_run(self._error)
+
+    def attach(self, end_run: Callable[[BaseException], None]) -> None:
+        """From now on an error goes to `end_run`; one that was there before goes there at once."""
+        self._end_run = end_run
+        if self._error is not None:
+            end_run(self._error)
+
+    def __enter__(self) -> StoreWatch:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Around the store, whose closing is an operation too. Errors: HookError, unless another one ends the run."""
+        if self._error is not None and error is None:
+            raise self._error
+
+
+def _failed(name: str, hook: Any, error: Exception) -> HookError:
+    return HookError(f"hook {name} ({_title(hook)}) failed: {type(error).__name__}: {error}")
+
+
+def _title(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -1,0 +1,214 @@
+"""Functions of the user's own between the stages: what they are given, what they may change, and how they end a run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from runtime_helpers import DRY, REAL, ROOT, Process, config_of, metrics_of, rollouts_of, write_yaml
+
+from asyncrl import Hooks, Runtime, SamplingParams, Trajectory, load_config
+from asyncrl.config.schema import Config
+from asyncrl.data.store import StoreEvent
+from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.errors import ConfigError, HookError
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.runtime.dry import ByteTokenizer
+from asyncrl.types import Group, Prompt
+
+ROWS = [{"prompt": "abc"}]
+BROKEN = """
+from asyncrl import Hooks
+
+def broken(group):
+    return group.nothing
+
+hooks = Hooks(after_rewards=broken)
+"""
+
+
+class Scored:
+    """Plays one turn and scores it by the number of the member: no reward workers have to be started."""
+
+    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Any) -> Trajectory:
+        inner = SingleTurn(ByteTokenizer(), SamplingParams(max_tokens=8), 0)
+        return replace(await inner.run(prompt, member, group_size, generate), reward=float(member))
+
+
+def dry(folder: Path, *overrides: str) -> Config:
+    return config_of(folder, *overrides, base=DRY)
+
+
+async def reports_of(config: Config, hooks: Hooks | None) -> list[StepReport]:
+    async with Runtime(config, environment=Scored(), hooks=hooks, prompts=ROWS, write=False) as runtime:
+        steps = runtime.steps()
+        await runtime.run()
+    return [report async for report in steps]
+
+
+def tenth(group: Group) -> Group:
+    return replace(group, trajectories=tuple(replace(t, reward=(t.reward or 0) / 10) for t in group.trajectories))
+
+
+async def test_every_stage_is_given_and_may_be_changed(tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+
+    def before_group(prompt: Prompt) -> Prompt:
+        seen["before_group"] += 1
+        return replace(prompt, ids=prompt.ids[:2], prompt="ab")
+
+    async def after_rewards(group: Group) -> Group:
+        await anyio.lowlevel.checkpoint()
+        assert [t.reward for t in group.trajectories] == [0, 1, 2, 3] and group.prompt.prompt == "ab"
+        seen["after_rewards"] += 1
+        return tenth(group)
+
+    def after_advantages(group: Group, advantages: Any) -> list[float]:
+        assert [t.reward for t in group.trajectories] == [0, 0.1, 0.2, 0.3] and advantages.sum() == pytest.approx(0)
+        seen["after_advantages"] += 1
+        return [1.0, 2.0, 3.0, 4.0]
+
+    hooks = Hooks(before_group=before_group, after_rewards=after_rewards, after_advantages=after_advantages)
+    reports = await reports_of(dry(tmp_path), hooks)
+    assert len(reports) == 3 and seen["after_advantages"] == 12 <= seen["after_rewards"] <= seen["before_group"]
+    for report in reports:
+        assert report.metrics["reward/mean"] == pytest.approx(0.15)
+        assert {t.prompt_length for group in report.groups for t in group.trajectories} == {2}
+        assert [values.tolist() for values in report.advantages.values()] == [[1, 2, 3, 4]] * 4
+
+
+async def test_what_answers_nothing_changes_nothing(tmp_path: Path) -> None:
+    async def look(*given: Any) -> None:
+        return None
+
+    plain, watched = [
+        await reports_of(dry(tmp_path, "preset=sync"), hooks)
+        for hooks in (Hooks(), Hooks(before_group=look, after_rewards=look, after_advantages=look))
+    ]
+    for one, other in zip(plain, watched, strict=True):
+        assert [g.group_id for g in one.groups] == [g.group_id for g in other.groups]
+        assert all(np.array_equal(one.advantages[g], other.advantages[g]) for g in one.advantages)
+
+
+async def test_filters_see_the_rewards_of_the_hook(tmp_path: Path) -> None:
+    def equal_in_odd_groups(group: Group) -> Group | None:
+        if group.group_id % 2 == 0:
+            return None
+        return replace(group, trajectories=tuple(replace(t, reward=1.0) for t in group.trajectories))
+
+    config = dry(tmp_path, "rollout.dynamic_sampling=true")
+    reports = await reports_of(config, Hooks(after_rewards=equal_in_odd_groups))
+    assert {group.group_id % 2 for report in reports for group in report.groups} == {0}
+
+
+async def test_groups_of_a_program_pass_the_same_hooks(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "train.max_steps=null", "rollout.groups_per_step=1", base=DRY)
+    hooks = Hooks(before_group=lambda prompt: replace(prompt, ids=prompt.ids[:1]), after_rewards=tenth)
+    async with Runtime(config, hooks=hooks, write=False) as runtime:
+        steps = runtime.steps()
+        group = await runtime.generate("abc", n=2)
+        assert [t.prompt_length for t in group] == [1, 1]
+        await runtime.submit(group, [0.0, 10.0])
+        await runtime.finish()
+    [report] = [report async for report in steps]
+    assert [t.reward for t in report.groups[0].trajectories] == [0.0, 1.0]
+
+
+async def test_every_operation_of_the_store_is_told(tmp_path: Path) -> None:
+    events: list[StoreEvent] = []
+    reports = await reports_of(dry(tmp_path), Hooks(on_store=events.append))
+    counts = Counter(event.op for event in events)
+    trained = sum(len(report.groups) for report in reports)
+    assert counts["register"] == counts["close"] == 1 and events[0].op == "register" and events[-1].op == "close"
+    assert counts["claim"] == trained == 12 and counts["put"] >= trained
+    assert sum(e.rows for e in events if e.op == "put") == sum(e.rows for e in events if e.op == "clear")
+    assert events[-1].held_rows == events[-1].held_bytes == 0
+
+
+def fails(*given: Any) -> Any:
+    raise KeyError("of mine")
+
+
+async def cancels(*given: Any) -> Any:
+    import asyncio
+
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("hooks", "words"),
+    [
+        (Hooks(before_group=fails), r"hook before_group \(fails\) failed: KeyError: 'of mine'"),
+        (Hooks(after_rewards=fails), r"hook after_rewards \(fails\) failed: KeyError"),
+        (Hooks(after_advantages=fails), r"hook after_advantages \(fails\) failed: KeyError"),
+        (Hooks(on_store=fails), r"hook on_store \(fails\) failed: KeyError"),
+        (Hooks(before_group=cancels), r"hook before_group \(cancels\) was cancelled from inside"),
+        (Hooks(before_group=lambda prompt: replace(prompt, group_id=-1)), "expected None or a Prompt of group"),
+        (Hooks(after_rewards=lambda group: [1.0]), r"returned \[1.0\]; expected None or the Group \d+ with 4"),
+        (
+            Hooks(after_rewards=lambda g: replace(g, trajectories=[replace(t, reward=np.inf) for t in g.trajectories])),
+            "expected what can be trained .member 0: reward is inf",
+        ),
+        (Hooks(after_advantages=lambda group, values: values[:2]), "expected None or 4 finite numbers"),
+        (Hooks(after_advantages=lambda group, values: values * np.nan), "expected None or 4 finite numbers"),
+        (Hooks(after_advantages=lambda group, values: values.sort()), "read-only"),
+    ],
+)
+async def test_a_hook_that_fails_ends_the_run_by_its_name(tmp_path: Path, hooks: Hooks, words: str) -> None:
+    with anyio.fail_after(60), pytest.raises(HookError, match=words):
+        await reports_of(dry(tmp_path), hooks)
+
+
+async def test_a_hook_that_fails_when_the_store_closes_is_heard_too(tmp_path: Path) -> None:
+    def at_the_end(event: StoreEvent) -> None:
+        if event.op == "close":
+            raise KeyError("late")
+
+    with pytest.raises(HookError, match=r"on_store .* failed: KeyError: 'late'"):
+        await reports_of(dry(tmp_path), Hooks(on_store=at_the_end))
+
+
+async def test_what_is_no_hook_is_refused(tmp_path: Path) -> None:
+    for hooks, words in (
+        (Hooks(on_store=cancels), "on_store is an async function"),
+        (Hooks(after_rewards="f.py:f"), "after_rewards is a str; expected a function"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=words):
+            await reports_of(dry(tmp_path), hooks)
+    with pytest.raises(ConfigError, match=r"hooks.py:dry', a function; expected an asyncrl\.Hooks"):
+        await reports_of(dry(tmp_path, f"hooks={__file__}:dry"), None)
+    with pytest.raises(ConfigError, match=r"no_such_file\.py"):
+        await reports_of(dry(tmp_path, "hooks=no_such_file.py:f"), None)
+
+
+def readme(language: str) -> str:
+    """The example of the section on hooks."""
+    section = (ROOT / "README.md").read_text().partition("## Hooks")[2].partition("\n## ")[0]
+    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_example_of_the_readme_trains_from_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(readme("python"))
+    base, mine = write_yaml(tmp_path, REAL, "x.yaml"), tmp_path / "hooks.yaml"
+    mine.write_text(readme("yaml"))
+    assert load_config([mine]).hooks == f"{tmp_path}/hooks.py:hooks"  # counted from its own folder
+    run = Process(tmp_path, str(base), str(mine), "train.max_steps=2")
+    assert run.wait(200) == 0, run.output
+    rewards = [row["reward"] for row in rollouts_of(tmp_path / "runs/run")]
+    assert len(metrics_of(tmp_path / "runs/run")) == 2 and max(rewards) <= 0.5
+
+
+def test_a_hook_of_the_configuration_that_fails_ends_the_program_with_its_own_code(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(BROKEN)
+    file = write_yaml(tmp_path, {**REAL, "hooks": "hooks.py:hooks"})
+    run = Process(tmp_path, str(file))
+    assert run.wait(200) == HookError.exit_code == 13
+    assert "hook after_rewards (broken) failed: AttributeError" in run.output
