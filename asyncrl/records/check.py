@@ -132,9 +132,11 @@ def _mask(t: Trajectory, who: str) -> None:
 def _logprobs(column: Any, mask: Any, where: str) -> None:
     """NaN for every trained token is how a source says that it does not know them: they count as ratio 1."""
     trained = column[mask]
-    bad = ~((trained <= SLACK) & (trained > -math.inf))
-    if not bad.any() or np.isnan(trained).all():
+    if trained.max(initial=-1) <= SLACK and trained.min(initial=-1) > -math.inf:  # a NaN is neither
         return
+    if np.isnan(trained).all():
+        return
+    bad = ~((trained <= SLACK) & (trained > -math.inf))
     at = int(np.flatnonzero(mask)[bad.argmax()])
     raise DataError(
         f"{where}[{at}] is {column[at]:g} at a trained token; expected the finite natural logarithm of a probability, at "
