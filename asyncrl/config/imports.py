@@ -14,11 +14,15 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def split_address(address: str) -> tuple[str, str]:
@@ -46,6 +50,32 @@ def load_object(address: str) -> Any:
     return found
 
 
+def raised(error: BaseException) -> str:
+    """What user code raised and where, in one line: `ValueError: no such row (/home/me/rows.py:12 in rows)`.
+
+    The place is the last line that ran in a file of the user's; in an installed package where no such file took part.
+    """
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    kind = type(error).__name__
+    said = f"{kind}: {text}" if text else kind
+    if isinstance(error, SyntaxError):
+        return f"{said} ({error.filename}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+    installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    if not frames:
+        return said
+    last = (own or frames)[-1]
+    return f"{said} ({last.filename}:{last.lineno}{'' if last.name == '<module>' else f' in {last.name}'})"
+
+
+def _is_machinery(file: str) -> bool:
+    """Ours, or Python's for imports."""
+    return file.startswith(("<frozen importlib", str(Path(importlib.__file__).parent))) or Path(file).is_relative_to(
+        _PACKAGE
+    )
+
+
 def _load_file(address: str, place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
@@ -62,7 +92,7 @@ def _load_file(address: str, place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ConfigError(f"cannot load {address!r}: {path} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"cannot load {address!r}: {path} raised {raised(error)}") from error
     return module
 
 
@@ -71,9 +101,7 @@ def _load_module(address: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"cannot load {address!r}: importing {place} raised {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"cannot load {address!r}: importing {place} raised {raised(error)}") from error
 
 
 def _append_to_path(folder: str) -> None:

@@ -8,6 +8,7 @@ Overrides are relative to the working directory, and so is `run.dir` always.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequenc
         origin.update(dict.fromkeys(_names(branch), f"override {override.typed!r}"))
         _merge(tree, branch)
     return _validate(tree, origin)
+
+
+def parquet_shards(path: Path) -> list[Path]:
+    """The files that `path` is the common beginning of: `data/train` for `data/train-00000-of-00002.parquet`, ..."""
+    return sorted(path.parent.glob(f"{glob.escape(path.name)}-*-of-*.parquet"))
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -155,7 +161,7 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
 
     def whole(value: str) -> str:
         inside = folder / value
-        return os.path.normpath(inside) if value and inside.exists() else value
+        return os.path.normpath(inside) if value and (inside.exists() or parquet_shards(inside)) else value
 
     def code(value: str) -> str:
         file, colon, name = value.rpartition(":")

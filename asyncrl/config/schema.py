@@ -75,7 +75,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     train: str | None = field(
         None,
-        "Training prompts: a JSONL or parquet file, a `datasets` directory, or `file.py:function` that returns rows.",
+        "Training prompts: a JSONL, CSV or parquet file, a directory of parquet files or of `datasets`, a hub id "
+        "(`org/name:split`), or `file.py:function` that returns rows (a list, an iterable, a data set, a table).",
     )
     eval: str | None = field(None, "The same for held-out prompts.")
     prompt_column: str = field("prompt", "Column with the prompt: a string, or a list of {role, content} messages.")

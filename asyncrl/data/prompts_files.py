@@ -1,4 +1,4 @@
-"""Rows of training data from JSONL, parquet, a saved `datasets` directory, or memory, behind one small protocol.
+"""Rows of training data in files (JSONL, CSV, parquet, a saved `datasets` directory) behind one small protocol.
 
 Arrow files are memory-mapped or held as one table, and one row is turned into Python objects at a time. A directory
 written by `datasets.Dataset.save_to_disk` is read with pyarrow alone, so `datasets` need not be installed.
@@ -6,7 +6,9 @@ written by `datasets.Dataset.save_to_disk` is read with pyarrow alone, so `datas
 
 from __future__ import annotations
 
+import csv
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +16,13 @@ from typing import Any, Protocol, TypeAlias
 
 import orjson
 
-from asyncrl.config.imports import load_object
+from asyncrl.config.load import parquet_shards
 from asyncrl.errors import DataError
 
 Row: TypeAlias = Mapping[str, Any]
+
+ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet")
+_SPLIT = re.compile(r"(train|test|valid|val|dev|eval)[a-z]*(?![a-z])|(.+?)(?=-\d+-of-\d+$)", re.IGNORECASE)
 
 
 class Rows(Protocol):
@@ -70,35 +75,28 @@ def open_rows(path: str | os.PathLike[str]) -> Rows:
         if place.is_dir():
             return _open_directory(place)
         if not place.exists():
+            if shards := parquet_shards(place):
+                return _open_parquet(shards, str(place))
             raise DataError(
-                f"the prompt file {place} does not exist (looked from {Path.cwd()}); expected a .jsonl or .parquet "
-                "file, or a directory written by datasets.save_to_disk (a data set of the hub is saved there first)"
+                f"the prompt file {place} does not exist (looked from {Path.cwd()}); expected a {', '.join(ENDINGS)} "
+                "file, a directory of parquet files, one written by datasets.save_to_disk, or a data set of the hub "
+                "(org/name:split)"
             )
         if suffix == ".parquet":
-            return _open_parquet(place)
-        if suffix in (".jsonl", ".json", ".ndjson"):
+            return _open_parquet([place], str(place))
+        if suffix == ".csv":
+            return _open_csv(place)
+        if suffix in ENDINGS:
             return _open_json(place)
     except OSError as error:
         raise DataError(f"the prompt file {place} cannot be read: {error}") from error
-    raise DataError(f"the prompt file {place} has the ending {suffix!r}; expected .jsonl, .json or .parquet")
+    raise DataError(f"the prompt file {place} has the ending {suffix!r}; expected one of {', '.join(ENDINGS)}")
 
 
-def load_rows(source: str | os.PathLike[str] | Sequence[Row]) -> Rows:
-    """Rows from a list, a file or directory (`open_rows`), or a function `file.py:function` / `module:function`.
-
-    The function takes no argument and returns a sequence of rows; a `reasoning_gym` data set is one line of it.
-    Errors: `DataError`, `ConfigError` where the function cannot be imported.
-    """
-    if not isinstance(source, (str, os.PathLike)):
-        return ListRows(source)
-    if not isinstance(source, str) or ":" not in source or Path(source).exists():
-        return open_rows(source)
-    rows = load_object(source)()
-    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
-        raise DataError(
-            f"{source} returned {type(rows).__name__}; expected a list of rows (mappings of column to value)"
-        )
-    return ListRows(rows, source)
+def is_local(source: str | os.PathLike[str]) -> bool:
+    """Does `open_rows` find something there? (Whether it can be read is another matter.)"""
+    place = Path(source).expanduser()
+    return place.exists() or bool(parquet_shards(place))
 
 
 def digest(rows: Rows, column: str) -> int:
@@ -110,14 +108,40 @@ def digest(rows: Rows, column: str) -> int:
     return check
 
 
-def _open_parquet(place: Path) -> Rows:
+def _open_parquet(files: Sequence[Path], source: str) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    tables = []
+    for file in files:
+        try:
+            tables.append(pq.read_table(file))
+        except pa.ArrowException as error:
+            raise DataError(f"the prompt file {file} is not a readable parquet file: {error}") from error
     try:
-        return TableRows(pq.read_table(place), str(place))
+        return TableRows(pa.concat_tables(tables, promote_options="permissive"), source)
     except pa.ArrowException as error:
-        raise DataError(f"the prompt file {place} is not a readable parquet file: {error}") from error
+        raise DataError(f"the parquet files of {source} do not have the same columns: {error}") from error
+
+
+def _open_csv(place: Path) -> Rows:
+    """The first line names the columns; every value is a string, as it stands in the file ("007" stays "007")."""
+    rows: list[Row] = []
+    with place.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.reader(file, strict=True)
+        try:
+            names = next(lines, [])
+            for values in lines:
+                if len(values) != len(names) and values:
+                    raise DataError(
+                        f"{place} line {lines.line_num} has {len(values)} values; the first line names {len(names)} "
+                        f"columns ({', '.join(names)}); a value with a comma or a line break stands in double quotes"
+                    )
+                if values:
+                    rows.append(dict(zip(names, values, strict=True)))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{place} is not valid CSV in UTF-8 (line {lines.line_num + 1}): {error}") from error
+    return ListRows(rows, str(place))
 
 
 def _open_json(place: Path) -> Rows:
@@ -147,14 +171,14 @@ def _json_lines(data: bytes, place: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _open_directory(place: Path) -> Rows:
-    """A directory of `Dataset.save_to_disk`: state.json names Arrow stream files."""
+    """Parquet files, or a directory of `Dataset.save_to_disk`: state.json names Arrow stream files."""
     import pyarrow as pa
 
     if (place / "dataset_dict.json").exists():
         splits = ", ".join(sorted(entry.name for entry in place.iterdir() if entry.is_dir()))
         raise DataError(f"{place} holds several splits ({splits}); name one of them, like {place / 'train'}")
     if not (place / "state.json").exists():
-        raise DataError(f"{place} is a directory without state.json; expected one written by datasets.save_to_disk")
+        return _open_parquet(_one_split(place), str(place))
     try:
         state = orjson.loads((place / "state.json").read_bytes())
         names = [entry["filename"] for entry in state["_data_files"]]
@@ -165,3 +189,20 @@ def _open_directory(place: Path) -> Rows:
             f"{place} is not a readable datasets directory: {type(error).__name__}: {error}; write it anew with "
             "datasets.save_to_disk, or save it as parquet"
         ) from error
+
+
+def _one_split(place: Path) -> list[Path]:
+    """The parquet files of a directory by name; several splits beside each other are never read as one data set."""
+    files = sorted(place.glob("*.parquet"))
+    if not files:
+        raise DataError(
+            f"{place} is a directory without parquet files and without state.json; expected parquet files, or what "
+            "datasets.save_to_disk writes"
+        )
+    splits = {found.group(0).lower() if (found := _SPLIT.match(file.stem)) else "" for file in files}
+    if len(splits) > 1:
+        raise DataError(
+            f"{place} holds parquet files of several splits ({', '.join(file.name for file in files[:8])}); name one "
+            f"file, or what the names of its files begin with, like {place / 'train'} for train-00000-of-00002.parquet"
+        )
+    return files

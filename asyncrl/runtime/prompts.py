@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
-from asyncrl.data.prompts_files import load_rows
+from asyncrl.data.prompts_files import is_local
+from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.world import World
 from asyncrl.types import Prompt
 
@@ -31,7 +30,7 @@ def measure_prompts(config: Config) -> PromptLengths:
     """
     limit = config.data.max_prompt_tokens
     sources = [config.data.train, config.data.eval if config.evaluate.every is not None else None]
-    files = [source for source in sources if source is not None and Path(source).expanduser().exists()]
+    files = [source for source in sources if source is not None and is_local(source)]
     unknown = PromptLengths(
         limit, "data.max_prompt_tokens: the prompts are not files that could be read before the run"
     )
@@ -49,9 +48,7 @@ def measure_prompts(config: Config) -> PromptLengths:
     return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts")
 
 
-def load_prompts(
-    config: Config, tokenizer: Any, world: World, given: Sequence[Mapping[str, Any]] | None
-) -> tuple[PromptSource | None, list[Prompt]]:
+def load_prompts(config: Config, tokenizer: Any, world: World, given: Any) -> tuple[PromptSource | None, list[Prompt]]:
     """(the cursor over the training prompts, the held-out prompts). None: groups come from outside (embedding, `door.ring`).
 
     `given`: rows instead of `data.train`. Errors: DataError, over-long prompts under `overlong: refuse` included.

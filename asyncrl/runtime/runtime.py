@@ -58,11 +58,11 @@ class Runtime:
         rewards: Callable[..., Any] | Sequence[Callable[..., Any] | RewardSpec] = (),
         environment: Environment | None = None,
         hooks: Hooks | None = None,
-        prompts: Sequence[Mapping[str, Any]] | None = None,
+        prompts: Any = None,
         write: bool = True,
         hard_exit: bool = False,
     ) -> None:
-        """`rewards`, `environment`, `hooks`, `prompts`: objects instead of what the configuration names.
+        """`rewards`, `environment`, `hooks`: objects instead of names; `prompts`: as a data function may return them.
 
         `write=False` leaves no run directory behind. `hard_exit`: the watchdog may end a wedged process (`main` only).
         """

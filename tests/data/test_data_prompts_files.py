@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.data.prompts_files import load_rows, open_rows
+from asyncrl.data.prompts_files import open_rows
 from asyncrl.data.tokenizing import encode_prompt
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import DataError
 
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "info": {"kind": "sum"}},
@@ -62,6 +62,40 @@ def test_jsonl_parquet_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
         assert [dict(rows[index]) for index in range(len(rows))] == ROWS, name
 
 
+def test_csv_values_are_strings(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfprompt,answer\r\n"1,\n""x""",007\r\n\r\n2+2=,\r\n')
+    rows = open_rows(tmp_path / "a.csv")
+    assert [dict(rows[i]) for i in range(len(rows))] == [
+        {"prompt": '1,\n"x"', "answer": "007"},
+        {"prompt": "2+2=", "answer": ""},
+    ]
+
+
+def test_a_directory_of_parquet_files(tmp_path: Path) -> None:
+    for number, row in enumerate(ROWS):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"part-{number}.parquet")
+    rows = open_rows(tmp_path)
+    assert [dict(rows[i]) for i in range(len(rows))] == ROWS
+    pq.write_table(pa.Table.from_pylist([{"prompt": 3}]), tmp_path / "part-9.parquet")
+    with pytest.raises(DataError, match="do not have the same columns"):
+        open_rows(tmp_path)
+
+
+def test_splits_beside_each_other_are_never_one_data_set(tmp_path: Path) -> None:
+    """The layout of a data set of the hub, and verl's: what is held out must not be trained on."""
+    hub, verl = tmp_path / "hub", tmp_path / "verl"
+    hub.mkdir(), verl.mkdir()
+    for number, name in enumerate(["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"]):
+        pq.write_table(pa.Table.from_pylist([ROWS[number]]), hub / f"{name}.parquet")
+    for name in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(ROWS), verl / f"{name}.parquet")
+    for place in (hub, verl):
+        with pytest.raises(DataError, match=r"files of several splits .*test.*train"):
+            open_rows(place)
+    rows = open_rows(hub / "train")
+    assert [dict(rows[i]) for i in range(len(rows))] == ROWS[:2] and len(open_rows(hub / "test")) == 1
+
+
 def test_a_filtered_and_reordered_datasets_directory(tmp_path: Path) -> None:
     import datasets
 
@@ -89,10 +123,13 @@ def test_several_splits_are_named(tmp_path: Path) -> None:
         ("x.json", b'[{"prompt": "a"}, 3]', "row 2 holds int"),
         ("x.json", b"[", "not valid JSON"),
         ("x.parquet", b"no parquet", "not a readable parquet"),
-        ("x.csv", b"prompt\na\n", "has the ending '.csv'; expected .jsonl, .json or .parquet"),
+        ("x.txt", b"prompt\na\n", "has the ending '.txt'; expected one of .jsonl, .json, .ndjson, .csv, .parquet"),
+        ("x.csv", b"prompt,answer\n1,2,3\n", "line 2 has 3 values; the first line names 2 columns (prompt, answer)"),
+        ("x.csv", b'prompt,answer\n"1,2\n', "is not valid CSV in UTF-8 (line"),
+        ("x.csv", b"prompt,answer\n\xff,2\n", "is not valid CSV in UTF-8 (line"),
         ("d/state.json", b"{", "not a readable datasets directory"),
         ("d/state.json", b'{"_data_files": [{"filename": "gone.arrow"}]}', "cannot be read"),
-        ("d/other", b"", "without state.json"),
+        ("d/other", b"", "without parquet files and without state.json"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -106,7 +143,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes, messa
 
 
 def test_a_missing_file_says_what_is_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist .* \.jsonl or \.parquet"):
+    with pytest.raises(DataError, match=r"does not exist .* \.jsonl, .* \.csv, \.parquet file, a directory of parquet"):
         open_rows(tmp_path / "gone.jsonl")
 
 
@@ -180,21 +217,6 @@ def test_a_source_over_a_file_with_a_real_tokenizer(tokenizer: Any, tmp_path: Pa
     prompts = list(iter(cursor.next, None))
     assert [tokenizer.decode(p.ids) for p in prompts] == ["[BOS]1+1=", "[BOS]2+2="]
     assert prompts[0].columns == {"answer": "2", "info": {"kind": "sum"}}
-
-
-def test_rows_from_a_function_a_list_or_a_path(tmp_path: Path) -> None:
-    (tmp_path / "made.py").write_text("def rows():\n    return [{'prompt': 'a'}]\n\ndef wrong():\n    return [3]\n")
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "odd:name.parquet")
-    assert dict(load_rows(f"{tmp_path}/made.py:rows")[0]) == {"prompt": "a"}
-    assert (
-        len(load_rows(ROWS))
-        == len(load_rows(tmp_path / "odd:name.parquet"))
-        == len(load_rows(f"{tmp_path}/odd:name.parquet"))
-    )
-    with pytest.raises(DataError, match=r"made\.py:wrong returned list; expected a list of rows"):
-        load_rows(f"{tmp_path}/made.py:wrong")
-    with pytest.raises(ConfigError, match=r"made\.py has no 'row'; did you mean 'rows'"):
-        load_rows(f"{tmp_path}/made.py:row")
 
 
 def test_no_torch_at_import_time() -> None:

@@ -1,0 +1,180 @@
+"""Rows of training data from whatever `data.train` names, or a program hands over.
+
+| what it is                                                       | how it is read                                        |
+|------------------------------------------------------------------|-------------------------------------------------------|
+| a file or directory                                              | `prompts_files.open_rows`                             |
+| `org/name`, `org/name:split`, `org/name:config:split`            | `datasets.load_dataset`                               |
+| `file.py:name`, `module:name`                                    | imported; a function is called without arguments      |
+| a list; a pandas, polars or Arrow table                          | held in memory                                        |
+| a length and `data[i]`: `datasets.Dataset`, reasoning-gym, torch | one row at a time, when it is needed                  |
+| iterables, generators, `datasets.IterableDataset`                | once, to their end, into memory; at most ITERATED_ROWS |
+
+Rows always have numbers: epochs are shuffled by them, and a group id finds its row again after a resume. What can only
+be iterated is therefore read as a whole before the run, and a source that does not end is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncrl.config.imports import load_object, raised
+from asyncrl.errors import DataError
+
+from .prompts_files import ENDINGS, ListRows, Row, Rows, TableRows, is_local, open_rows
+
+T = TypeVar("T")
+
+ITERATED_ROWS = 100_000  # of a source that can only be iterated
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+){0,2}")
+
+
+class IndexedRows:
+    """Rows of anything with a length and `data[index]`; the rows are made anew at each access and must not change.
+
+    `question` of a reasoning-gym data set is also its `prompt`.
+    """
+
+    def __init__(self, data: Any, source: str) -> None:
+        self.source = source
+        self._data = data
+        self._is_gym = callable(getattr(data, "score_answer", None))
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = _run(lambda: self._data[index], f"row {index + 1} of {self.source}")
+        _check_row(row, index, self.source)
+        if self._is_gym and "prompt" not in row and "question" in row:
+            return {"prompt": row["question"], **row}
+        return row
+
+
+def load_rows(source: Any) -> Rows:
+    """Rows from a path, a hub id, an address of user code, or an object: the table above.
+
+    Errors: `DataError`, also for whatever a function of the user's raises; `ConfigError` where it cannot be imported.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return rows_of(source, "the given rows")
+    text = os.fspath(source)
+    if isinstance(source, os.PathLike) or is_local(source):
+        return open_rows(source)
+    place, colon, _ = text.rpartition(":")
+    if _HUB.fullmatch(text) and not place.endswith(".py") and Path(text).suffix.lower() not in ENDINGS:
+        return _open_hub(text)
+    if not colon:
+        return open_rows(source)
+    found = load_object(text)
+    if callable(found):
+        _check_arguments(found, text)
+        found = _run(found, text)
+    return rows_of(found, text)
+
+
+def rows_of(found: Any, source: str) -> Rows:
+    """The rows of an object that a function returned, or a program gave. Errors: `DataError` that says what it was."""
+    if isinstance(found, Mapping):
+        names = ", ".join(map(str, list(found)[:8]))
+        raise DataError(f"{source} gave {type(found).__name__} with {names}; expected rows: return one of its splits")
+    if (table := _as_table(found, source)) is not None:
+        return TableRows(table, source)
+    if not isinstance(found, (str, bytes)):
+        if isinstance(found, Sequence):
+            return _listed(_run(lambda: list(found), source), source)
+        if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
+            return IndexedRows(found, source)
+        if hasattr(found, "__iter__"):
+            return _listed(_read_all(found, source), source)
+    if inspect.iscoroutine(found):
+        found.close()
+    raise DataError(
+        f"{source} gave {type(found).__name__}; expected rows (mappings of column to value): a list, an iterable, a data "
+        "set with a length and rows by number, or a table"
+    )
+
+
+def _read_all(found: Any, source: str) -> list[Any]:
+    rows = _run(lambda: list(islice(iter(found), ITERATED_ROWS + 1)), source)
+    if len(rows) > ITERATED_ROWS:
+        raise DataError(
+            f"{source} gave {type(found).__name__}, which can only be iterated and has more than {ITERATED_ROWS:,} rows; "
+            "shuffling and resuming need rows by number: end it (itertools.islice, IterableDataset.take), or return a "
+            "list or a datasets.Dataset (Dataset.from_generator keeps its rows on disk)"
+        )
+    return rows
+
+
+def _listed(rows: Sequence[Any], source: str) -> Rows:
+    for index, row in enumerate(rows):
+        _check_row(row, index, source)
+    return ListRows(rows, source)
+
+
+def _check_row(row: Any, index: int, source: str) -> None:
+    if not isinstance(row, Mapping):
+        raise DataError(f"row {index + 1} of {source} is {type(row).__name__}; expected a mapping of column to value")
+
+
+def _as_table(found: Any, source: str) -> Any:
+    """An Arrow table of a data frame, without its index; None where it is none."""
+    is_pandas = type(found).__module__.partition(".")[0] == "pandas" and hasattr(found, "columns")
+    if not is_pandas and not hasattr(found, "__arrow_c_stream__"):
+        return None
+    import pyarrow as pa
+
+    try:
+        return pa.Table.from_pandas(found, preserve_index=False) if is_pandas else pa.table(found)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{source} gave {type(found).__name__} with values that are not of one type per column: {error}; "
+            "return a list of rows instead, like frame.to_dict('records')"
+        ) from error
+
+
+def _check_arguments(function: Callable[..., Any], source: str) -> None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C: the call itself says what is wrong
+        return
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
+    if needed:
+        raise DataError(f"{source} needs arguments ({', '.join(needed)}); a data function is called without any")
+
+
+def _run(call: Callable[[], T], source: str) -> T:
+    """User code whose errors are one line. SystemExit too: a script's `exit()` must not end the run without a word."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{source} raised {raised(error)}") from error
+
+
+def _open_hub(source: str) -> Rows:
+    """Errors: `DataError`: not installed, not reached, or not of that name, with what the package says."""
+    name, *rest = source.split(":")
+    wanted = f"there is no file or directory {name} (looked from {Path.cwd()}), and as a data set of the hub"
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{wanted} it needs the package `datasets`: pip install 'asyncrl[datasets]'") from error
+    try:
+        found = datasets.load_dataset(name, rest[0] if len(rest) == 2 else None, split=rest[-1] if rest else None)
+    except Exception as error:  # network, unknown name, configuration or split: each package version has its own types
+        raise DataError(
+            f"{wanted} {source!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}; expected "
+            "org/name, org/name:split or org/name:config:split; on a machine without the hub give a directory of its "
+            "parquet files, or one that save_to_disk wrote elsewhere"
+        ) from error
+    if isinstance(found, Mapping):
+        if len(found) > 1:
+            raise DataError(f"{source} has several splits ({', '.join(found)}); name one of them, like {name}:train")
+        [found] = found.values()
+    return rows_of(found, source)
