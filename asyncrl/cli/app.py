@@ -11,6 +11,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...]   train (the same as a one-rank torchrun -m asyncrl.main)
   asyncrl run --help                                        every setting, its default and what it means
   asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
+  asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        the first prompts as the model reads them
   asyncrl check-model PATH                                  which way this runtime can train a model, and how exactly
   asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
@@ -48,8 +49,15 @@ def _check_model(arguments: Sequence[str]) -> int:
     return check_model(arguments)
 
 
+def _prompts(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.prompts import main as prompts
+
+    return prompts(arguments)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
+    "prompts": _prompts,
     "check-model": _check_model,
     "explain": _explain,
     "bench": _bench,

@@ -126,6 +126,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "data.prompt_column": _ROWS,
     "data.system_prompt": _ROWS,
     "data.template": _ROWS,
+    "data.chat_template_kwargs": _ROWS,
     "data.max_prompt_tokens": _ROWS,
     "data.overlong": _ROWS,
     "data.shuffle": _ROWS,

@@ -139,6 +139,8 @@ def _in_words(annotation: Any) -> str:
         return _PLAIN_NAMES[annotation]
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) is dict:
+        return "a mapping"
     if get_origin(annotation) is tuple:
         item = get_args(annotation)[0]
         if _section(item):

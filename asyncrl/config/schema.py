@@ -86,6 +86,10 @@ class DataConfig(Section):
         "`chat` renders through the tokenizer's chat template, `raw` tokenizes strings as they are; "
         "auto: messages are rendered, strings are rendered as one user message where the tokenizer has a template.",
     )
+    chat_template_kwargs: dict[str, Any] = field(
+        {},
+        "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}; `asyncrl prompts` shows the result.",
+    )
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(
         "refuse",

@@ -5,6 +5,8 @@ The tokenizer is any object of the Hugging Face form; two of its methods are use
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +15,8 @@ import numpy as np
 from asyncrl.config.schema import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
+
+_OURS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
 class Tokenizer(Protocol):
@@ -46,6 +50,11 @@ def as_messages(prompt: str | Messages, config: DataConfig, tokenizer: Any) -> M
                     "data.system_prompt is set but the prompt is plain text without a chat template; "
                     "put the text into the prompt, or use a tokenizer with a template and data.template=chat"
                 )
+            if config.chat_template_kwargs:
+                raise DataError(
+                    "data.chat_template_kwargs is set but the prompt is plain text without a chat template; "
+                    "leave it out, or use a tokenizer with a template and data.template=chat"
+                )
             return None
         messages: Messages = [{"role": "user", "content": prompt}]
     else:
@@ -60,18 +69,35 @@ def as_messages(prompt: str | Messages, config: DataConfig, tokenizer: Any) -> M
     return messages
 
 
-def render(messages: Messages, tokenizer: Any) -> str:
+def render(messages: Messages, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> str:
     """The text before the first sampled token. A last message of the assistant is continued, not closed.
 
-    Errors: `DataError` with the template's own complaint.
+    `arguments` are the template's, beside the messages. Errors: `DataError` with the template's own complaint, and for an
+    argument that the template never reads: it would be ignored without a word.
     """
+    arguments = arguments or {}
+    for name in arguments:
+        _check_argument(name, arguments, tokenizer)
     ending = (
         {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {"add_generation_prompt": True}
     )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **ending))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **ending, **arguments))
     except Exception as error:  # jinja's errors, and whatever a template raises by raise_exception()
         raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
+
+
+def _check_argument(name: str, arguments: Mapping[str, Any], tokenizer: Any) -> None:
+    if name in _OURS:
+        raise DataError(f"data.chat_template_kwargs has {name!r}, which is set for every prompt; leave it out")
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):  # several templates by name: that for tools is used where tools are given
+        template = " ".join(map(str, template.values()))
+    words = set(re.findall(r"\w+", str(template)))
+    if name not in words:
+        near = difflib.get_close_matches(name, sorted(words), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"data.chat_template_kwargs has {name!r}, which the chat template never reads{hint}")
 
 
 def encode_prompt(prompt: str | Messages, config: DataConfig, tokenizer: Any) -> Int32Array:
@@ -85,7 +111,7 @@ def encode_prompt(prompt: str | Messages, config: DataConfig, tokenizer: Any) ->
         assert isinstance(prompt, str)
         ids = tokenizer.encode(prompt)
     else:
-        ids = tokenizer.encode(render(messages, tokenizer), add_special_tokens=False)
+        ids = tokenizer.encode(render(messages, tokenizer, config.chat_template_kwargs), add_special_tokens=False)
     if len(ids) == 0:
         raise DataError("the prompt has no tokens")
     return np.asarray(ids, dtype=np.int32)

@@ -28,7 +28,7 @@ from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory
 from .offload import offload
-from .rates import Rates
+from .rooms import Built
 
 _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")  # 0 where none was
 
@@ -38,16 +38,17 @@ class Journal:
     or renders files goes to threads."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, rates: Rates | None
+        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, built: Built
     ) -> None:
         """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader).
 
-        `rates`: of this rank's device, for `perf/limit_share` and `perf/mfu`; None leaves them out.
+        Of `built` are the rates of this rank's device, for `perf/limit_share` and `perf/mfu`, and the tokenizer, for the
+        rendered prompts in the rollouts.
         """
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        self._rates = rates
+        self._built = built
         self._budget = RunBudget()
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         self.history: list[tuple[int, dict[str, float]]] = []
@@ -70,7 +71,9 @@ class Journal:
                     config=to_plain(config),
                     resume_step=resume,
                 )
-                self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume)
+                self._rollouts = RolloutWriter(
+                    directory.path, config.telemetry.rollouts_per_step, resume, self._built.tokenizer.decode
+                )
 
             await offload(files, "sinks")
         self._recorder.take_window()  # what was before belongs to no step
@@ -95,8 +98,8 @@ class Journal:
             **extra,
         }
         flops = metrics.pop("perf/needed_flop", math.nan)
-        if self._rates is not None and metrics.get("time/step"):
-            metrics.update(self._rates.metrics(flops, metrics["time/step"]))
+        if self._built.rates is not None and metrics.get("time/step"):
+            metrics.update(self._built.rates.metrics(flops, metrics["time/step"]))
         metrics["perf/peak_memory_gib"] = peak_memory_gib()
         self._pending[report.version] = (report, metrics)
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)

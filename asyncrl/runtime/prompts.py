@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from asyncrl.config.schema import Config
@@ -10,6 +11,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import is_local
 from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt
 
 from . import dry
@@ -46,6 +48,20 @@ def measure_prompts(config: Config) -> PromptLengths:
     longest, seen = zip(*(source.longest() for source in found), strict=True)
     rows = sum(len(source) for source in found)
     return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts")
+
+
+def first_prompts(config: Config, count: int) -> list[tuple[Prompt, str]]:
+    """The first `count` prompts of a run, each with the text of its token ids: what the model reads, special tokens included.
+
+    Errors: ConfigError (no data.train), DataError.
+    """
+    if config.data.train is None:
+        raise ConfigError("data.train is not set: there are no prompts to show")
+    from asyncrl.models.loading import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(config.model)
+    source = PromptSource(load_rows(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1)
+    return [(prompt, tokenizer.decode(prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
 
 
 def load_prompts(config: Config, tokenizer: Any, world: World, given: Any) -> tuple[PromptSource | None, list[Prompt]]:

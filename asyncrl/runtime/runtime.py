@@ -166,7 +166,7 @@ class Runtime:
             await self._checkpointer.restore(saved, self._prompts)
             self._next_group = saved.next_group(world.rank)
         self._journal = stack.enter_context(
-            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.rates)
+            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built)
         )
         await self._journal.open()
         for line in self.resume_changes:

@@ -202,8 +202,8 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in row.items() if key != "metadata"}
-    kept["prompt"] = _shorten(_plain(row.get("prompt", "")))
+    kept = {key: value for key, value in row.items() if key not in ("metadata", "rendered_prompt")}
+    kept["prompt"] = _shorten(_plain(row.get("rendered_prompt", row.get("prompt", ""))))
     kept["completion"] = _shorten(_plain(row.get("completion", "")))
     return kept
 

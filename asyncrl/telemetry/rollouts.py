@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,25 @@ from ..types import Group, Trajectory
 from .trace import dump
 
 Advantages = Mapping[tuple[int, int], float]  # (group_id, member) -> advantage
+Decode = Callable[[list[int]], str]  # token ids -> text with its special tokens
 
 
 class RolloutWriter:
     """Writes the groups of a step. `limit`: trajectories per step, whole groups first; None writes all.
 
-    `resume_step`: files of later steps move to `rollouts/discarded/`.
+    `resume_step`: files of later steps move to `rollouts/discarded/`. With `decode` every line has `rendered_prompt`: the
+    text of the prompt's token ids, as the model saw it.
     """
 
-    def __init__(self, run_dir: Path, limit: int | None = None, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        limit: int | None = None,
+        resume_step: int | None = None,
+        decode: Decode | None = None,
+    ) -> None:
         self.directory = run_dir / "rollouts"
+        self._decode = decode
         self._limit = limit
         self.directory.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
@@ -48,10 +58,8 @@ class RolloutWriter:
         path = self.directory / f"step_{step}.jsonl"
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
-            for count, (group, trajectory) in enumerate(_pairs(groups)):
-                if self._limit is not None and count >= self._limit:
-                    break
-                file.write(dump({"step": step, **row(group, trajectory, trained, advantages)}) + b"\n")
+            for group, trajectory, rendered in islice(self._lines(groups), self._limit):
+                file.write(dump({"step": step, **row(group, trajectory, trained, advantages), **rendered}) + b"\n")
         os.replace(partial, path)
 
     async def write_async(
@@ -69,6 +77,12 @@ class RolloutWriter:
 
         await anyio.to_thread.run_sync(job)
 
+    def _lines(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory, dict[str, str]]]:
+        for group in groups:
+            rendered = {} if self._decode is None else {"rendered_prompt": self._decode(group.prompt.ids.tolist())}
+            for trajectory in group.trajectories:
+                yield group, trajectory, rendered
+
     def _discard_after(self, step: int) -> None:
         for path in self.directory.glob("step_*.jsonl"):
             found = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
@@ -76,12 +90,6 @@ class RolloutWriter:
                 discarded = self.directory / "discarded"
                 discarded.mkdir(exist_ok=True)
                 os.replace(path, discarded / path.name)
-
-
-def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
-    for group in groups:
-        for trajectory in group.trajectories:
-            yield group, trajectory
 
 
 def row(

@@ -170,6 +170,25 @@ def test_messages_are_rendered(tokenizer: Any) -> None:
     assert text_of(tokenizer, [user, begun]) == "<user>q</><assistant>The answer is"
 
 
+def test_arguments_of_the_template(tokenizer: Any) -> None:
+    import copy
+
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}{{ tools[0].name }}"
+    tools = [{"name": "add"}]
+    assert text_of(own, "q", chat_template_kwargs={"tools": tools}) == "<user>q</><assistant>add"
+    both = {"enable_thinking": False, "tools": tools}
+    assert text_of(own, "q", chat_template_kwargs=both) == "<user>q</><assistant><think></think>add"
+    for prompt, arguments, message in [
+        ("q", {"enable_thinkng": True}, "which the chat template never reads; did you mean 'enable_thinking'"),
+        ("q", {"add_generation_prompt": False}, "which is set for every prompt"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            text_of(own, prompt, chat_template_kwargs=arguments)
+    with pytest.raises(DataError, match=r"data\.chat_template_kwargs is set but the prompt is plain text"):
+        text_of(own, "q", chat_template_kwargs=both, template="raw")
+
+
 def test_rendered_text_is_what_the_template_itself_tokenizes(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "one\ntwo"}]
     direct = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)

@@ -11,7 +11,10 @@ from asyncrl.environments.single_turn import SingleTurn
 
 LETTERS = "abcdefgh"
 VOCABULARY = ["<pad>", "<eos>", *LETTERS, *"123456789", "=", "[", "]", "?"]
-TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}={% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{% if thinking is false %}<eos>{% endif %}"
+)
 
 
 def build(seed: int) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ import yaml
 from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, write_yaml
 from runtime_model import rows
 
+from asyncrl.cli.prompts import main as show_prompts
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError
@@ -109,6 +110,23 @@ async def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
         for group in report.groups:
             assert decode(group.prompt.ids.tolist()) == f"[{group.prompt.prompt[0]['content']}]="  # type: ignore[index]
             assert isinstance(group.trajectories[0].completion, list)
+
+
+async def test_the_rendered_prompt_is_seen_before_and_after_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`asyncrl prompts`, `rollouts/` and the report show what the model read, special tokens included."""
+    place = write_jsonl(tmp_path / "chat.jsonl", chat_rows())
+    chat = [f"data.train={place}", f"model.path={MODEL}:build_chat", "data.chat_template_kwargs.thinking=false"]
+    overrides = [*chat, "train.max_steps=1", "telemetry.report=true", f"run.dir={tmp_path}/runs"]
+    file = write_yaml(tmp_path, FAST)
+    assert show_prompts([str(file), *overrides, "-n", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("<eos>[end of prompt]") == 2 and "tokens; other columns: answer" in shown
+    await train(load_config([file], overrides))
+    found = {(row["prompt"][0]["content"], row["rendered_prompt"]) for row in rollouts_of(tmp_path / "runs/run")}
+    assert found and all(rendered == f"[{text}]=<eos>" for text, rendered in found)
+    assert "]=\\u003ceos>" in (tmp_path / "runs/run/report.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("policy", ["skip", "cut", "refuse"])
