@@ -10,7 +10,9 @@ from .section import Section, field
 
 
 class RewardFunctionConfig(Section):
-    function: str = Field(description="`file.py:function` or `module:function`, in TRL's form.")
+    function: str = Field(
+        description="`file.py:function` or `module:function`, in the form of TRL, verl or reasoning-gym."
+    )
     weight: float = field(1.0, "Weight in the sum of the components.")
     name: str | None = field(None, "Name in metrics; the function's own by default.")
 

@@ -29,16 +29,14 @@ import orjson
 
 from asyncrl.config import imports
 from asyncrl.errors import ConfigError
+from asyncrl.rewards import forms
+from asyncrl.rewards.forms import UsageError, as_trl, brief
 from asyncrl.rewards.wire import Header, Kind, receive_blocking, send_blocking
 
 _PR_SET_PDEATHSIG = 1
 _FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-_OUR_FILES = frozenset((__file__, imports.__file__, importlib.__file__, *_FROZEN))
+_OUR_FILES = frozenset((__file__, forms.__file__, imports.__file__, importlib.__file__, *_FROZEN))
 _NICENESS = 10  # reward code yields to the lane's torch threads
-
-
-class UsageError(Exception):
-    """The function was found but cannot be used: sent without a traceback."""
 
 
 class Function:
@@ -82,7 +80,7 @@ async def _await(awaitable: Any) -> Any:
 def check_scores(answer: Any, completions: int) -> list[float | None]:
     """One finite float or None per completion. Errors: `UsageError` that says what came back instead."""
     if isinstance(answer, (str, bytes, dict)) or not hasattr(answer, "__iter__"):
-        raise UsageError(f"it returned {_brief(answer)}; expected a list of {completions} floats or None")
+        raise UsageError(f"it returned {brief(answer)}; expected a list of {completions} floats or None")
     values = list(answer)
     if len(values) != completions:
         raise UsageError(f"it returned {len(values)} values for {completions} completions")
@@ -96,14 +94,9 @@ def check_scores(answer: Any, completions: int) -> list[float | None]:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise UsageError(f"it returned {_brief(value)} for completion {index}; expected a finite float or None")
+            raise UsageError(f"it returned {brief(value)} for completion {index}; expected a finite float or None")
         scores.append(number)
     return scores
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
 
 def load_functions(sources: Sequence[str | bytes]) -> list[Function]:
@@ -111,18 +104,22 @@ def load_functions(sources: Sequence[str | bytes]) -> list[Function]:
     functions = []
     for source in sources:
         found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
-        if not callable(found):
-            raise UsageError(f"{source!r} is {_brief(found)}, not a function")
-        functions.append(Function(found, str(getattr(found, "__name__", type(found).__name__))))
+        call = as_trl(found, source if isinstance(source, str) else brief(found))
+        functions.append(Function(call, str(getattr(found, "__name__", type(found).__name__))))
     return functions
 
 
-def describe_error(error: BaseException) -> bytes:
-    """JSON for an ERROR reply; the traceback is of the user's code, without frames of ours."""
+def describe_error(error: BaseException, kind: Kind) -> bytes:
+    """JSON for an ERROR reply; the traceback is of the user's code, without frames of ours.
+
+    What loading raised is one line with its place: the traceback of an import is mostly Python's own.
+    """
     message = f"{type(error).__name__}: {error}"
     shown: BaseException | None = error
+    if kind is Kind.INIT:
+        message, shown = imports.raised(error), None
     if isinstance(error, (UsageError, ConfigError)):  # our own words; the user's error, if there is one, is the cause
-        message, shown = str(error), error.__cause__
+        message, shown = str(error), None if kind is Kind.INIT else error.__cause__
     text = ""
     if shown is not None:
         frames = shown.__traceback__
@@ -181,7 +178,7 @@ def main(descriptor: int, parent: int) -> None:
             try:
                 answer = session.serve(header, payload)
             except BaseException as error:  # SystemExit included: only the process itself may end the process
-                answer_kind, answer = Kind.ERROR, describe_error(error)
+                answer_kind, answer = Kind.ERROR, describe_error(error, header.kind)
             if os.getpid() != worker:  # a fork made by the user's function came back: it must not answer as well
                 os._exit(0)
             send_blocking(sock, answer_kind, header.request_id, answer)

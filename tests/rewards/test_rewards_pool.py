@@ -309,7 +309,7 @@ async def test_an_import_error_of_the_users_file_names_path_and_cause(tmp_path):
         await pool_of(f"{file}:f").__aenter__()
     assert str(file) in str(caught.value)
     assert "ModuleNotFoundError: No module named 'not_there_at_all'" in str(caught.value)
-    assert 'broken.py", line 2' in str(caught.value)
+    assert str(caught.value).endswith(f"({file}:2)") and "\n" not in str(caught.value)
 
 
 async def test_a_crash_during_the_import_fails_the_start(tmp_path):

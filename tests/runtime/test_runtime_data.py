@@ -84,6 +84,33 @@ async def test_parquet_and_datasets_directories(tmp_path: Path, form: str) -> No
     }
 
 
+async def test_verls_rows_and_its_reward_as_they_are(tmp_path: Path) -> None:
+    """A directory of parquet files with verl's columns, and `compute_score` beside it."""
+    made = [
+        {
+            "data_source": "letters",
+            "prompt": row["prompt"],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"index": index},
+        }
+        for index, row in enumerate(rows())
+    ]
+    (tmp_path / "data").mkdir()
+    for part in range(2):
+        pyarrow.parquet.write_table(pa.Table.from_pylist(made[part::2]), tmp_path / f"data/train-{part}.parquet")
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': solution_str.count(ground_truth) + 100 * extra_info['index'], 'acc': 0.0}\n"
+    )
+    overrides = (f"data.train={tmp_path}/data", f"reward={tmp_path}/score.py:compute_score", "train.max_steps=1")
+    assert (await train(config_of(tmp_path, *overrides, base=FAST))).version == 1
+    index = {row["prompt"]: row["extra_info"]["index"] for row in made}
+    truth = {row["prompt"]: row["reward_model"]["ground_truth"] for row in made}
+    for row in rollouts_of(tmp_path / "runs/run"):
+        assert row["reward"] % 100 == row["completion"].count(truth[row["prompt"]])
+        assert row["reward"] // 100 == index[row["prompt"]]
+
+
 def _save_to_disk(place: Path, data: list[dict[str, Any]]) -> None:
     """What `datasets.Dataset.save_to_disk` leaves behind, without the package: an Arrow stream and two JSON files."""
     place.mkdir()

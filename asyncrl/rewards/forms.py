@@ -1,0 +1,130 @@
+"""The forms in which rewards are written, told apart by their signature and made into TRL's, which the workers call.
+
+| form          | signature                                                                           | called            |
+|---------------|-------------------------------------------------------------------------------------|-------------------|
+| TRL           | anything else, like `f(prompts, completions, completion_ids, **columns)`            | once for a group  |
+| verl          | `compute_score(data_source, solution_str, ground_truth, extra_info=None, ...)`      | once a completion |
+| reasoning-gym | `score_answer(answer, entry)`; a data set that has it; a function that returns one  | once a completion |
+
+verl: `ground_truth` is the column of that name or `reward_model["ground_truth"]`, `extra_info` is {} where there is none,
+every other parameter is a column; `score` of a returned dictionary counts. reasoning-gym: `entry` is the row, `answer` what
+stands between the last `<answer>` and `</answer>` of the completion, and all of it where there is no such pair.
+Imported by the worker processes: the standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+_ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
+_OURS = ("prompts", "completions", "completion_ids")
+
+
+class UsageError(Exception):
+    """The function was found but cannot be used: sent without a traceback."""
+
+
+def as_trl(found: Any, source: str) -> Callable[..., Any]:
+    """`found` as a function in TRL's form. Errors: `UsageError`, and whatever a function that returns a data set raises."""
+    if not callable(found):
+        if callable(getattr(found, "score_answer", None)):
+            return _from_gym(found.score_answer)
+        raise UsageError(f"{source} is {brief(found)}, not a function")
+    parameters = inspect.signature(found).parameters
+    if not parameters:
+        made = found()
+        if callable(getattr(made, "score_answer", None)):
+            return _from_gym(made.score_answer)
+        raise UsageError(
+            f"{source} takes no arguments and returned {brief(made)}; expected a reward function, like "
+            "f(completions, **columns), or a function that returns a reasoning-gym data set"
+        )
+    if {"solution_str", "ground_truth"} <= parameters.keys():
+        return _from_verl(found, parameters)
+    if {"answer", "entry"} == {p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD}:
+        return _from_gym(found)
+    return found  # type: ignore[no-any-return]
+
+
+def text_of(completion: Any) -> str:
+    """What the model wrote, as one string: a conversation's messages of the assistant, one after the other."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion if message.get("role") == "assistant")
+
+
+def answer_of(completion: Any) -> str:
+    text = text_of(completion)
+    found = _ANSWER.match(text)
+    return (found.group(1) if found else text).strip()
+
+
+def brief(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
+
+
+def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    wanted = {name: p.default is p.empty for name, p in parameters.items() if p.kind not in fixed}
+    wanted.pop("solution_str")
+
+    def score(completions: list[Any], **columns: list[Any]) -> Any:
+        row = {name: values[0] for name, values in columns.items() if name not in _OURS}
+        there = ", ".join(sorted(row)) or "none"
+        model = row.get("reward_model")
+        if "ground_truth" not in row and isinstance(model, Mapping) and "ground_truth" in model:
+            row["ground_truth"] = model["ground_truth"]
+        row.setdefault("extra_info", {})
+        missing = [name for name, needed in wanted.items() if needed and name not in row]
+        if missing:
+            also = ' (or reward_model with "ground_truth" in it)' if "ground_truth" in missing else ""
+            raise UsageError(
+                f"it has verl's signature and needs the columns {', '.join(missing)}{also}; the columns of the data are: "
+                f"{there}"
+            )
+        arguments = {name: row[name] for name in wanted if name in row}
+        return _gathered([function(solution_str=text_of(each), **arguments) for each in completions])
+
+    return score
+
+
+def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
+    def score(completions: list[Any], prompts: list[Any], **columns: list[Any]) -> Any:
+        entry = {name: values[0] for name, values in columns.items() if name not in _OURS}
+        if "answer" not in entry:
+            raise UsageError(
+                "it scores entries of a reasoning-gym data set (question, answer, metadata); the columns of the data are: "
+                + (", ".join(sorted(entry)) or "none")
+            )
+        entry.setdefault("question", prompts[0])
+        return _gathered([function(answer=answer_of(each), entry=entry) for each in completions])
+
+    return score
+
+
+def _gathered(results: list[Any]) -> Any:
+    """The scores; where the function is async, something that is awaited in the worker's own loop for all of them."""
+    if not any(inspect.isawaitable(result) for result in results):
+        return [_number(result) for result in results]
+
+    async def wait_all() -> list[Any]:
+        return [_number(result) for result in await asyncio.gather(*map(_value, results))]
+
+    return wait_all()
+
+
+async def _value(result: Any) -> Any:
+    return await result if isinstance(result, Awaitable) else result
+
+
+def _number(result: Any) -> Any:
+    if not isinstance(result, Mapping):
+        return result
+    if "score" not in result:
+        raise UsageError(f"it returned {brief(dict(result))}; expected a number, or a dictionary with `score`")
+    return result["score"]
