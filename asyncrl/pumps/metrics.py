@@ -119,8 +119,9 @@ def check_mismatch(result: StepResult, gate: float | Literal["auto"] | None) -> 
 def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[str, float]:
     rewards = [[row.reward for row in group.rows if row.reward is not None] for group in groups]
     flat = np.array([reward for group in rewards for reward in group], dtype=np.float64)
-    metrics: dict[str, float] = {}
+    metrics = {"reward/applicable": flat.size / len(rows)}
     if flat.size:
+        metrics["reward/min"], metrics["reward/max"] = float(flat.min()), float(flat.max())
         metrics["reward/mean"] = float(flat.mean())
         metrics["reward/std"] = float(np.mean([np.std(group) for group in rewards if group]))
         metrics["frac_reward_zero_std"] = float(np.mean([np.ptp(group) == 0 for group in rewards if group]))

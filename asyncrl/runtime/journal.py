@@ -6,6 +6,7 @@ telemetry are drained when the step commits, so that they belong to that step.
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import sys
@@ -22,13 +23,16 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import write_report
-from asyncrl.telemetry.rollouts import RolloutWriter
+from asyncrl.telemetry.reward_signal import SignalWatch, warning
+from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory
 from .offload import offload
-from .rooms import Built
+from .rates import Rates
+
+logger = logging.getLogger("asyncrl.runtime")
 
 _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")  # 0 where none was
 
@@ -38,18 +42,18 @@ class Journal:
     or renders files goes to threads."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, built: Built
+        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, rates: Rates | None
     ) -> None:
         """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader).
 
-        Of `built` are the rates of this rank's device, for `perf/limit_share` and `perf/mfu`, and the tokenizer, for the
-        rendered prompts in the rollouts.
+        `rates`: of this rank's device, for `perf/limit_share` and `perf/mfu`; None leaves them out.
         """
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        self._built = built
+        self._rates = rates
         self._budget = RunBudget()
+        self._signal = SignalWatch(config.algorithm.advantage, config.rollout.group_size)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         self.history: list[tuple[int, dict[str, float]]] = []
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
@@ -57,8 +61,11 @@ class Journal:
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
 
-    async def open(self) -> None:
-        """Open the sinks. Errors: ConfigError (a sink that is not installed or refuses to start)."""
+    async def open(self, decode: Decode) -> None:
+        """Open the sinks. `decode`: the tokenizer's, for the rendered prompts in the rollouts.
+
+        Errors: ConfigError (a sink that is not installed or refuses to start).
+        """
         config, directory = self._config, self._directory
         if directory is not None:
             resume = self._version if config.resume else None
@@ -71,9 +78,7 @@ class Journal:
                     config=to_plain(config),
                     resume_step=resume,
                 )
-                self._rollouts = RolloutWriter(
-                    directory.path, config.telemetry.rollouts_per_step, resume, self._built.tokenizer.decode
-                )
+                self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume, decode)
 
             await offload(files, "sinks")
         self._recorder.take_window()  # what was before belongs to no step
@@ -98,8 +103,9 @@ class Journal:
             **extra,
         }
         flops = metrics.pop("perf/needed_flop", math.nan)
-        if self._built.rates is not None and metrics.get("time/step"):
-            metrics.update(self._built.rates.metrics(flops, metrics["time/step"]))
+        if self._rates is not None and metrics.get("time/step"):
+            metrics.update(self._rates.metrics(flops, metrics["time/step"]))
+        metrics.update(self._signal.step(metrics))
         metrics["perf/peak_memory_gib"] = peak_memory_gib()
         self._pending[report.version] = (report, metrics)
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)
@@ -117,8 +123,17 @@ class Journal:
         self._sinks.write(version, line)
         if report is not None:
             self.live.step(version, line)
+            self._warn(warning(line))
         else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
+
+    def _warn(self, text: str | None) -> None:
+        if text is None or self._directory is None:
+            return
+        if self._config.telemetry.live == "off":
+            logger.warning("%s", text.removeprefix("warning: "))
+        else:
+            self.live.note(text)
 
     async def _write_rollouts(self, report: StepReport) -> None:
         if self._rollouts is None:

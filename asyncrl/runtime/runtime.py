@@ -166,9 +166,9 @@ class Runtime:
             await self._checkpointer.restore(saved, self._prompts)
             self._next_group = saved.next_group(world.rank)
         self._journal = stack.enter_context(
-            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built)
+            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.rates)
         )
-        await self._journal.open()
+        await self._journal.open(self.built.tokenizer.decode)
         for line in self.resume_changes:
             self.note(f"resume: {line}")
         self._profiler = StepProfiler(config, self.built.lanes[0], device, self.directory, world.rank, self.note)

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from . import reward_signal
 from .budget import kind_of
 from .recorder import LANE_PREFIX
 from .sinks import read_jsonl
@@ -88,8 +89,21 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         "timeline": _timeline(run_dir / "trace.json", steps, times),
         "rollouts": rollouts,
         "reward_range": reward_range,
+        "warnings": _warnings(rows),
         "config": _text(run_dir / "config.yaml"),
     }
+
+
+def _warnings(rows: list[dict[str, Any]]) -> list[str]:
+    """Each run of steps whose rewards taught nothing, as it was at its last step."""
+    counted = [row for row in rows if row.get(reward_signal.COUNT) is not None]
+    counts = [row[reward_signal.COUNT] for row in counted]
+    ends = [
+        row
+        for row, count, later in zip(counted, counts, [*counts[1:], 0], strict=False)
+        if reward_signal.FIRST <= count and later <= count
+    ]
+    return [f"Until step {row['step']}: {reward_signal.describe(row)}." for row in ends]
 
 
 def _finite(value: Any) -> float | None:

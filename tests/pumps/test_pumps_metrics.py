@@ -69,6 +69,7 @@ def test_the_figures_by_hand() -> None:
     assert found["reward/mean"] == 7 / 4
     assert found["reward/std"] == 0.25  # mean of 0.5 and 0, of the groups that have rewards
     assert found["frac_reward_zero_std"] == 0.5
+    assert [found[f"reward/{name}"] for name in ("min", "max", "applicable")] == [0, 3, 4 / 5]
     assert (found["reward/a/mean"], found["reward/a/applicable"]) == (1.5, 2 / 5)
     assert found["reward/a/std"] == pytest.approx(np.std([1.0, 2.0], ddof=1))
     lengths = [found[f"completions/{name}_length"] for name in ("mean", "min", "max", "trained_mean")]

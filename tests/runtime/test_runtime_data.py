@@ -84,6 +84,30 @@ async def test_parquet_and_datasets_directories(tmp_path: Path, form: str) -> No
     }
 
 
+@pytest.mark.parametrize("given", ["None", "0.25"])
+async def test_rewards_that_teach_nothing_are_said_loudly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    """On the terminal, or in the log where nothing else is shown; in the metrics; in the report."""
+    (tmp_path / "flat.py").write_text(f"def flat(completions):\n    return [{given}] * len(completions)\n")
+    overrides = [
+        f"reward={tmp_path}/flat.py:flat",
+        "telemetry.report=true",
+        "train.max_steps=4",
+        "rollout.max_tokens=3",
+    ]
+    said = "no completion had a reward" if given == "None" else f"every reward was {given}"
+    for number, live in enumerate(("plain", "off")):
+        config = config_of(tmp_path, *overrides, f"telemetry.live={live}", f"run.name=r{number}", base=FAST)
+        await train(config)
+        out = capsys.readouterr().out
+        shown = out if live == "plain" else "\n".join(record.getMessage() for record in caplog.records)
+        assert shown.count(f"{said} for 3 steps in a row") == 1 and "likely reason: " in shown
+    run = tmp_path / "runs/r0"
+    assert [line["reward/steps_without_signal"] for line in metrics_of(run)] == [1, 2, 3, 4]
+    assert f"Until step 4: {said}" in (run / "report.html").read_text("utf-8")
+
+
 async def test_verls_rows_and_its_reward_as_they_are(tmp_path: Path) -> None:
     """A directory of parquet files with verl's columns, and `compute_score` beside it."""
     made = [

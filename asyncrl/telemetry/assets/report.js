@@ -23,6 +23,7 @@ function header() {
     if (note) dd.append(" ", el("small", { text: note }));
     byId("facts").append(el("div", {}, el("dt", { text: label }), dd));
   };
+  for (const text of DATA.warnings) byId("warnings").append(el("p", { text }));
   fact("steps", String(STEPS.length), STEPS.length ? `to version ${STEPS[STEPS.length - 1]}` : "");
   if (filled("reward/mean")) fact("reward, last step", number(lastOf(SERIES["reward/mean"])), `first ${number(first(SERIES["reward/mean"]))}`);
   for (const name of Object.keys(SERIES).filter((key) => /^eval\/.*avg@/.test(key)).slice(0, 2)) fact(name, number(lastOf(SERIES[name])), `first ${number(first(SERIES[name]))}`);
