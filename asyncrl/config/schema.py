@@ -351,7 +351,7 @@ class TelemetryConfig(Section):
     trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
     report: bool = field(True, "Write report.html at the end.")
     live: Literal["auto", "plain", "off"] = field("auto", "Live view on a terminal, plain lines elsewhere, or nothing.")
-    sinks: tuple[Literal["wandb", "tensorboard"], ...] = field((), "More places for metrics.")
+    sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = field((), "More places for metrics.")
     profile: ProfileConfig = ProfileConfig()
     rollouts_per_step: int | None = field(None, "Trajectories written to rollouts/step_N.jsonl; all by default.", ge=0)
 

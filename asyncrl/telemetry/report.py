@@ -101,7 +101,7 @@ def _warnings(rows: list[dict[str, Any]]) -> list[str]:
     ends = [
         row
         for row, count, later in zip(counted, counts, [*counts[1:], 0], strict=False)
-        if reward_signal.FIRST <= count and later <= count
+        if count >= reward_signal.FIRST and later <= count
     ]
     return [f"Until step {row['step']}: {reward_signal.describe(row)}." for row in ends]
 

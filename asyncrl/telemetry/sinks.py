@@ -1,14 +1,16 @@
-"""Where the metrics of a step go. One small Protocol; JSONL always, wandb and TensorBoard where chosen.
+"""Where the metrics of a step go. One small Protocol; JSONL always, wandb, TensorBoard and MLflow where chosen.
 
-`write` is called on the event loop once a step: the JSONL sink writes one line (tens of microseconds), the other two
+`write` is called on the event loop once a step: the JSONL sink writes one line (tens of microseconds), the others
 hand over to a thread or process of their own. The one step axis is the policy version.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,10 @@ import orjson
 
 from ..errors import ConfigError
 from .trace import dump
+
+logger = logging.getLogger("asyncrl.telemetry")
+
+_MLFLOW_PARAMS = 100  # the most that one of its requests takes
 
 
 class Sink(Protocol):
@@ -138,6 +144,70 @@ class TensorBoardSink:
             self._writer.close()
 
 
+class MlflowSink:
+    """MLflow, through `mlflow-skinny` or the whole package; a thread of ours hands over.
+
+    `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` and so on are MLflow's own and respected; without an address the runs are in
+    `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`: `eval/x/pass@4` is `eval/x/pass_at_4` there.
+    A store that fails gets no further steps, and the log says so: training goes on, and `metrics.jsonl` has them all.
+    """
+
+    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import mlflow
+            from mlflow.entities import Param
+        except ImportError as error:
+            raise ConfigError(_missing("mlflow")) from error
+        own = None if mlflow.is_tracking_uri_set() else f"sqlite:///{run_dir.parent.resolve() / 'mlflow.db'}"
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl")
+        params = [Param(key, str(value)) for key, value in _leaves(config)]
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=own)
+            found = self._client.get_experiment_by_name(experiment)
+            place = found.experiment_id if found else self._client.create_experiment(experiment)
+            self._run = self._client.create_run(place, run_name=name).info.run_id
+            for start in range(0, len(params), _MLFLOW_PARAMS):
+                self._client.log_batch(self._run, params=params[start : start + _MLFLOW_PARAMS])
+        except Exception as error:  # MLflow's own, and those of the libraries of each kind of store
+            raise ConfigError(
+                f"telemetry.sinks has 'mlflow', and its store {own or mlflow.get_tracking_uri()} refused to start: "
+                f"{type(error).__name__}: {error}; MLFLOW_TRACKING_URI says where it is"
+            ) from error
+        self._thread = ThreadPoolExecutor(1, "mlflow")
+        self._failed = False
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._thread.submit(self._send, step, dict(metrics), int(time.time() * 1000))
+
+    def _send(self, step: int, metrics: Mapping[str, float], now: int) -> None:
+        from mlflow.entities import Metric
+
+        batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
+        self._try(lambda: self._client.log_batch(self._run, metrics=batch), f"no metrics from step {step} on")
+
+    def _try(self, call: Callable[[], object], lost: str) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._failed = True  # MLflow has tried for minutes: the end of the run must not wait for each further step
+            logger.warning("mlflow gets %s: %s: %s", lost, type(error).__name__, error)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._try(lambda: self._client.set_terminated(self._run), "no end of the run")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _missing(name: str) -> str:
     return f"telemetry.sinks has {name!r}, and that package is not installed: `pip install 'asyncrl[{name}]'`"
 
@@ -167,13 +237,14 @@ class Sinks:
 def open_sinks(
     names: Sequence[str], run_dir: Path, *, name: str, config: Mapping[str, Any], resume_step: int | None = None
 ) -> Sinks:
-    """`metrics.jsonl` and the sinks in `names` (`wandb`, `tensorboard`). ConfigError: unknown, or not installed.
+    """`metrics.jsonl` and the sinks in `names` (`wandb`, `tensorboard`, `mlflow`). ConfigError: unknown, or not installed.
 
     May take seconds (wandb starts a process): not on the event loop.
     """
     makers: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
         "wandb": WandbSink,
         "tensorboard": TensorBoardSink,
+        "mlflow": MlflowSink,
     }
     unknown = [each for each in names if each not in makers]
     if unknown:

@@ -76,17 +76,18 @@ def test_every_sink_is_closed_even_if_one_fails(tmp_path: Path) -> None:
     assert sorted(closed) == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow"])
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{name}\]'"):
         open_sinks([name], tmp_path, name="run", config={})
 
 
 def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'mlflow'; known are wandb, tensorboard"):
-        open_sinks(["mlflow"], tmp_path, name="run", config={})
+    with pytest.raises(ConfigError, match="'neptune'; known are wandb, tensorboard, mlflow"):
+        open_sinks(["neptune"], tmp_path, name="run", config={})
 
 
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
