@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from asyncrl.config.imports import load_object, raised
 from asyncrl.errors import DataError
@@ -56,29 +56,38 @@ class IndexedRows:
         return row
 
 
+def kind_of(source: str) -> Literal["file", "hub", "code"]:
+    """What `data.train` names: `file` also where nothing is there and nothing else is meant. Looks at names alone."""
+    place, colon, _ = source.rpartition(":")
+    first, _, _ = source.partition("/")
+    if is_local(source) or (not colon and (Path(first).is_dir() or Path(source).suffix.lower() in ENDINGS)):
+        return "file"
+    if _HUB.fullmatch(source) and not place.endswith(".py"):
+        return "hub"
+    return "code" if colon else "file"
+
+
 def load_rows(source: Any) -> Rows:
     """Rows from a path, a hub id, an address of user code, or an object: the table above.
 
     Errors: `DataError`, also for whatever a function of the user's raises; `ConfigError` where it cannot be imported.
     """
     if not isinstance(source, (str, os.PathLike)):
-        return rows_of(source, "the given rows")
+        return as_rows(source, "the given rows")
     text = os.fspath(source)
-    if isinstance(source, os.PathLike) or is_local(source):
+    kind = "file" if isinstance(source, os.PathLike) else kind_of(source)
+    if kind == "file":
         return open_rows(source)
-    place, colon, _ = text.rpartition(":")
-    if _HUB.fullmatch(text) and not place.endswith(".py") and Path(text).suffix.lower() not in ENDINGS:
+    if kind == "hub":
         return _open_hub(text)
-    if not colon:
-        return open_rows(source)
     found = load_object(text)
     if callable(found):
         _check_arguments(found, text)
         found = _run(found, text)
-    return rows_of(found, text)
+    return as_rows(found, text)
 
 
-def rows_of(found: Any, source: str) -> Rows:
+def as_rows(found: Any, source: str) -> Rows:
     """The rows of an object that a function returned, or a program gave. Errors: `DataError` that says what it was."""
     if isinstance(found, Mapping):
         names = ", ".join(map(str, list(found)[:8]))
@@ -177,4 +186,4 @@ def _open_hub(source: str) -> Rows:
         if len(found) > 1:
             raise DataError(f"{source} has several splits ({', '.join(found)}); name one of them, like {name}:train")
         [found] = found.values()
-    return rows_of(found, source)
+    return as_rows(found, source)

@@ -159,12 +159,15 @@ def test_an_import_that_raises_is_one_line(tmp_path: Path) -> None:
         sys.modules.pop(next((name for name in sys.modules if name.startswith("asyncrl_user_early")), ""), None)
 
 
-def test_paths_with_colons_lists_and_paths(tmp_path: Path) -> None:
+def test_paths_with_colons_lists_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "odd:name.parquet")
     for source in (ROWS, tmp_path / "odd:name.parquet", f"{tmp_path}/odd:name.parquet"):
         assert len(load_rows(source)) == 7
-    with pytest.raises(DataError, match=r"file data/gone\.jsonl does not exist"):
-        load_rows("data/gone.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for missing in ("train/gone.jsonl", "data/gone", "gone", "./gone", "a/b/c"):  # none is looked for on the hub
+        with pytest.raises(DataError, match=rf"file {Path(missing)} does not exist \(looked from"):
+            load_rows(missing)
 
 
 def test_shards_beside_the_yaml_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
