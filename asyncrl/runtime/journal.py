@@ -29,6 +29,7 @@ from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory
+from .history import History
 from .offload import offload
 from .rates import Rates
 
@@ -55,7 +56,7 @@ class Journal:
         self._budget = RunBudget()
         self._signal = SignalWatch(config.algorithm.advantage, config.rollout.group_size)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
-        self.history: list[tuple[int, dict[str, float]]] = []
+        self.history = History()
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
         self._version = version
         self._sinks = Sinks(())
@@ -119,7 +120,7 @@ class Journal:
         if report is not None:
             await self._write_rollouts(report)  # before the line: a step that has one has its rollouts too
         self._pending.pop(version, None)
-        self.history.append((version, line))
+        self.history.add(version, line)
         self._sinks.write(version, line)
         if report is not None:
             self.live.step(version, line)

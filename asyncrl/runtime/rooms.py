@@ -111,6 +111,13 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
+async def any_rank(mine: bool, world: World, lane: Any, device: torch.device) -> bool:
+    """Whether it is so on any rank. A collective, on the lane of the trainer, whose collectives it must not cross."""
+    said = torch.tensor([float(mine)], dtype=torch.float64, device=device)
+    total: float = await lane.run(lambda: float(world.all_reduce_sum_(said)), name="publish/time", priority=1)
+    return total > 0
+
+
 class Builder:
     """Opens everything that has to be closed on one exit stack, in dependency order."""
 

@@ -39,13 +39,14 @@ from asyncrl.types import SamplingParams, Trajectory
 
 from .directory import RunDirectory
 from .embedding import as_group, as_prompt, play
+from .garbage import Collector
 from .journal import Journal
 from .offload import offload
 from .plan import announcement
 from .profiling import StepProfiler
 from .prompts import load_prompts
 from .rates import needed_flop
-from .rooms import Builder, Built, Overrides, check_books, choose_device
+from .rooms import Builder, Built, Overrides, any_rank, check_books, choose_device
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
 from .steps import Listener, RunSummary, State, StepStream
 
@@ -175,6 +176,7 @@ class Runtime:
         await self._profiler.at(rooms.trainer.version)
         self._graph = Graph(rooms, self._prompts, held_out, self._at_version, self._on_step)
         self._graph.when_finished(self._no_more_steps)
+        self._listeners.add(stack.enter_context(Collector(recorder)))  # start-up ends here
         stack.push_async_exit(self._finalize)
         self._supervisor = await stack.enter_async_context(Supervisor())
         if rooms.store_watch is not None:
@@ -251,7 +253,7 @@ class Runtime:
             reasons=dict(self._rooms.book.reasons),
             seconds=time.perf_counter() - self._started,
             shares=self._journal.idle(),
-            history=tuple(self._journal.history),
+            history=self._journal.history.copy(),
         )
 
     def _on_step(self, report: StepReport) -> None:
@@ -288,11 +290,7 @@ class Runtime:
         cannot have finished anywhere, since its finish waits for this publish."""
         if self.world.world_size == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
             return
-        mine = torch.tensor([float(self._graph.time_is_up)], dtype=torch.float64, device=self._device)
-        total = await self.built.lanes[0].run(
-            lambda: float(self.world.all_reduce_sum_(mine)), name="publish/time", priority=1
-        )
-        if total > 0:
+        if await any_rank(self._graph.time_is_up, self.world, self.built.lanes[0], self._device):
             self._stop_agreed = True
             self._graph.stop_at(self._rooms.ledger.turn + 1)
 

@@ -126,7 +126,9 @@ class Recorder:
         self.dropped_intervals = 0
         # Reentrant: a destructor that counts something may run while this thread is inside one of the methods below.
         self._lock = threading.RLock()
-        self._events: list[TraceEvent] = []
+        # `TraceEvent`s as tuples of atoms, args included, which Python's garbage collector stops looking at: it would else take
+        # longer with every step.
+        self._events: list[tuple[Any, ...]] = []
         self._busy: list[Interval] = []
         self._idle: list[Interval] = []
         self._open_spans: dict[int, Span] = {}
@@ -193,16 +195,17 @@ class Recorder:
     # ---- trace only
 
     def instant(self, name: str, *, track: str, **args: Any) -> None:
-        self._add_event(TraceEvent("i", name, track, self.clock(), 0.0, args or None))
+        self._add_event("i", name, track, self.clock(), 0.0, _atoms(args))
 
     def counter(self, name: str, value: float) -> None:
         """A curve in the trace, such as the depth of a queue."""
-        self._add_event(TraceEvent("C", name, name, self.clock(), float(value), None))
+        self._add_event("C", name, name, self.clock(), float(value), None)
 
     def events(self) -> list[TraceEvent]:
         """The trace so far, in order of ending."""
         with self._lock:
-            return list(self._events)
+            events = list(self._events)
+        return [TraceEvent(*event[:5], dict(event[5]) if event[5] else None) for event in events]
 
     # ---- metrics of the step
 
@@ -273,7 +276,7 @@ class Recorder:
         self._gauges: dict[str, float] = {}
         self._samples: dict[str, Samples] = {}
 
-    def _add_event(self, event: TraceEvent) -> None:
+    def _add_event(self, *event: Any) -> None:
         with self._lock:
             if len(self._events) < self.max_events:
                 self._events.append(event)
@@ -310,7 +313,7 @@ class Recorder:
                 self._store(self._idle, Interval(span._cause, None, span.started, span.ended))
             if len(self._events) < self.max_events:
                 duration = span.ended - span.started
-                self._events.append(TraceEvent("X", span._name, span._track, span.started, duration, span._args))
+                self._events.append(("X", span._name, span._track, span.started, duration, _atoms(span._args)))
             else:
                 self.dropped_events += 1
 
@@ -326,7 +329,7 @@ class Recorder:
             if len(self._events) < self.max_events:
                 args = {"what": wait.what, "on": wait.on, "cause": wait.cause}
                 name = f"wait: {wait.what}"
-                self._events.append(TraceEvent("X", name, wait.who, wait.since, end - wait.since, args))
+                self._events.append(("X", name, wait.who, wait.since, end - wait.since, _atoms(args)))
             else:
                 self.dropped_events += 1
 
@@ -346,6 +349,10 @@ class Recorder:
     def _close_range(self, opened: Any) -> None:
         if opened is not None and self._domain is not None:
             self._domain.end_range(opened)
+
+
+def _atoms(args: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
+    return tuple(args.items()) if args else None
 
 
 def _nvtx_domain() -> Any:
