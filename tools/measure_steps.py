@@ -124,7 +124,9 @@ def main() -> int:
     verdict = f"memory grew by {grown:.1f} MiB in the last {found[-1][0] - found[0][0]:,} steps"
     print(verdict)
     if options.out is not None:
-        options.out.write_text("\n".join(["# Memory over many small steps", "", HEAD, *map(row, found), "", verdict, ""]))
+        options.out.write_text(
+            "\n".join(["# Memory over many small steps", "", HEAD, *map(row, found), "", verdict, ""])
+        )
     return int(grown > ALLOWED_MIB)
 
 

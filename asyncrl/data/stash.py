@@ -161,7 +161,7 @@ class Stash(Generic[C]):
         self._min_partial, self._tombstones, self._clock = min_partial, tombstones, clock
         self._waiting: dict[GroupKey, _Entry[C]] = {}  # in order of first arrival
         self._since: OrderedDict[GroupKey, float] = OrderedDict()  # what the timeout counts from, ascending
-        self._ended: OrderedDict[GroupKey, None] = OrderedDict()
+        self._ended: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._oldest_allowed = 0
         self._bytes = self._accepted = self._duplicates = self._late = self._stale = 0
         self._refused: Counter[Refusal] = Counter()
@@ -368,7 +368,7 @@ class Stash(Generic[C]):
         return StashedGroup(key, ending, entry.context, entry.size, trajectories, leases)
 
     def _bury(self, key: GroupKey) -> None:
-        self._ended[key] = None
+        self._ended[key.epoch, key.group_id] = None  # equal to it, and garbage collections stop looking at it
         if len(self._ended) > self._tombstones:
             self._ended.popitem(last=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
@@ -18,9 +19,9 @@ class History(Sequence[Line]):
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}  # most steps have the same: each kept once
 
     def add(self, version: int, metrics: Mapping[str, float]) -> None:
-        names = tuple(metrics)
+        names = tuple(sys.intern(name) for name in sorted(metrics))  # they are made anew for each step
         self._versions.append(version)
-        self._numbers.append((self._names.setdefault(names, names), array("d", metrics.values())))
+        self._numbers.append((self._names.setdefault(names, names), array("d", [metrics[name] for name in names])))
 
     def copy(self) -> History:
         """As it is now: what is added later is not in it."""

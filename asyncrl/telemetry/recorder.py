@@ -205,7 +205,7 @@ class Recorder:
         """The trace so far, in order of ending."""
         with self._lock:
             events = list(self._events)
-        return [TraceEvent(*event[:5], dict(event[5]) if event[5] else None) for event in events]
+        return [TraceEvent._make((*event[:5], dict(event[5]) if event[5] else None)) for event in events]
 
     # ---- metrics of the step
 
