@@ -1,7 +1,7 @@
 """asyncio-native runtime for reinforcement-learning post-training of language models.
 
-`Runtime`, `load_config`, `Config`, `Hooks`, `SamplingParams` and `Trajectory` are the public names; they are imported on first use,
-so that `import asyncrl` costs nothing and needs no torch.
+`Runtime` (`NotebookRuntime` in notebooks), `load_config`, `Config`, `Hooks`, `SamplingParams` and `Trajectory` are the public
+names; they are imported on first use, so that `import asyncrl` costs nothing and needs no torch.
 """
 
 from __future__ import annotations
@@ -13,22 +13,32 @@ if TYPE_CHECKING:
     from asyncrl.config.load import load_config as load_config
     from asyncrl.config.schema import Config as Config
     from asyncrl.pumps.hooks import Hooks as Hooks
+    from asyncrl.runtime.notebook import NotebookRuntime as NotebookRuntime
     from asyncrl.runtime.runtime import Runtime as Runtime
     from asyncrl.types import SamplingParams as SamplingParams
     from asyncrl.types import Trajectory as Trajectory
 
+    __version__: str
+
 _PLACES = {
     "Runtime": "asyncrl.runtime.runtime",
+    "NotebookRuntime": "asyncrl.runtime.notebook",
     "load_config": "asyncrl.config.load",
     "Config": "asyncrl.config.schema",
     "Hooks": "asyncrl.pumps.hooks",
     "SamplingParams": "asyncrl.types",
     "Trajectory": "asyncrl.types",
 }
-__all__ = ["Config", "Hooks", "Runtime", "SamplingParams", "Trajectory", "load_config"]
+__all__ = ["Config", "Hooks", "NotebookRuntime", "Runtime", "SamplingParams", "Trajectory", "load_config"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("asyncrl.builds").version()
     if name not in _PLACES:
         raise AttributeError(f"asyncrl has no attribute {name!r}; public names: {', '.join(_PLACES)}")
     return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", *(name for name in globals() if name.startswith("__"))])

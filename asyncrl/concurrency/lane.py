@@ -11,6 +11,7 @@ its closures touched.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import heapq
 import threading
 import time
@@ -19,7 +20,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import LifecycleError
-from .shield import wait_shielded
+from .shield import call_soon, wait_shielded
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -108,8 +109,9 @@ class ThreadLane:
             self._recorder.register_lane(self.name)
         self._thread = threading.Thread(target=self._main, name=f"lane:{self.name}", daemon=True)
         self._thread.start()
+        atexit.register(self._end_with_interpreter)
         try:
-            await self.run(self._on_start or _nothing, name="start")
+            await self.run(self._on_start or (lambda: None), name="start")
         except BaseException:
             await self.aclose()
             raise
@@ -127,7 +129,7 @@ class ThreadLane:
             self.state = LaneState.CLOSING
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[bool] = loop.create_future()
-            self._end_callbacks.append(lambda: _call_soon(loop, _resolve, ended, True))
+            self._end_callbacks.append(lambda: call_soon(loop, _resolve, ended, True))
             self._wakeup.notify()
             assert self._thread is not None
             if not self._thread.is_alive():
@@ -136,6 +138,7 @@ class ThreadLane:
         cancelled = await wait_shielded(ended)
         timer.cancel()
         self.state = LaneState.CLOSED
+        atexit.unregister(self._end_with_interpreter)
         if not ended.result():
             name, since = self._current or ("(between two closures)", time.monotonic())
             raise LifecycleError(
@@ -146,6 +149,15 @@ class ThreadLane:
         self._thread.join(timeout=1.0)  # it has left its loop: only the interpreter's own bookkeeping is left
         if cancelled is not None:
             raise cancelled
+
+    def _end_with_interpreter(self) -> None:
+        """The program ends without having closed the lane: a thread that came back from C++ later would abort the process."""
+        with self._wakeup:
+            self.state = LaneState.CLOSED
+            self._queue.clear()  # no loop is left that could wait for them
+            self._wakeup.notify()
+        assert self._thread is not None
+        self._thread.join(self._close_timeout_s)
 
     def current(self) -> tuple[str, float] | None:
         """The running closure's name and its start (`time.monotonic`), from any thread; None while idle."""
@@ -245,7 +257,7 @@ class ThreadLane:
         except BaseException as exc:  # carried to the caller, who decides; the lane itself survives everything
             job.error = exc
         self._current = None
-        _call_soon(job.loop, job.notify)
+        call_soon(job.loop, job.notify)
 
 
 class SimulatedLane:
@@ -375,10 +387,6 @@ class SimulatedLane:
         self._idle_waiters.clear()
 
 
-def _nothing() -> None:
-    return None
-
-
 def _call(fn: Callable[[], T]) -> tuple[Any, BaseException | None]:
     try:
         return fn(), None
@@ -389,12 +397,3 @@ def _call(fn: Callable[[], T]) -> tuple[Any, BaseException | None]:
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> None:
-    """`call_soon_threadsafe` on a loop that may have been closed: then nobody waits there any more."""
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise

@@ -1,8 +1,9 @@
-"""Waiting for something that cannot be cancelled."""
+"""Waiting for something that cannot be cancelled, and waking a loop that may be gone."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -23,3 +24,12 @@ async def wait_shielded(future: asyncio.Future[Any]) -> asyncio.CancelledError |
             except asyncio.CancelledError as exc:
                 cancelled = exc
     return cancelled
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> None:
+    """`call_soon_threadsafe` on a loop that may have been closed: then nobody waits there any more."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
