@@ -1,15 +1,17 @@
 """The optional native parts: the kernels (asyncrl/models/native.cpp) and the records (asyncrl/records/native.c). Everything
-else of the package is in pyproject.toml.
+else of the package is in pyproject.toml, but the examples in a wheel.
 
 Where there is no compiler, or none for x86-64, the build goes on without them: `optional` turns its errors into a warning,
 and the torch or Python code of their callers runs.
 """
 
+import shutil
 import zlib
 from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 QUIET = ["-g0", "-Wno-psabi"]
@@ -48,11 +50,25 @@ def records(root: str) -> Extension:
     )
 
 
+class WithExamples(build_py):
+    """A wheel has the examples too, for `asyncrl examples`. An editable installation finds them where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "asyncrl", "examples")
+            target.mkdir(parents=True, exist_ok=True)
+            for path in sorted(Path("examples").iterdir()):
+                if path.suffix in (".py", ".yaml"):
+                    shutil.copy(path, target)
+
+
 if __name__ == "__main__":
     setup(
+        cmdclass={"build_py": WithExamples},
         ext_modules=[
             kernels("_native_avx2", "-march=x86-64-v3"),
             kernels("_native_avx512", "-march=x86-64-v4", "-mprefer-vector-width=512"),
             records("."),
-        ]
+        ],
     )

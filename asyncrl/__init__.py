@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncrl.types import SamplingParams as SamplingParams
     from asyncrl.types import Trajectory as Trajectory
 
-    __version__: str
+__version__ = "0.1.0"
 
 _PLACES = {
     "Runtime": "asyncrl.runtime.runtime",
@@ -33,12 +33,10 @@ __all__ = ["Config", "Hooks", "NotebookRuntime", "Runtime", "SamplingParams", "T
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return import_module("asyncrl.builds").version()
     if name not in _PLACES:
         raise AttributeError(f"asyncrl has no attribute {name!r}; public names: {', '.join(_PLACES)}")
     return getattr(import_module(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", *(name for name in globals() if name.startswith("__"))])
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

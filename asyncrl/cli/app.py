@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from asyncrl import __version__
+
 USAGE = """\
 asyncrl: asyncio-native reinforcement-learning post-training
 
@@ -15,6 +17,9 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl check-model PATH                                  which way this runtime can train a model, and how exactly
   asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
+  asyncrl report RUN                                        write report.html of a run, while it runs or after it died
+  asyncrl examples [DIRECTORY]                              list the examples, or copy them
+  asyncrl --version                                         the version of this package
   asyncrl bench [step | generate | train | ...] [options]   measure against other systems and this machine's limits
 """
 
@@ -55,11 +60,25 @@ def _prompts(arguments: Sequence[str]) -> int:
     return prompts(arguments)
 
 
+def _report(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.report import main as report
+
+    return report(arguments)
+
+
+def _examples(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.examples import main as examples
+
+    return examples(arguments)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "prompts": _prompts,
     "check-model": _check_model,
     "explain": _explain,
+    "report": _report,
+    "examples": _examples,
     "bench": _bench,
     "shm": _shm,
 }
@@ -70,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)
+        return 0
+    if given[0] == "--version":
+        print(f"asyncrl {__version__}")
         return 0
     command = COMMANDS.get(given[0])
     if command is None:

@@ -54,15 +54,21 @@ class Publication:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepReport:
-    """One committed step, as `Runtime.steps()` yields it."""
+    """One committed step, as `Runtime.steps()` yields it. Its representation is one line, however many tokens it has."""
 
     version: int
     result: StepResult
     metrics: Mapping[str, float]
     groups: tuple[Group, ...]
     advantages: Mapping[int, npt.NDArray[np.float64]]  # by group id, [G]
+
+    def __repr__(self) -> str:
+        reward = self.metrics.get("reward/mean")
+        said = "" if reward is None else f"reward={reward:.4g}, "
+        sizes = f"groups={len(self.groups)}, tokens={self.result.tokens}, metrics={len(self.metrics)}"
+        return f"StepReport(version={self.version}, {said}loss={self.result.loss:.4g}, {sizes})"
 
 
 async def hand_on(edge: QueueSender[T], item: T) -> None:

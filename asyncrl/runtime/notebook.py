@@ -16,7 +16,7 @@ from .runtime import Runtime
 
 
 class NotebookRuntime(Runtime):
-    """`rt = await NotebookRuntime(config).open()` in one cell, `await rt.close()` in another. In a program: `async with Runtime`."""
+    """`rt = await NotebookRuntime(config).open()` in one cell, `await rt.close()` in another. Programs use `async with Runtime`."""
 
     _holder: asyncio.Task[None] | None = None
 

@@ -56,8 +56,25 @@ def announcement(config: Config, directory: Path | None, verdict: Verdict | None
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
         f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
     ]
-    lines += verdict.lines() if verdict else []
+    lines += [*verdict.lines(), *without_native(config)] if verdict else []
     return lines + [f"note: {warning}" for warning in warnings(config)]
+
+
+def without_native(config: Config) -> list[str]:
+    """A line where a model on the CPU is run without the native kernels."""
+    from asyncrl.builds import wanted
+    from asyncrl.models.native import available
+
+    from .rooms import choose_device
+
+    if available() or choose_device(config.model.device, 0).type != "cpu":
+        return []
+    if not wanted():
+        return ["note: the native kernels are off (ASYNCRL_NATIVE=0): torch's own run, which is slower"]
+    return [
+        "note: there are no native kernels for this machine: torch's own run, which is slower. pip builds them where it finds a "
+        "C++ compiler for x86-64 (AVX2 or AVX-512): install one, and asyncrl again"
+    ]
 
 
 def print_plan(config: Config) -> None:

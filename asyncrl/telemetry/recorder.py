@@ -12,6 +12,7 @@ Three stores, three readers: trace events (`trace.write_trace`), the intervals o
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
+_ONE_OF = re.compile(r"\bgroup -?\d+$")  # who waits may be one group of thousands: they share a track
 _NVTX_NAMES = 4096  # NVTX keeps registered strings for ever: beyond this many different names no range is opened
 
 
@@ -328,8 +330,10 @@ class Recorder:
             self._store(self._idle, Interval(wait.cause, None, wait.since, end))
             if len(self._events) < self.max_events:
                 args = {"what": wait.what, "on": wait.on, "cause": wait.cause}
-                name = f"wait: {wait.what}"
-                self._events.append(("X", name, wait.who, wait.since, end - wait.since, _atoms(args)))
+                name, track = f"wait: {wait.what}", _ONE_OF.sub("groups", wait.who)
+                if track != wait.who:
+                    args["who"] = wait.who
+                self._events.append(("X", name, track, wait.since, end - wait.since, _atoms(args)))
             else:
                 self.dropped_events += 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -442,3 +443,37 @@ def test_a_cycle_free_error() -> None:
     gc.collect()
     assert ref() is None
     assert sys.exc_info() == (None, None, None)
+
+
+def test_a_program_that_ends_without_closing_waits_for_the_closure() -> None:
+    # Back from C++, the thread asks for the interpreter's lock; were the interpreter gone by then, it would abort the process.
+    program = """
+import asyncio, torch
+from asyncrl.concurrency.lane import ThreadLane
+
+started = asyncio.Event()
+
+def work(loop):
+    one = torch.randn(1000, 1000)
+    loop.call_soon_threadsafe(started.set)
+    for _ in range(20):
+        one = one @ one / 1000
+    print("worked to its end", flush=True)
+
+async def main():
+    global lane, tasks
+    loop = asyncio.get_running_loop()
+    lane = await ThreadLane("x").__aenter__()
+    tasks = [loop.create_task(lane.run(lambda: work(loop), name="long")) for _ in range(3)]
+    await started.wait()
+
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+print("the program ends", flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "terminate" not in done.stdout, done.stdout
+    assert done.stdout.split("\n")[:2] == ["the program ends", "worked to its end"]
+    assert done.stdout.count("worked") == 1  # nobody waits for the others any more

@@ -102,3 +102,22 @@ def test_spans_of_one_row_are_apart_or_nested(spans: list[tuple[int, int]]) -> N
 def test_spans_that_do_not_overlap_share_one_row() -> None:
     events = [TraceEvent("X", str(n), "t", float(n), 1.0, None) for n in range(10)]
     assert set(layout(events).values()) == {0}
+
+
+def test_groups_share_tracks_and_say_who_they_are(tmp_path: Path) -> None:
+    now = [0.0]
+    recorder = Recorder(lambda: now[0])
+    for group in range(200):
+        for who in (f"group {group}", f"rollout group {-group}", "reward worker 1"):
+            with recorder.wait(who, "a slot", on="publish pump", cause="slots"):
+                assert recorder.active_waits()[-1].who == who
+                now[0] += 0.1
+    with (
+        recorder.wait("group 1", "one", on="x", cause="reward"),
+        recorder.wait("group 2", "other", on="x", cause="reward"),
+    ):
+        now[0] += 0.1
+    write_trace(recorder, tmp_path / "trace.json")
+    _, names, events = read_tail(tmp_path / "trace.json")
+    assert sorted(names.values()) == ["groups", "reward worker 1", "rollout groups"]
+    assert {event["args"].get("who") for event in events} >= {"group 0", "group 199", "rollout group -199"}

@@ -1,0 +1,59 @@
+"""`asyncrl examples [DIRECTORY]`: the example programs and configurations, listed or copied.
+
+A wheel has them in `asyncrl/examples` (setup.py puts them there), a checkout beside the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all of them into a directory (2: it has one of them already)"
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def examples() -> list[Path]:
+    """Errors: FileNotFoundError, an installation without them."""
+    places = (PACKAGE / "examples", PACKAGE.parent / "examples")
+    found = next((place for place in places if (place / "quickstart.yaml").exists()), None)
+    if found is None:
+        raise FileNotFoundError(f"this installation has no examples: neither {places[0]} nor {places[1]}")
+    return sorted(path for path in found.iterdir() if path.suffix in (".py", ".yaml"))
+
+
+def sentence(path: Path) -> str:
+    """What an example says of itself first."""
+    text = path.read_text()
+    about = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.partition("\n")[0].lstrip("# ")
+    return about.partition("\n")[0]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit codes: 0, or 2."""
+    if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
+        print(USAGE)
+        return 0 if arguments[0] in ("-h", "--help") else 2
+    try:
+        found = examples()
+        if arguments:
+            target = Path(arguments[0])
+            there = [path.name for path in found if (target / path.name).exists()]
+            if there:
+                raise FileExistsError(
+                    f"{target} has {', '.join(there)} already; nothing was copied: choose another one"
+                )
+            target.mkdir(parents=True, exist_ok=True)
+            for path in found:
+                shutil.copy(path, target)
+            print(f"copied {len(found)} files; next: asyncrl run {target / 'quickstart.yaml'}")
+            return 0
+    except OSError as error:
+        print(f"asyncrl examples: {error}", file=sys.stderr)
+        return 2
+    width = max(len(path.name) for path in found)
+    print("\n".join(f"{path.name:{width}}  {sentence(path)}" for path in found))
+    print("\nasyncrl examples DIRECTORY copies them there")
+    return 0

@@ -1,0 +1,97 @@
+"""What an installed package is and says of itself: version, names, licence, examples, missing native kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl.cli.app import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The content of a wheel that was built where there is no compiler."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("asyncrl", "examples", "LICENSE", "README.md", "pyproject.toml", "setup.py"):
+        (source / name).symlink_to(ROOT / name)
+    pip = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-q", "-w", str(folder)]
+    run(*pip, str(source), cwd=folder, CC="/bin/false", CXX="/bin/false")
+    [wheel] = folder.glob("asyncrl-*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_a_wheel_has_version_licence_and_examples(installed: Path) -> None:
+    [about] = installed.glob("asyncrl-*.dist-info")
+    assert about.name == f"asyncrl-{asyncrl.__version__}.dist-info"
+    assert (about / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    metadata = (about / "METADATA").read_text()
+    assert "License-Expression: Apache-2.0\n" in metadata and f"\nVersion: {asyncrl.__version__}\n" in metadata
+    wanted = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
+    assert {path.name for path in (installed / "asyncrl" / "examples").iterdir()} == wanted
+    assert not list(installed.rglob("*.so"))
+
+
+def test_examples_of_an_installed_package_are_copied_and_run(installed: Path, tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": str(installed)}
+    app = ("-m", "asyncrl.cli.app")
+    assert "quickstart.yaml " in run(*app, "examples", cwd=tmp_path, **environment)
+    assert "next: asyncrl run mine/quickstart.yaml" in run(*app, "examples", "mine", cwd=tmp_path, **environment)
+    lines = run(*app, "run", "mine/quickstart.yaml", "train.max_steps=1", cwd=tmp_path, **environment)
+    assert "note: there are no native kernels for this machine" in lines and "done: version 1" in lines
+    lines = run(*app, "run", "mine/quickstart.yaml", "--dry-run", cwd=tmp_path, **environment)
+    assert "native kernels" not in lines
+
+
+def test_native_kernels_that_are_there_or_were_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.models import native
+    from asyncrl.runtime.plan import without_native
+
+    config = asyncrl.load_config([ROOT / "examples" / "quickstart.yaml"], ["model.device=cpu"])
+    monkeypatch.setattr(native, "_library", object())
+    assert without_native(config) == []
+    monkeypatch.setattr(native, "_library", None)
+    assert "no native kernels for this machine" in without_native(config)[0]
+    monkeypatch.setenv("ASYNCRL_NATIVE", "0")
+    assert "native kernels are off (ASYNCRL_NATIVE=0)" in without_native(config)[0]
+
+
+def test_version_and_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"asyncrl {asyncrl.__version__}\n"
+    names = dir(asyncrl)
+    assert {*asyncrl.__all__, "__version__", "__doc__"} <= {*names} and len(names) == len({*names})
+    assert [name for name in names if not name.startswith("_")] == sorted(asyncrl.__all__)
+    assert all(getattr(asyncrl, name) is not None for name in names)
+
+
+def test_examples_are_listed_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples"]) == 0
+    listed = capsys.readouterr().out
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"{path.name} " in listed
+    (tmp_path / "tool_loop.py").write_text("mine")
+    assert main(["examples", str(tmp_path)]) == 2
+    assert "has tool_loop.py already; nothing was copied" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tool_loop.py"]
+    assert main(["examples", "--what"]) == 2
