@@ -59,6 +59,7 @@ RUN = {
     "python tools/model_sweep.py --jobs 2": "tools",
     "model: {path: Qwen/Qwen3-0.6B": "own data",
     "door: {ring: my-run}": "settings",
+    "reward:": "part of a file",  # its classifier is downloaded: the runs of one are tests of the rooms that load it
     "asyncrl run examples/external_run.yaml": "terminals",
     "from asyncrl.client import Client, Scored": "producer",
     "import asyncio": "program",
@@ -187,6 +188,13 @@ def test_every_line_of_settings_is_a_configuration(desk: Desk) -> None:
         path = desk.folder / f"{number}.yaml"
         path.write_text(line)
         assert load_config([base, path]).door.ring == "my-run"
+
+
+def test_a_part_of_a_file_is_a_configuration(desk: Desk) -> None:
+    for number, block in enumerate(of("part of a file")):
+        path = desk.folder / f"{number}.yaml"
+        path.write_text(block.text)
+        assert load_config([desk.folder / "examples" / "agent_loop.yaml", path])
 
 
 def test_two_terminals_make_a_run(desk: Desk) -> None:
