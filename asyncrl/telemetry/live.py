@@ -9,8 +9,10 @@ from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 Metrics = Mapping[str, float]
+_PACE_S = 3600.0  # the time left stands on the steps of this long; rich's own 30 s would never hold two slow ones
 
 
 def describe(metrics: Metrics) -> list[str]:
@@ -58,15 +60,22 @@ class LiveView:
         self._off = mode == "off"
         self._progress: Progress | None = None
         if mode == "auto" and self._stream.isatty():
+            # Step and times keep their width; the bar and the numbers share what a narrow terminal leaves.
             self._progress = Progress(
                 TextColumn("[bold]step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[numbers]}", markup=False),
+                MofNCompleteColumn(table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=None, table_column=Column(ratio=1)),
+                TimeElapsedColumn(table_column=Column(no_wrap=True)),
+                TimeRemainingColumn(table_column=Column(no_wrap=True)),
+                TextColumn(
+                    "{task.fields[numbers]}",
+                    markup=False,
+                    table_column=Column(ratio=4, no_wrap=True, overflow="ellipsis"),
+                ),
                 console=Console(file=self._stream),
                 refresh_per_second=2,  # each refresh is a millisecond or two under the GIL
+                speed_estimate_period=_PACE_S,
+                expand=True,
             )
             self._task = self._progress.add_task("step", total=total_steps, completed=start, numbers="")
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -239,6 +240,45 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         live.step(4, METRICS)
     shown = stream.getvalue()
     assert "4/20" in shown and "reward 0.510±0.250" in shown and "[not markup]" in shown
+
+
+def last_frame(shown: str) -> str:
+    """The bar as it stood when the view closed, without colours."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    return [line for line in re.split(r"[\r\n]+", plain) if line.startswith("step ")][-1]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140, 200])
+@pytest.mark.parametrize(("total", "step"), [(40, 5), (10_000, 9_999)])
+def test_a_narrow_terminal_loses_numbers_and_never_the_step_or_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, columns: int, total: int, step: int
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    with LiveView("auto", total, stream=stream) as live:
+        live.step(step - 1, METRICS)
+        live.step(step, METRICS)
+    frame = last_frame(stream.getvalue())
+    assert len(frame) <= columns
+    assert re.match(rf"step +{step}/{total} ", frame), frame
+    assert len(re.findall(r"\d:\d\d:\d\d ", frame)) == 2, frame  # elapsed and left
+    assert "reward 0.510±0.250" in frame
+    assert ("idle 12 % (reward 8 %)" in frame) == (columns == 200), "what does not fit ends with an ellipsis"
+    assert ("…" in frame) == (columns < 200)
+
+
+def test_the_time_left_of_slow_steps_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    now = 1000.0
+    monkeypatch.setattr("rich.console.monotonic", lambda: now)
+    stream = Terminal()
+    with LiveView("auto", 12, stream=stream) as live:
+        for step in (1, 2):
+            now += 90
+            live.step(step, METRICS)
+    assert "0:15:00" in last_frame(stream.getvalue())
 
 
 def test_off_prints_nothing() -> None:
