@@ -81,7 +81,8 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, sub
         algorithm["importance_cap"] = None  # the clip itself is around the sampler's log-probs
     if config.algorithm.mismatch_gate == "auto":
         sampled_here = config.train.kind == "torch" and config.door.ring is None and not submitted
-        algorithm["mismatch_gate"] = MISMATCH[config.model.dtype] if sampled_here else None
+        bound = MISMATCH.get(config.model.dtype, "auto")  # dtype auto: no device has settled it (runtime/device.py)
+        algorithm["mismatch_gate"] = bound if sampled_here else None
     config = _with(config, "algorithm", algorithm)
     if config.engine.max_sequences is None:
         groups_of_rank = -(-slots(config) // world_size)

@@ -12,6 +12,7 @@ from pydantic import create_model, field_validator
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .section import Section, field
 
+DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float64"]
 AdvantageName: TypeAlias = Literal[
     "grpo",
     "grpo_verl",
@@ -55,8 +56,11 @@ class ModelConfig(Section):
     )
     gguf_file: str | None = field(None, "Name of a GGUF file in that directory, where the weights are in GGUF form.")
     tokenizer: str | None = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
-    dtype: Literal["float32", "bfloat16", "float64"] = field(
-        "float32", "Dtype of the matrix products; master weights, gradients and optimizer state stay float32 or wider."
+    dtype: DtypeName = field(
+        "auto",
+        "Dtype of the matrix products; master weights, gradients and optimizer state stay float32 or wider. auto: bfloat16 "
+        "where the device has instructions for it (CUDA from compute capability 8, CPUs with AVX512-BF16 or AMX), else "
+        "float32; a run that is resumed keeps what it was started with.",
     )
     device: str = field(
         "auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto takes the GPU of this rank where there is one."

@@ -21,6 +21,7 @@ class EvaluatePump:
     def __init__(self, rooms: Rooms, prompts: Sequence[Prompt], name: str) -> None:
         self._rooms = rooms
         self._name = name
+        self.progress: tuple[int, int] | None = None  # (completions that are scored, all of them) while it runs
         limit = rooms.config.evaluate.limit
         self._prompts = [
             replace(prompt, group_id=-1 - row) for row, prompt in enumerate(prompts[:limit] if limit else prompts)
@@ -34,6 +35,7 @@ class EvaluatePump:
         """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means and the mean length in tokens."""
         samples = self._rooms.config.evaluate.samples
         scored: dict[tuple[int, int], Trajectory] = {}
+        self.progress = 0, len(self._prompts) * samples
         with (
             self._rooms.recorder.span("evaluate", track="evaluate", version=version),
             self._rooms.recorder.wait("evaluate pump", "held-out rollouts", on="engine", cause="evaluate"),
@@ -42,6 +44,7 @@ class EvaluatePump:
                 for row, prompt in enumerate(self._prompts):
                     for sample in range(samples):
                         tasks.start_soon(self._one, prompt, row, sample, scored)
+        self.progress = None
         return self._metrics(scored, samples)
 
     async def _one(self, prompt: Prompt, row: int, sample: int, scored: dict[tuple[int, int], Trajectory]) -> None:
@@ -51,6 +54,7 @@ class EvaluatePump:
         if trajectory.reward is None:
             [trajectory] = await rooms.reward.score(prompt, [trajectory])
         scored[row, sample] = trajectory
+        self.progress = len(scored), len(self._prompts) * rooms.config.evaluate.samples
 
     async def _generate(self, request: GenerationRequest) -> Generation:
         temperature = self._rooms.config.evaluate.temperature

@@ -223,6 +223,11 @@ class Graph:
         await self._publish.sync()  # what is evaluated is this version, whatever the interval says
         return await self._evaluate.run(version)
 
+    @property
+    def evaluating(self) -> tuple[int, int] | None:
+        """(completions that are scored, all of them) of the evaluation that runs now."""
+        return None if self._evaluate is None else self._evaluate.progress
+
     def nothing_left(self) -> bool:
         """The version in hand is the last one."""
         config, ledger = self._rooms.config, self._rooms.ledger

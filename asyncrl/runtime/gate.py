@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,18 +107,22 @@ def check_model(
     sharded: bool = False,
     paths: Sequence[ModelPath] = PATHS,
     every: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """Compare on `device`. `module`: as loaded, or on the meta device, where the weights are random.
 
     `sharded`: trained by transformers' own layers cut over the ranks, which is the packed path; the plain one is not. `every`:
-    go on after the first path that agrees. Errors: ConfigError where the model cannot be built small, or fails by itself.
+    go on after the first path that agrees. `say` hears what is compared. Errors: ConfigError where the model cannot be built
+    small, or fails by itself.
     """
     started = time.perf_counter()
     name = type(module).__name__
     refuse_unsupported(module)
     with _quiet():
         try:
+            say("checking the model against itself: its own eager pass")
             trial = _trial(module, device, lora, checkpointing)
+            stage = f"checking the model against itself: {_layers(trial.probe)} of {_layers(module)} layers"
             trial.check_causal()
         except ConfigError as error:
             raise ConfigError(f"model.path: {name} is refused: {error}") from error
@@ -133,7 +137,8 @@ def check_model(
             packed = _compare(trial, PACKED, sampler=False)
             if not packed.agrees:
                 return _verdict(module, trial, [packed], started)
-        for path in paths:
+        for number, path in enumerate(paths, 1):
+            say(f"{stage}, path {number} of {len(paths)} ({path.name})")
             results.append(_compare(trial, path))
             if results[-1].agrees and not every:
                 break
@@ -153,7 +158,12 @@ def _trial(module: PreTrainedModel, device: torch.device | str, lora: LoraConfig
     raise AssertionError("whole layers return or raise")
 
 
-def check_for(config: Config, module: PreTrainedModel, device: torch.device | str = "cpu") -> Verdict:
+def check_for(
+    config: Config,
+    module: PreTrainedModel,
+    device: torch.device | str = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+) -> Verdict:
     """What the run of `config` needs, asked of `module`. Errors: ConfigError for settings that the path does not serve."""
     check_rows(config, module)
     verdict = check_model(
@@ -162,6 +172,7 @@ def check_for(config: Config, module: PreTrainedModel, device: torch.device | st
         lora=config.model.lora,
         checkpointing=config.train.gradient_checkpointing,
         sharded=config.distributed.sharding == "fsdp",
+        say=say,
     )
     if verdict.path.name == "plain" and config.engine.kv_after_update == "keep":
         raise ConfigError(
@@ -193,8 +204,12 @@ def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
 
 
 def _verdict(module: PreTrainedModel, trial: Trial, results: list[Result], started: float) -> Verdict:
-    layers, total = (int(part.config.get_text_config().num_hidden_layers) for part in (trial.probe, module))
-    return Verdict(type(module).__name__, layers, total, tuple(results), time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Verdict(type(module).__name__, _layers(trial.probe), _layers(module), tuple(results), seconds)
+
+
+def _layers(module: PreTrainedModel) -> int:
+    return int(module.config.get_text_config().num_hidden_layers)
 
 
 @contextlib.contextmanager

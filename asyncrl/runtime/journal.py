@@ -39,20 +39,17 @@ _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", 
 
 
 class Journal:
-    """`with Journal(...) as journal: await journal.open()`. Everything is called on the loop's thread; what opens, writes
-    or renders files goes to threads."""
+    """`with Journal(...) as journal: await journal.open()`; `live` can be used in between. Everything is called on the
+    loop's thread; what opens, writes or renders files goes to threads."""
 
-    def __init__(
-        self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int, rates: Rates | None
-    ) -> None:
-        """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader).
-
-        `rates`: of this rank's device, for `perf/limit_share` and `perf/mfu`; None leaves them out.
-        """
+    def __init__(self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int) -> None:
+        """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader)."""
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        self._rates = rates
+        self.rates: Rates | None = (
+            None  # of this rank's device, for `perf/limit_share` and `perf/mfu`; None leaves them out
+        )
         self._budget = RunBudget()
         self._signal = SignalWatch(config.algorithm.advantage, config.rollout.group_size)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
@@ -104,8 +101,8 @@ class Journal:
             **extra,
         }
         flops = metrics.pop("perf/needed_flop", math.nan)
-        if self._rates is not None and metrics.get("time/step"):
-            metrics.update(self._rates.metrics(flops, metrics["time/step"]))
+        if self.rates is not None and metrics.get("time/step"):
+            metrics.update(self.rates.metrics(flops, metrics["time/step"]))
         metrics.update(self._signal.step(metrics))
         metrics["perf/peak_memory_gib"] = peak_memory_gib()
         self._pending[report.version] = (report, metrics)

@@ -97,8 +97,8 @@ def check_memory(
     ranks: int = 1,
     prompts: PromptLengths | None = None,
     path: ModelPath | None = None,
-) -> None:
-    """Errors: PlatformError where the prediction exceeds what is free."""
+) -> int:
+    """Bytes that the run will need. Errors: PlatformError where the prediction exceeds what is free."""
     parts = predicted(config, ranks, prompts, path)
     total, free = sum(parts.values()), available(device)
     if total > free:
@@ -107,3 +107,4 @@ def check_memory(
             "Smaller: engine.kv_positions, engine.max_sequences, rollout.max_tokens, data.max_prompt_tokens, "
             "train.tokens_per_microbatch; train.gradient_checkpointing=true"
         )
+    return total

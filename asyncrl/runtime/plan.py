@@ -10,6 +10,7 @@ from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 
+from .device import settle
 from .memory import cache_line, predicted, table
 from .prompts import measure_prompts
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 def plan(config: Config) -> str:
     """The resolved configuration with predicted memory, staleness bound and slots, as text. Errors: `ConfigError`."""
     world = World.from_env()
-    config = resolve(config, world.world_size)
+    settled = settle(config, world.local_rank)
+    config = resolve(settled.config, world.world_size)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
         to_yaml(config).rstrip(),
@@ -33,7 +35,13 @@ def plan(config: Config) -> str:
         verdict = _verdict(config)
         prompts = measure_prompts(config)
         parts = predicted(config, world.world_size, prompts, verdict.path)
-        lines += [*verdict.lines(), cache_line(config, prompts), "predicted memory of one rank:", table(parts)]
+        lines += [
+            *settled.lines,
+            *verdict.lines(),
+            cache_line(config, prompts),
+            "predicted memory of one rank:",
+            table(parts),
+        ]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)
 

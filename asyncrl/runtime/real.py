@@ -30,21 +30,23 @@ from asyncrl.weights.gathered import GatheredWeights
 from asyncrl.weights.shared import SharedWeights
 
 from .gate import Verdict, check_for
-from .memory import batch_tokens, check_memory, kv_positions
+from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .offload import offload
 from .prompts import measure_prompts
 from .rates import Rates, measure_rates
 from .rooms import Parts
+from .starting import Say
 
 
 async def open_real(
-    config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack
+    config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack, say: Say
 ) -> Parts:
     """Lane, policy, trainer and engine on one device. Errors: ConfigError, PlatformError (memory)."""
     threads = config.threads or os.cpu_count() or 1
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
+    say("measuring prompts and memory")
     prompts = await offload(lambda: measure_prompts(config), "prompts")
-    await offload(lambda: check_memory(config, device, world.world_size, prompts), "memory")
+    needed = await offload(lambda: check_memory(config, device, world.world_size, prompts), "memory")
 
     def on_start() -> None:
         torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
@@ -53,9 +55,10 @@ async def open_real(
 
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await stack.enter_async_context(ThreadLane(name, recorder, on_start))
+    say(f"loading the model: about {needed / GIB:.2f} GiB for the run")
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         policy, tokenizer, core, rates, verdict = await lane.run(
-            lambda: _load(config, world, device), name="start/load"
+            lambda: _load(config, world, device, say), name="start/load"
         )
         judges = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
     trainer = LaneTrainer(core, lane, recorder)
@@ -85,11 +88,13 @@ def _load_reward_models(config: Config, device: torch.device) -> list[RewardMode
     return [load_reward_model(model, dtype, device, tokens, seed) for model in config.reward.model]
 
 
-def _load(config: Config, world: World, device: torch.device) -> tuple[PolicyModel, Any, TorchTrainer, Rates, Verdict]:
+def _load(
+    config: Config, world: World, device: torch.device, say: Say
+) -> tuple[PolicyModel, Any, TorchTrainer, Rates, Verdict]:
     found: list[Verdict] = []
 
     def choose(module: PreTrainedModel) -> ModelPath:
-        found.append(check_for(config, module, device))
+        found.append(check_for(config, module, device, say))
         return found[0].path
 
     build = _build_sharded if config.distributed.sharding == "fsdp" else _build

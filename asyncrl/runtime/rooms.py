@@ -42,6 +42,7 @@ from asyncrl.types import SamplingParams
 from .dry import ByteTokenizer, OwnWeights
 from .offload import offload
 from .rates import Rates
+from .starting import Say
 
 if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
@@ -101,16 +102,6 @@ def sampling_params(config: Config) -> SamplingParams:
     )
 
 
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """`auto`: the GPU of this rank where there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {name}, and torch finds no CUDA device here; use cpu or auto")
-    return device
-
-
 async def any_rank(mine: bool, world: World, lane: Any, device: torch.device) -> bool:
     """Whether it is so on any rank. A collective, on the lane of the trainer, whose collectives it must not cross."""
     said = torch.tensor([float(mine)], dtype=torch.float64, device=device)
@@ -122,13 +113,15 @@ class Builder:
     """Opens everything that has to be closed on one exit stack, in dependency order."""
 
     def __init__(
-        self, config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack
+        self, config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack, say: Say
     ) -> None:
+        """`say`: hears what goes on, a stage and its counts. From any thread."""
         self.config = config
         self.world = world
         self.device = device
         self.recorder = recorder
         self.stack = stack
+        self.say = say
 
     async def build(self, overrides: Overrides, turn: int, version: int) -> Built:
         dry = self.config.train.kind == "dry_run"
@@ -138,6 +131,7 @@ class Builder:
             )
         ledger = await self.stack.enter_async_context(self._ledger(turn))
         parts = await (self._dry(version) if dry else self._real())
+        self.say(f"starting reward workers: {self.config.reward.workers}")
         reward: RewardPool | ModelRewards = self._reward(overrides, parts)
         await self.stack.enter_async_context(reward)
         environment = overrides.environment or load_environment(
@@ -268,9 +262,10 @@ class Builder:
 
     async def _real(self) -> Parts:
         # Models and transformers are not loaded for a dry run; importing them takes seconds, which the loop does not wait.
+        self.say("importing transformers")
         real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
         return await real.open_real(  # type: ignore[no-any-return]
-            self.config, self.world, self.device, self.recorder, self.stack
+            self.config, self.world, self.device, self.recorder, self.stack, self.say
         )
 
 

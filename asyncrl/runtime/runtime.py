@@ -37,6 +37,7 @@ from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import SamplingParams, Trajectory
 
+from .device import meet, settle
 from .directory import RunDirectory
 from .embedding import as_group, as_prompt, play
 from .garbage import Collector
@@ -46,8 +47,9 @@ from .plan import announcement
 from .profiling import StepProfiler
 from .prompts import load_prompts
 from .rates import needed_flop
-from .rooms import Builder, Built, Overrides, any_rank, check_books, choose_device
+from .rooms import Builder, Built, Overrides, any_rank, check_books
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
+from .starting import show_first_step
 from .steps import Listener, RunSummary, State, StepStream
 
 
@@ -137,7 +139,8 @@ class Runtime:
         given = self._given
         submitted = self._rows is None and given.data.train is None and given.door.ring is None
         embedding = submitted or self._rows is not None
-        self.config = config = resolve(given, world.world_size, embedding=embedding, submitted=submitted)
+        settled = await offload(lambda: settle(given, world.local_rank), "device")
+        self.config = config = resolve(settled.config, world.world_size, embedding=embedding, submitted=submitted)
         leader = world.is_first
         self.directory = RunDirectory(config) if self._write else None
         self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []
@@ -145,16 +148,16 @@ class Runtime:
         self._watched: list[Any] = []
         self._watchdog = await stack.enter_async_context(self._make_watchdog())
         saved = await self._find_saved()
-        device = torch.device("cpu")
-        if config.train.kind == "torch":
-            device = choose_device(config.model.device, world.local_rank)
-        self._device = device
+        turn, version = (saved.turn, saved.version) if saved else (0, 0)
+        self._journal = stack.enter_context(Journal(config, self.directory if leader else None, recorder, version))
+        for line in (*settled.lines, *(f"resume: {line}" for line in self.resume_changes)):
+            self.note(line)
+        self._device = settled.device
         stack.callback(world.close)
-        alone = config.distributed.sharding == "fsdp"
-        await offload(lambda: world.open(device, alone=alone), "rendezvous")
-        self.built: Built = await Builder(config, world, device, recorder, stack).build(
-            self._overrides, saved.turn if saved else 0, saved.version if saved else 0
-        )
+        await offload(lambda: meet(world, settled), "rendezvous")
+        builder = Builder(config, world, self._device, recorder, stack, self._journal.live.status)
+        self.built: Built = await builder.build(self._overrides, turn, version)
+        self._journal.rates = self.built.rates
         self._watched.extend(self.built.lanes)  # only now: loading a model may take longer than any closure may later
         self._rooms = rooms = self.built.rooms
         self._checkpointer = Checkpointer(config, self.directory, self.built, world, recorder)
@@ -166,13 +169,9 @@ class Runtime:
         if saved is not None:
             await self._checkpointer.restore(saved, self._prompts)
             self._next_group = saved.next_group(world.rank)
-        self._journal = stack.enter_context(
-            Journal(config, self.directory if leader else None, recorder, rooms.trainer.version, self.built.rates)
-        )
         await self._journal.open(self.built.tokenizer.decode)
-        for line in self.resume_changes:
-            self.note(f"resume: {line}")
-        self._profiler = StepProfiler(config, self.built.lanes[0], device, self.directory, world.rank, self.note)
+        lane = self.built.lanes[0]
+        self._profiler = StepProfiler(config, lane, self._device, self.directory, world.rank, self.note)
         await self._profiler.at(rooms.trainer.version)
         self._graph = Graph(rooms, self._prompts, held_out, self._at_version, self._on_step)
         self._graph.when_finished(self._no_more_steps)
@@ -183,6 +182,7 @@ class Runtime:
             rooms.store_watch.attach(self._supervisor.fail)
         self._supervisor.start("event loop lag", monitor, recorder)  # for ever: cancelled when the block ends
         self._graph.start(self._supervisor)
+        self._supervisor.start("first step", show_first_step, rooms, self._graph, self._journal.live.status)
         self._pumps_exist = True
 
     async def _find_saved(self) -> SavedRun | None:

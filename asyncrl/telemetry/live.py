@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 Metrics = Mapping[str, float]
+_SPARSE_S = 30.0  # between two lines of one stage where there is no terminal
 _PACE_S = 3600.0  # the time left stands on the steps of this long; rich's own 30 s would never hold two slow ones
 
 
@@ -43,7 +44,8 @@ class LiveView:
     """`auto`: the bar on a terminal, plain lines elsewhere; `plain`: lines; `off`: nothing. A context manager.
 
     `total_steps` is the version at which the run ends, None if only the data or the time ends it. `start` is the
-    version that a resumed run goes on from. `step` costs well under a millisecond; `note` prints a line above the bar.
+    version that a resumed run goes on from. `step` costs well under a millisecond; `note` prints a line above the bar;
+    `status` says what goes on before there is a step.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LiveView:
         self._total = total_steps
         self._last = time.perf_counter()
         self._off = mode == "off"
+        self._said, self._said_at = "", 0.0
         self._progress: Progress | None = None
         if mode == "auto" and self._stream.isatty():
             # Step and times keep their width; the bar and the numbers share what a narrow terminal leaves.
@@ -101,6 +104,19 @@ class LiveView:
         else:
             total = "" if self._total is None else f"/{self._total}"
             self._line("  ".join([f"step {version}{total}", *parts, f"{metrics.get('time/step', took):.1f} s"]))
+
+    def status(self, text: str) -> None:
+        """What goes on before the first step: a stage, a colon and its counts. Beside the bar on a terminal, until a step
+        has numbers; elsewhere a line when a stage begins, and now and then while its counts change. From any thread."""
+        if self._off:
+            return
+        if self._progress is not None:
+            self._progress.update(self._task, numbers=text)
+            return
+        begins, now = text.partition(":")[0] != self._said.partition(":")[0], time.perf_counter()
+        if begins or (text != self._said and now - self._said_at >= _SPARSE_S):
+            self._said, self._said_at = text, now
+            self._line(text)
 
     def note(self, text: str) -> None:
         """A line for people, such as "checkpoint written to ..."."""

@@ -235,7 +235,8 @@ def test_the_bound_on_the_mismatch_is_by_dtype_and_off_where_others_sample() -> 
         tree |= {"train": {"max_steps": 1}, **sections}
         return resolve(Config.model_validate(tree), submitted=submitted).algorithm.mismatch_gate
 
-    assert bound() == 1e-3 and bound(model={"path": "m", "dtype": "bfloat16"}) == 0.1
+    for dtype, nats in (("float32", 1e-3), ("bfloat16", 0.1), ("auto", "auto")):  # auto: settled by the device, before
+        assert bound(model={"path": "m", "dtype": dtype}) == nats
     assert bound(submitted=True) is None
     assert bound(submitted=True, algorithm={"mismatch_gate": 0.5}) == 0.5
     assert bound(algorithm={"mismatch_gate": None}) is None

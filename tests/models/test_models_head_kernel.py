@@ -72,7 +72,7 @@ def test_liger_without_what_it_needs_is_refused(
 
 def test_a_model_is_not_loaded_for_nothing() -> None:
     with pytest.raises(ConfigError, match=r"model\.head_kernel is liger, but the model is on cpu"):
-        load_policy(ModelConfig(path="/no/such/model", head_kernel="liger"))
+        load_policy(ModelConfig(path="/no/such/model", dtype="float32", head_kernel="liger"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

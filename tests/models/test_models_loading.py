@@ -76,7 +76,7 @@ def test_loaded_policy_equals_a_plain_transformers_forward(tmp_path: Path, famil
 
 
 def test_random_init_is_keyed_by_the_seed_and_leaves_the_global_state_alone(directory: Path) -> None:
-    config = ModelConfig(path=str(directory), random_init=True)
+    config = ModelConfig(path=str(directory), dtype="float32", random_init=True)
     state = torch.random.get_rng_state()
     first, second, other = (load_policy(config, seed=seed)[0].flat.master for seed in (1, 1, 2))
     assert torch.equal(first, second) and not torch.equal(first, other)
@@ -84,7 +84,7 @@ def test_random_init_is_keyed_by_the_seed_and_leaves_the_global_state_alone(dire
 
 
 def test_parameter_count_allocates_nothing_and_is_right(directory: Path) -> None:
-    config = ModelConfig(path=str(directory))
+    config = ModelConfig(path=str(directory), dtype="float32")
     assert parameter_count(config) == load_policy(config)[0].flat.numel
     shape = json.loads((directory / "config.json").read_text())
     shape |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 60, "vocab_size": 128000}
@@ -94,7 +94,7 @@ def test_parameter_count_allocates_nothing_and_is_right(directory: Path) -> None
 
 def test_errors_accuse_precisely(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     def load(path: Path | str | None, **kwargs: object) -> None:
-        load_policy(ModelConfig(path=None if path is None else str(path), **kwargs))
+        load_policy(ModelConfig(path=None if path is None else str(path), dtype="float32", **kwargs))
 
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(ConfigError, match=r"model\.path is not set"):
@@ -116,7 +116,7 @@ def test_missing_weights_are_refused_not_left_random(directory: Path) -> None:
     shape = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match=r"layers\.2"):
-        load_policy(ModelConfig(path=str(directory)))
+        load_policy(ModelConfig(path=str(directory), dtype="float32"))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_hidden_logit_transform_is_found(directory: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
     with pytest.raises(ConfigError, match="transforms its logits"):
-        load_policy(ModelConfig(path=str(directory)))
+        load_policy(ModelConfig(path=str(directory), dtype="float32"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -230,7 +230,9 @@ def test_gguf(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     save_tokenizer(tmp_path / "tokenizer")
-    config = ModelConfig(path=str(tmp_path), gguf_file="tiny.gguf", tokenizer=str(tmp_path / "tokenizer"))
+    config = ModelConfig(
+        path=str(tmp_path), dtype="float32", gguf_file="tiny.gguf", tokenizer=str(tmp_path / "tokenizer")
+    )
     policy, _ = load_policy(config)
     assert policy.config.rms_norm_eps == 1e-5 and not hasattr(policy.config, "quantization_config")
     assert {m.eps for m in policy.module.modules() if isinstance(m, FusedRMSNorm)} == {1e-5}

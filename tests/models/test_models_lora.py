@@ -206,11 +206,11 @@ def test_the_loader_builds_it_and_counts_it_beforehand(tmp_path: Path, monkeypat
         f"def build(seed):\n    return AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}), object()\n"
     )
     settings = LoraConfig(rank=3, target_modules="v_proj")
-    config = ModelConfig(path=f"{tmp_path}/built.py:build", lora=settings)
+    config = ModelConfig(path=f"{tmp_path}/built.py:build", dtype="float32", lora=settings)
     first, again, other = (load_policy(config, seed=seed)[0] for seed in (1, 1, 2))
     assert torch.equal(first.flat.master, again.flat.master) and not torch.equal(first.flat.master, other.flat.master)
     assert type(first.module.model.layers[0].self_attn.v_proj) is AdaptedLinear
-    plain = ModelConfig(path=str(tmp_path), lora=settings)
+    plain = ModelConfig(path=str(tmp_path), dtype="float32", lora=settings)
     assert adapter_sizes(plain) == (first.flat.numel, 2 * 48 * 16)
     assert adapter_sizes(ModelConfig(path=str(tmp_path))) == (0, 0)
     monkeypatch.setattr(lora_module.importlib.util, "find_spec", lambda name: None)

@@ -26,7 +26,7 @@ CLOCKED = ("time", "perf/", "time/", "idle/", "busy/", "loop/", "lane/", "queue/
 
 REAL: dict[str, Any] = {
     "threads": 1,
-    "model": {"path": f"{MODEL}:build"},
+    "model": {"path": f"{MODEL}:build", "dtype": "float32"},  # what is proved is exact
     "data": {"train": f"{MODEL}:rows", "max_prompt_tokens": 12},
     "reward": f"{MODEL}:share",
     "rollout": {"group_size": 4, "groups_per_step": 4, "max_tokens": 8},

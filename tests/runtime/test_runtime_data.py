@@ -251,7 +251,7 @@ async def test_evaluation_before_every_n_and_after(tmp_path: Path) -> None:
     assert set(lines[0]) == {"step", "time", *(key for key in lines[2] if key.startswith("eval/"))}
     for step in (2, 4):
         again = tree | {
-            "model": {"path": str(tmp_path / f"runs/run/checkpoints/step_{step}")},
+            "model": {"path": str(tmp_path / f"runs/run/checkpoints/step_{step}"), "dtype": "float32"},
             "run": {"name": f"e{step}"},
         }
         summary = await train(config_of(tmp_path, "train.max_steps=1", base=again))

@@ -72,7 +72,7 @@ def test_generate_submit_steps_finish(tmp_path: Path, loop: str) -> None:
 
 
 async def test_prompts_are_strings_messages_or_token_ids(tmp_path: Path) -> None:
-    config = embedded(tmp_path, REAL | {"model": {"path": f"{MODEL}:build_chat"}})
+    config = embedded(tmp_path, REAL | {"model": {"path": f"{MODEL}:build_chat", "dtype": "float32"}})
     async with Runtime(config, write=False) as runtime:
         [text] = await runtime.generate("a3=")
         [messages] = await runtime.generate([{"role": "user", "content": "a3="}])

@@ -131,7 +131,7 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["event loop has been silent", "block_the_loop"],
     ),
     "closure that holds the lane": (
-        REAL | {"model": {"path": f"{MODEL}:build_wedged"}, "watchdog": {"lane_timeout_s": 1.0}},
+        REAL | {"model": {"path": f"{MODEL}:build_wedged", "dtype": "float32"}, "watchdog": {"lane_timeout_s": 1.0}},
         ["has been held by closure", "runtime_model.py"],
     ),
 }

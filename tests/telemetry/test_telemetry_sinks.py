@@ -281,9 +281,45 @@ def test_the_time_left_of_slow_steps_is_known(monkeypatch: pytest.MonkeyPatch) -
     assert "0:15:00" in last_frame(stream.getvalue())
 
 
+def test_what_goes_on_before_the_first_step_is_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("asyncrl.telemetry.live.time.perf_counter", lambda: now)
+    stream = io.StringIO()
+    with LiveView("auto", 200, stream=stream) as live:
+        live.status("loading the model: 2 GiB")
+        for second in range(65):
+            now += 1
+            live.status(f"first step: {second} of 64 completions")
+        for _ in range(100):  # nothing moves: nothing is said
+            now += 1
+            live.status("first step: 64 of 64 completions")
+    assert stream.getvalue().splitlines() == [
+        "loading the model: 2 GiB",
+        "first step: 0 of 64 completions",
+        "first step: 30 of 64 completions",
+        "first step: 60 of 64 completions",
+        "first step: 64 of 64 completions",
+    ]
+
+
+def test_what_goes_on_before_the_first_step_stands_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with LiveView("auto", 20, stream=stream) as live:
+        live.status("loading the model: [2] GiB")
+    assert "loading the model: [2] GiB" in last_frame(stream.getvalue())
+    stream = Terminal()
+    with LiveView("auto", 20, stream=stream) as live:
+        live.status("loading the model: [2] GiB")
+        live.step(1, METRICS)
+    assert "loading" not in (frame := last_frame(stream.getvalue())) and "reward 0.510" in frame
+
+
 def test_off_prints_nothing() -> None:
     stream = Terminal()
     with LiveView("off", 20, stream=stream) as live:
+        live.status("x: 1")
         live.step(1, METRICS)
         live.note("x")
     assert stream.getvalue() == ""

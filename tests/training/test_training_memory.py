@@ -92,7 +92,7 @@ def test_weights_gradients_and_copies_follow_from_the_parameters(tmp_path: Path)
     LlamaConfig(**SIZES | {"vocab_size": 1000}, num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
     matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
     parameters = 1000 * 64 + matrices + 2 * 2 * 64 + 64
-    model, lengths = ModelConfig(path=str(tmp_path)), Lengths(4, 6)
+    model, lengths = ModelConfig(path=str(tmp_path), dtype="float32"), Lengths(4, 6)
     sizes = predict_memory(model, TRAIN, max_sequences=3, lengths=lengths)
     assert sizes["masters"] == sizes["gradients"] == sizes["optimizer"] / 2 == parameters * 4
     assert sizes["kv_cache"] == 3 * 10 * 2 * 2 * 2 * 16 * 4
@@ -196,7 +196,9 @@ def test_models_that_cannot_be_measured_are_estimated(monkeypatch: pytest.Monkey
 def test_a_state_space_model_is_predicted_without_heads(tmp_path: Path) -> None:
     AutoConfig.for_model("mamba", vocab_size=300, hidden_size=32, num_hidden_layers=2).save_pretrained(tmp_path)
     sizes = [
-        predict_memory(ModelConfig(path=str(tmp_path)), TRAIN, max_sequences=5, lengths=Lengths(9, length))["kv_cache"]
+        predict_memory(
+            ModelConfig(path=str(tmp_path), dtype="float32"), TRAIN, max_sequences=5, lengths=Lengths(9, length)
+        )["kv_cache"]
         for length in (10, 500)
     ]
     assert (

@@ -1,0 +1,126 @@
+"""The device of a rank, and what `model.dtype: auto` is on it: settled once, before anything else is derived.
+
+    CUDA, compute capability 8 or more     bfloat16
+    CPU with AVX512-BF16 or AMX            bfloat16
+    anything else                          float32
+
+Measured on SmolLM2-135M, bfloat16 takes so many times the CPU seconds of float32 in training (decoding 32 sequences): 0.56 (0.59)
+with AVX512-BF16, 2.3 (2.2) with AVX-512 alone, 17 (2.6) with AVX2.
+
+By instructions and not by a measurement, so that every start on a machine, and `--dry-run`, say the same. A run that is resumed
+keeps the dtype it was started with, wherever it goes on: weights, bounds and the saved state belong to it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config, DtypeName
+from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
+
+_SIZE = 256  # of the two products that are compared: some 0.1 ms each, 10 ms in bfloat16 where it has no instructions
+_SLOWER = 1.2  # times float32: from here on bfloat16 is worth a warning
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    config: Config  # as given, `model.dtype` no longer auto where there is a model
+    device: torch.device
+    lines: tuple[str, ...] = ()  # for a run's first lines: which dtype and why; a warning where it is slow
+
+
+def settle(config: Config, local_rank: int = 0) -> Settled:
+    """Of one rank, before `resolve`. Blocks for milliseconds. Errors: ConfigError for a device that is not here."""
+    if config.train.kind != "torch":
+        return Settled(config, torch.device("cpu"))
+    device = choose_device(config.model.device, local_rank)
+    dtype, reason = config.model.dtype, "model.dtype"
+    if config.model.dtype == "auto":
+        dtype, reason = best_dtype(device)
+        started = _started_with(config)
+        if started not in (None, dtype):
+            dtype, reason = started, f"the run was started with it, though this machine would take {dtype}: {reason}"
+    lines = [f"products in {dtype} on {device.type} ({reason})"]
+    if dtype == "bfloat16":
+        lines += _warning(device)
+    model = config.model.model_copy(update={"dtype": dtype})
+    return Settled(config.model_copy(update={"model": model}), device, tuple(lines))
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """`auto`: the GPU of this rank where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {name}, and torch finds no CUDA device here; use cpu or auto")
+    return device
+
+
+def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
+    """What `auto` is there, and why."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        reason = f"auto: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        return ("bfloat16" if major >= 8 else "float32"), reason
+    if not cpu_flags().isdisjoint(BFLOAT16) and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "bfloat16", f"auto: this processor has {instruction_set()}"
+    return "float32", f"auto: this processor has no bfloat16 instructions that torch may use, only {instruction_set()}"
+
+
+def bfloat16_cost(size: int = _SIZE) -> float:
+    """Time of a bfloat16 product over that of float32 on the CPU, as measured now: the best of three each, in turns."""
+    sides = [torch.ones(size, size, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    best = [float("inf")] * len(sides)
+    for _ in range(3):
+        for index, side in enumerate(sides):
+            started = time.perf_counter()
+            side @ side
+            best[index] = min(best[index], time.perf_counter() - started)
+    return best[1] / best[0]
+
+
+def meet(world: World, settled: Settled) -> None:
+    """Open the world; every rank has to have settled on one dtype. Blocks until the others are there. Errors: ConfigError,
+    and those of `World.open`."""
+    world.open(settled.device, alone=settled.config.distributed.sharding == "fsdp")
+    if world.world_size == 1:
+        return
+    dtype = settled.config.model.dtype
+    store = world.store("dtype")
+    if world.is_first:
+        store.set("rank 0", dtype)
+    elif (first := store.get("rank 0").decode()) != dtype:
+        raise ConfigError(
+            f"model.dtype is auto, which is {first} on the machine of rank 0 and {dtype} on that of rank {world.rank}; set it "
+            "to one of them"
+        )
+
+
+def _started_with(config: Config) -> DtypeName | None:
+    file = Path(config.run.dir) / config.run.name / "config.yaml"
+    if not config.resume or not file.exists():
+        return None
+    saved = load_config([file]).model.dtype
+    return None if saved == "auto" else saved
+
+
+def _warning(device: torch.device) -> list[str]:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return []
+        return [f"note: this GPU has compute capability {major}.{minor} and emulates bfloat16; set model.dtype to auto"]
+    if device.type != "cpu" or (factor := bfloat16_cost()) < _SLOWER:
+        return []
+    return [
+        f"note: a bfloat16 product takes {factor:.1f} times as long as a float32 one on this processor ({instruction_set()}; "
+        "measured just now): set model.dtype to float32, or to auto, in a new run"
+    ]

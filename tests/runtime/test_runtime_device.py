@@ -1,0 +1,157 @@
+"""What `model.dtype: auto` is on which device, who says so, and that a run keeps it when it goes on elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import DRY, REAL, Process, config_of, write_yaml
+
+from asyncrl.config.load import load_config
+from asyncrl.config.resolve import resolve
+from asyncrl.errors import ConfigError
+from asyncrl.runtime import device as module
+from asyncrl.runtime.device import Settled, meet, settle
+from asyncrl.runtime.plan import plan
+from asyncrl.runtime.runtime import Runtime
+
+AUTO: dict[str, Any] = REAL | {
+    "model": REAL["model"] | {"dtype": "auto", "device": "cpu"},
+    "telemetry": {"live": "plain"},
+}
+
+
+def processor(monkeypatch: pytest.MonkeyPatch, *flags: str, torch_may: bool = True, cost: float = 0.4) -> None:
+    """As if this were a processor with these flags, on which a bfloat16 product takes `cost` times a float32 one's time."""
+    monkeypatch.setattr(module, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(module, "instruction_set", lambda: " and ".join(flags))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: torch_may)
+    monkeypatch.setattr(module, "bfloat16_cost", lambda: cost)
+
+
+@pytest.mark.parametrize(
+    ("flags", "torch_may", "dtype"),
+    [
+        (("avx2",), False, "float32"),
+        (("avx2", "avx512f"), True, "float32"),
+        (("avx2", "avx512f", "avx512_bf16"), True, "bfloat16"),
+        (("avx2", "avx512f", "avx512_bf16"), False, "float32"),  # ONEDNN_MAX_CPU_ISA
+        (("avx512f", "amx_bf16"), True, "bfloat16"),
+        ((), False, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_processor_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], torch_may: bool, dtype: str
+) -> None:
+    processor(monkeypatch, *flags, torch_may=torch_may)
+    settled = settle(config_of(tmp_path, base=AUTO))
+    assert settled.config.model.dtype == dtype and settled.device == torch.device("cpu")
+    [line] = settled.lines
+    assert f"products in {dtype} on cpu (auto: this processor has" in line and " and ".join(flags) in line
+    # What depends on the dtype is derived from what was settled.
+    assert resolve(settled.config).algorithm.mismatch_gate == {"float32": 1e-3, "bfloat16": 0.1}[dtype]
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_auto_on_a_gpu_is_by_its_compute_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Card")
+    settled = settle(config_of(tmp_path, "model.device=auto", base=AUTO), local_rank=1)
+    assert (settled.config.model.dtype, settled.device) == (dtype, torch.device("cuda", 1))
+    said = f"products in {dtype} on cuda (auto: NVIDIA Card, compute capability {capability[0]}.{capability[1]})"
+    assert settled.lines == (said,)
+    insisted = settle(config_of(tmp_path, "model.device=auto", "model.dtype=bfloat16", base=AUTO))
+    assert any("emulates bfloat16" in line for line in insisted.lines) == (dtype == "float32")
+
+
+def test_who_insists_on_bfloat16_hears_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, "model.dtype=bfloat16", base=AUTO)
+    processor(monkeypatch, "avx2", cost=34.1)
+    said, warning = settle(config).lines
+    assert said == "products in bfloat16 on cpu (model.dtype)"
+    assert "takes 34.1 times as long as a float32 one on this processor (avx2" in warning and "auto" in warning
+    assert warning in plan(config)
+    processor(monkeypatch, "avx2", "avx512_bf16", cost=0.4)
+    assert settle(config).lines == (said,)
+    processor(monkeypatch, "avx2", cost=34.1)
+    assert len(settle(config_of(tmp_path, "model.dtype=float32", base=AUTO)).lines) == 1
+
+
+def test_a_dry_run_has_no_products(tmp_path: Path) -> None:
+    config = config_of(tmp_path, base=DRY)
+    assert settle(config) == Settled(config, torch.device("cpu"))
+
+
+async def test_a_run_keeps_the_dtype_that_it_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor(monkeypatch, "avx2", "avx512_bf16")
+    async with Runtime(config_of(tmp_path, "train.max_steps=1", base=AUTO)) as run:
+        assert run.config.model.dtype == "bfloat16" and run.config.algorithm.mismatch_gate == 0.1
+        assert run.built.policy is not None and run.built.policy.dtype == torch.bfloat16
+        await run.run()
+    assert load_config([tmp_path / "runs/run/config.yaml"]).model.dtype == "bfloat16"
+    assert "products in bfloat16 on cpu (auto: this processor has avx2 and avx512_bf16)" in capsys.readouterr().out
+
+    processor(monkeypatch, "avx2", torch_may=False, cost=34.1)
+    async with Runtime(config_of(tmp_path, "train.max_steps=2", "resume=true", base=AUTO)) as run:
+        assert run.config.model.dtype == "bfloat16" and run.config.algorithm.mismatch_gate == 0.1
+        assert (await run.run()).version == 2
+    said = capsys.readouterr().out
+    assert (
+        "products in bfloat16 on cpu (the run was started with it, though this machine would take float32: auto" in said
+    )
+    assert "takes 34.1 times as long" in said
+    with pytest.raises(ConfigError, match=r"model.dtype: bfloat16 -> float32"):
+        await Runtime(config_of(tmp_path, "resume=true", "model.dtype=float32", base=AUTO)).__aenter__()
+
+
+def test_what_the_user_sees_on_a_processor_without_bfloat16(tmp_path: Path) -> None:
+    """A process of its own, in which torch may use AVX2 alone: `auto` is float32, and bfloat16 is warned of, with a factor."""
+    run = write_yaml(tmp_path, AUTO)
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    plain = Process(tmp_path, str(run), "--dry-run", **limits)
+    assert plain.wait() == 0, plain.output
+    assert (
+        "products in float32 on cpu (auto: this processor has no bfloat16 instructions that torch may use"
+        in plain.output
+    )
+    assert "dtype: float32" in plain.output and "mismatch_gate: 0.001" in plain.output
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in plain.output and "times as long" not in plain.output
+    insisted = Process(tmp_path, str(run), "--dry-run", "model.dtype=bfloat16", **limits)
+    assert insisted.wait() == 0, insisted.output
+    found = re.search(r"note: a bfloat16 product takes ([0-9.]+) times as long", insisted.output)
+    assert found is not None and float(found[1]) > 2, insisted.output  # measured; some 35 where it was tried
+    assert "set model.dtype to float32" in insisted.output
+
+
+class TwoRanks:
+    """Of `World` what `meet` needs, over one store in this process."""
+
+    world_size = 2
+    shared = torch.distributed.HashStore()
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.is_first = rank, rank == 0
+
+    def open(self, device: torch.device, *, alone: bool) -> None:
+        assert not alone
+
+    def store(self, name: str) -> Any:
+        return self.shared
+
+
+def test_ranks_on_unlike_machines_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, base=AUTO)
+    processor(monkeypatch, "avx2", "avx512_bf16")
+    meet(TwoRanks(0), settle(config))  # type: ignore[arg-type]
+    meet(TwoRanks(1), settle(config))  # type: ignore[arg-type]
+    processor(monkeypatch, "avx2")
+    with pytest.raises(ConfigError, match=r"bfloat16 on the machine of rank 0 and float32 on that of rank 1; set it"):
+        meet(TwoRanks(1), settle(config))  # type: ignore[arg-type]

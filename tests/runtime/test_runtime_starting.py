@@ -1,0 +1,45 @@
+"""What a run shows before its first step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from runtime_helpers import MODEL, REAL, config_of
+
+from asyncrl.runtime.runtime import Runtime
+
+LOUD = REAL | {"telemetry": {"live": "plain"}}
+
+
+async def test_every_stage_before_the_first_step_is_shown_with_its_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("asyncrl.telemetry.live._SPARSE_S", 0.0)
+    monkeypatch.setattr("asyncrl.runtime.starting._EVERY_S", 0.001)
+    held_out = (f"data.eval={MODEL}:rows", "evaluate.every=3", "evaluate.samples=2", "evaluate.limit=2")
+    async with Runtime(config_of(tmp_path, "train.max_steps=2", *held_out, base=LOUD)) as run:
+        await run.run()
+    said = capsys.readouterr().out
+    before, _, after = said.partition("\nstep 1/2")
+    assert after and "first step:" not in after.partition("\n")[2], "it ends with the first step"
+    stages = [
+        r"products in float32 on cpu \(model\.dtype\)",
+        r"importing transformers",
+        r"measuring prompts and memory",
+        r"loading the model: about [\d.]+ GiB for the run",
+        r"checking the model against itself: its own eager pass",
+        r"checking the model against itself: 1 of 1 layers, path 1 of 7 \(fused\)",
+        r"starting reward workers: \d",
+        r"evaluating: \d of 4 completions, [\d,]+ tokens sampled",
+        r"first step: \d of 4 groups in training, \d+ completions scored, [\d,]+ tokens sampled",
+    ]
+    places = []
+    for stage in stages:
+        found = re.search(f"^{stage}$", before, re.MULTILINE)
+        assert found is not None, (stage, before)
+        places.append(found.start())
+    assert places == sorted(places), before
+    sampled = [int(number.replace(",", "")) for number in re.findall(r"^first step: .* scored, ([\d,]+)", before, re.M)]
+    assert sampled == sorted(sampled) and sampled[-1] > sampled[0], "the counts move while nobody has a step yet"
