@@ -71,8 +71,8 @@ def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
         reason = f"auto: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
         return ("bfloat16" if major >= 8 else "float32"), reason
     if not cpu_flags().isdisjoint(BFLOAT16) and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "bfloat16", f"auto: this processor has {instruction_set()}"
-    return "float32", f"auto: this processor has no bfloat16 instructions that torch may use, only {instruction_set()}"
+        return "bfloat16", f"auto: bfloat16 instructions; this processor has {instruction_set()}"
+    return "float32", f"auto: no bfloat16 instructions that torch may use; this processor has {instruction_set()}"
 
 
 def bfloat16_cost(size: int = _SIZE) -> float:

@@ -9,12 +9,15 @@ import pytest
 
 from asyncrl.cli.bench import main
 from asyncrl.cli.bench.overlap import Pace
+from asyncrl.telemetry.machine import describe_cpu
 
 
 def test_the_whole_tool_on_short_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overlap", "--quick", "--out", str(tmp_path)]) == 0
-    assert "| two devices, step to the longer lane |" in capsys.readouterr().out
+    seen = capsys.readouterr().out
+    assert "| two devices, step to the longer lane |" in seen
     written = json.loads((tmp_path / "bench_overlap.json").read_text())
+    assert seen.endswith(f"measured on {describe_cpu()}\n") and written["cpu"] == describe_cpu()
     assert written["command"] == "asyncrl bench overlap --quick"
     for name, runs in written["runs"].items():
         for run in runs:  # a lane never does more than the clock allows, but for what runs at the edges of the window

@@ -49,8 +49,8 @@ def test_auto_is_bfloat16_where_the_processor_has_it(
     processor(monkeypatch, *flags, torch_may=torch_may)
     settled = settle(config_of(tmp_path, base=AUTO))
     assert settled.config.model.dtype == dtype and settled.device == torch.device("cpu")
-    [line] = settled.lines
-    assert f"products in {dtype} on cpu (auto: this processor has" in line and " and ".join(flags) in line
+    has = "bfloat16 instructions;" if dtype == "bfloat16" else "no bfloat16 instructions that torch may use;"
+    assert settled.lines == (f"products in {dtype} on cpu (auto: {has} this processor has {' and '.join(flags)})",)
     # What depends on the dtype is derived from what was settled.
     assert resolve(settled.config).algorithm.mismatch_gate == {"float32": 1e-3, "bfloat16": 0.1}[dtype]
 
@@ -97,7 +97,10 @@ async def test_a_run_keeps_the_dtype_that_it_was_started_with(
         assert run.built.policy is not None and run.built.policy.dtype == torch.bfloat16
         await run.run()
     assert load_config([tmp_path / "runs/run/config.yaml"]).model.dtype == "bfloat16"
-    assert "products in bfloat16 on cpu (auto: this processor has avx2 and avx512_bf16)" in capsys.readouterr().out
+    assert (
+        "products in bfloat16 on cpu (auto: bfloat16 instructions; this processor has avx2 and avx512_bf16)"
+        in capsys.readouterr().out
+    )
 
     processor(monkeypatch, "avx2", torch_may=False, cost=34.1)
     async with Runtime(config_of(tmp_path, "train.max_steps=2", "resume=true", base=AUTO)) as run:
@@ -119,7 +122,7 @@ def test_what_the_user_sees_on_a_processor_without_bfloat16(tmp_path: Path) -> N
     plain = Process(tmp_path, str(run), "--dry-run", **limits)
     assert plain.wait() == 0, plain.output
     assert (
-        "products in float32 on cpu (auto: this processor has no bfloat16 instructions that torch may use"
+        "products in float32 on cpu (auto: no bfloat16 instructions that torch may use; this processor has"
         in plain.output
     )
     assert "dtype: float32" in plain.output and "mismatch_gate: 0.001" in plain.output

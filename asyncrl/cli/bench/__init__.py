@@ -22,6 +22,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from asyncrl.telemetry.machine import describe_cpu
+
 USAGE = """\
 usage: asyncrl bench [step | generate | train | head | overlap | transport] [options]
 
@@ -90,9 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     if not given or given[0].startswith("-"):  # `asyncrl bench --quick` is `asyncrl bench step --quick`
-        return _step(given)
+        given = ["step", *given]
     bench = BENCHES.get(given[0])
     if bench is None:
         print(f"asyncrl bench: there is no {given[0]!r}; there is: {', '.join(BENCHES)}\n\n{USAGE}", file=sys.stderr)
         return 2
-    return bench(given[1:])
+    code = bench(given[1:])
+    if code == 0:
+        print(f"measured on {describe_cpu()}")
+    return code

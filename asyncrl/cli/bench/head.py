@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.machine import describe_cpu
+
 from . import report, shares
 from .job import LIGER, PEERS, BenchError, HeadJob
 from .processes import environment, run_child, run_json, trl_python
@@ -247,7 +249,7 @@ def _write(options: argparse.Namespace, command: str, runs: Sequence[HeadRun]) -
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command,
         "options": kept,
-        "cpu": report.cpu_model(),
+        "cpu": describe_cpu(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions,

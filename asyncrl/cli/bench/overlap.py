@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from asyncrl.telemetry.machine import describe_cpu
+
 from . import report
 from .shares import positive, public_command
 
@@ -150,6 +152,7 @@ def measure(options: argparse.Namespace, command: str) -> str:
         "bench": "overlap",
         "date": time.strftime("%Y-%m-%d %H:%M:%S +0000", time.gmtime()),
         "command": command,
+        "cpu": describe_cpu(),
         "train_token_s": cost,
         "summary": summary,
         "runs": {name: [asdict(pace) for pace in own] for name, own in runs.items()},

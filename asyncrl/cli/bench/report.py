@@ -23,6 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.machine import describe_cpu
+
 _FLOP_PER_PARAMETER = 2 + 2 + 4  # sampled or prefilled; forward; backward
 GIB = 1 << 30
 UNSTEADY = 0.1
@@ -145,7 +147,7 @@ def document(runs: Sequence[Run], entries: Sequence[dict[str, Any]], options: di
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": options.pop("command"),
         "options": options,
-        "cpu": cpu_model(),
+        "cpu": describe_cpu(),
         "python": platform.python_version(),
         "versions": {"asyncrl": _version("asyncrl"), **_peer_versions(runs)},
         "summary": list(entries),
@@ -176,14 +178,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "a clone"
-
-
-def cpu_model() -> str:
-    cpus = Path("/proc/cpuinfo")
-    for line in cpus.read_text().splitlines() if cpus.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.machine import describe_cpu
+
 from . import report
 from .job import MODELS, BenchError, cache_directory
 from .processes import run_child
@@ -104,7 +106,7 @@ def document(bench: str, runs: Sequence[Run], options: Mapping[str, Any], comman
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command,
         "options": {key: value for key, value in options.items() if f"--{key}".replace("_", "-") not in _PLACES},
-        "cpu": report.cpu_model(),
+        "cpu": describe_cpu(),
         "python": platform.python_version(),
         "versions": {run.side: run.result["versions"] for run in runs},
         "summary": summarise(runs),

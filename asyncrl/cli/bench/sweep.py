@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.machine import describe_cpu
+
 from . import report
 from .job import GenerateJob, SweepJob
 from .shares import Place
@@ -148,7 +150,7 @@ def _write(place: Place, command: str, found: dict[str, Cells], rates: dict[str,
         "bench": "generate --sweep",
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command,
-        "cpu": report.cpu_model(),
+        "cpu": describe_cpu(),
         "python": platform.python_version(),
         "rates": rates,
         "worst_step": worst,

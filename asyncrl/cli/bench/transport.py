@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.telemetry.machine import describe_cpu
+
 from . import report, shares, transport_report
 from .handover import LOOPS
 from .job import PEERS, BenchError, HandoverJob
@@ -104,7 +106,7 @@ def measure(place: Place, command: str) -> str:
             report.write_json(written, transport_report.document(runs, costs, command))
     text = transport_report.tables(runs, costs)
     table, plot = written.with_suffix(".md"), written.with_suffix(".png")
-    table.write_text(f"`{command}`, {report.cpu_model()}\n\n{text}\n")
+    table.write_text(f"`{command}`, {describe_cpu()}\n\n{text}\n")
     also = f", {plot}" if transport_report.write_plot(plot, runs, costs) else ""
     return f"{text}\n\nwritten: {written}, {table}{also}"
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.machine import describe_cpu
+
 from . import report
 
 OURS = "stash uvloop"
@@ -149,7 +151,7 @@ def document(runs: Rows, costs: Rows, command: str) -> dict[str, Any]:
         "bench": "transport",
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command,
-        "cpu": report.cpu_model(),
+        "cpu": describe_cpu(),
         "python": platform.python_version(),
         "versions": {run["side"]: run["versions"] for run in runs},
         "goals": [{"goal": goal.text, "found": goal.found, "holds": goal.holds} for goal in goals(runs, costs)],
