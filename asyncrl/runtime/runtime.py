@@ -20,7 +20,6 @@ from typing import Any
 from weakref import WeakSet
 
 import anyio
-import torch
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import Watchdog
