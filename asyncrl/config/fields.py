@@ -15,9 +15,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from .other_names import OTHER_NAMES
 from .schema import Config
 
 _PLAIN_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+_COMMON, _SIMILAR = 0.5, 0.6  # of words, of letters: from here on a name is suggested
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
@@ -71,19 +73,43 @@ def sections() -> Mapping[str, type[BaseModel]]:
 
 
 def nearest_name(name: str) -> str | None:
-    """The existing dotted name most like `name`, or None where nothing is similar.
+    """The existing dotted name that was most likely meant by `name`, or None where nothing is similar.
 
-    Compares the whole name and, slightly discounted, the last part alone: `lr` and `optim.lr` both find `train.lr`.
+    What other code bases call a knob is looked up (`other_names`). Else the one with most words in common, whole words or
+    their beginnings: `clip_grad_norm` finds `train.grad_clip`. Letters decide between equals, and find what is mistyped.
     """
     last = name.rpartition(".")[2]
+    known = OTHER_NAMES.get(name) or OTHER_NAMES.get(last)
+    if known is not None:
+        return known
 
-    def score(candidate: str) -> float:
+    def score(candidate: str) -> tuple[float, float]:
+        tail = candidate.rpartition(".")[2]
+        words = _common_words(name, candidate) if candidate in knobs() else 0.0
         whole = difflib.SequenceMatcher(None, name, candidate).ratio()
-        tail = difflib.SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
-        return max(whole, 0.95 * tail)
+        letters = max(whole, 0.95 * difflib.SequenceMatcher(None, last, tail).ratio())
+        return words if words >= _COMMON else 0.0, letters
 
     best = max([*knobs(), *sections()], key=score)
-    return best if score(best) >= 0.5 else None
+    words, letters = score(best)
+    return best if words or letters >= _SIMILAR else None
+
+
+def _common_words(name: str, candidate: str) -> float:
+    """Words of the last part of `name` that the last part of `candidate` has, in its section half, and half again for each
+    that the two sections share; over the words there are. 0 where only the sections are alike."""
+    (asked_section, _, asked), (section, _, tail) = name.rpartition("."), candidate.rpartition(".")
+    places = {**dict.fromkeys(section.split("."), 0.5), **dict.fromkeys(tail.split("_"), 1.0)}
+    words = asked.split("_")
+    found = sum(max((places[word] for word in places if _same_word(word, each)), default=0.0) for each in words)
+    shared = sum(0.5 for each in section.split(".") if any(_same_word(each, one) for one in asked_section.split(".")))
+    return 2 * (found + shared) / (len(words) + len(tail.split("_"))) if found else 0.0
+
+
+def _same_word(one: str, other: str) -> bool:
+    """Equal, or one the beginning of the other: eval, evaluate."""
+    short, long = sorted((one, other), key=len)
+    return (one == other != "") or (len(short) >= 3 and long.startswith(short))
 
 
 def get(config: Config, name: str) -> Any:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.fields import knobs, nearest_name
+from asyncrl.config.fields import knobs, nearest_name, sections
 from asyncrl.config.load import load_config
+from asyncrl.config.other_names import OTHER_NAMES
 from asyncrl.config.schema import Config
 from asyncrl.config.text import dump, parse_file
 from asyncrl.errors import ConfigError
@@ -129,6 +130,124 @@ def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
     text = complaint(override)
     assert f"unknown key {override.split('=')[0]!r}" in text
     assert f"the nearest is {nearest!r}" in text and repr(override) in text
+
+
+# What somebody types who comes from TRL's GRPOConfig or from verl, or who guesses; and what is meant.
+MEANT = {
+    "learning_rate": "train.lr",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "beta": "algorithm.kl_coef",
+    "num_train_epochs": "train.max_epochs",
+    "max_steps": "train.max_steps",
+    "output_dir": "run.dir",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "evaluate.every",
+    "warmup_steps": "train.warmup_steps",
+    "warmup_ratio": "train.warmup_steps",
+    "max_grad_norm": "train.grad_clip",
+    "lr_scheduler_type": "train.schedule",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "epsilon_high": "algorithm.epsilon_high",
+    "loss_type": "algorithm.loss",
+    "scale_rewards": "algorithm.advantage",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "bf16": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "report_to": "telemetry.sinks",
+    "run_name": "run.name",
+    "resume_from_checkpoint": "resume",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "num_iterations": "algorithm.updates_per_batch",
+    "adam_beta1": "train.beta1",
+    "adam_epsilon": "train.eps",
+    "save_total_limit": "checkpoint.keep",
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.functions",
+    "model_name_or_path": "model.path",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_target_modules": "model.lora.target_modules",
+    "per_device_train_batch_size": "rollout.groups_per_step",
+    "train_dataset": "data.train",
+    "eval_dataset": "data.eval",
+    "weight_decay": "train.weight_decay",
+    "importance_sampling_level": "algorithm.importance_mode",
+    "train.learning_rate": "train.lr",
+    "trainer.lr": "train.lr",
+    "optimizer.lr": "train.lr",
+    "actor_rollout_ref.actor.optim.lr": "train.lr",
+    "actor_rollout_ref.model.path": "model.path",
+    "data.train_files": "data.train",
+    "data.val_files": "data.eval",
+    "data.train_batch_size": "rollout.groups_per_step",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": "rollout.max_tokens",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coef",
+    "actor_rollout_ref.actor.clip_ratio": "algorithm.epsilon",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.epsilon_high",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.updates_per_batch",
+    "trainer.total_epochs": "train.max_epochs",
+    "trainer.total_training_steps": "train.max_steps",
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.test_freq": "evaluate.every",
+    "trainer.experiment_name": "run.name",
+    "trainer.logger": "telemetry.sinks",
+    "trainer.default_local_dir": "run.dir",
+    "actor_rollout_ref.actor.grad_clip": "train.grad_clip",
+    "custom_reward_function.path": "reward.functions",
+    "trainer.resume_mode": "resume",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
+    "data.prompt_key": "data.prompt_column",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss",
+    "actor_rollout_ref.model.lora_rank": "model.lora.rank",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+    "eval_every": "evaluate.every",
+    "save_every": "checkpoint.every",
+    "trian.lr": "train.lr",
+    "rollout.grup_size": "rollout.group_size",
+    "max_tokens": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "batch_size": "rollout.groups_per_step",
+    "gradient_clip": "train.grad_clip",
+    "clip_grad_norm": "train.grad_clip",
+    "kl_coefficient": "algorithm.kl_coef",
+    "epochs": "train.max_epochs",
+    "steps": "train.max_steps",
+    "num_epochs": "train.max_epochs",
+    "group_size": "rollout.group_size",
+    "staleness": "rollout.max_staleness",
+    "model.name": "model.path",
+    "model_path": "model.path",
+    "train_file": "data.train",
+    "data.path": "data.train",
+    "device": "model.device",
+    "dtype": "model.dtype",
+    "checkpoint_every": "checkpoint.every",
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_name_of_another_code_base_finds_ours(name: str) -> None:
+    """Words before letters: those of `learning_rate` are like `engine`, and `train.lr` is meant."""
+    assert nearest_name(name) == MEANT[name]
+
+
+def test_every_name_that_is_looked_up_leads_somewhere() -> None:
+    assert set(OTHER_NAMES.values()) <= {*knobs(), *sections()}
+    assert not set(OTHER_NAMES) & set(knobs()), "a knob of ours is no unknown key"
+
+
+@pytest.mark.parametrize("name", ["optim", "gamma", "use_vllm", "num_gpus"])
+def test_what_is_not_here_is_not_guessed(name: str) -> None:
+    assert nearest_name(name) is None
 
 
 def test_unknown_keys_of_a_file_name_the_line_and_are_all_told_at_once(tmp_path: Path) -> None:
