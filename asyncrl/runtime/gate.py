@@ -120,9 +120,9 @@ def check_model(
     refuse_unsupported(module)
     with _quiet():
         try:
-            say("checking the model against itself: its own eager pass")
+            say("checking the model: its own eager pass")
             trial = _trial(module, device, lora, checkpointing)
-            stage = f"checking the model against itself: {_layers(trial.probe)} of {_layers(module)} layers"
+            layers = f"{_layers(trial.probe)} of {_layers(module)} layers"
             trial.check_causal()
         except ConfigError as error:
             raise ConfigError(f"model.path: {name} is refused: {error}") from error
@@ -138,7 +138,7 @@ def check_model(
             if not packed.agrees:
                 return _verdict(module, trial, [packed], started)
         for number, path in enumerate(paths, 1):
-            say(f"{stage}, path {number} of {len(paths)} ({path.name})")
+            say(f"checking the model: path {number} of {len(paths)} ({path.name}), {layers}")
             results.append(_compare(trial, path))
             if results[-1].agrees and not every:
                 break

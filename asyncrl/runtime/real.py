@@ -55,7 +55,7 @@ async def open_real(
 
     name = device.type if device.index is None else f"{device.type}{device.index}"
     lane = await stack.enter_async_context(ThreadLane(name, recorder, on_start))
-    say(f"loading the model: about {needed / GIB:.2f} GiB for the run")
+    say(f"loading: about {needed / GIB:.2f} GiB for the run")
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         policy, tokenizer, core, rates, verdict = await lane.run(
             lambda: _load(config, world, device, say), name="start/load"

@@ -22,10 +22,11 @@ async def show_first_step(rooms: Rooms, graph: Graph, say: Say) -> None:
 
 
 def progress(rooms: Rooms, graph: Graph) -> str:
-    """A stage, a colon and counts: groups of all ranks, completions and tokens of this one."""
+    """A stage, a colon and counts, the main one first: a narrow terminal cuts the rest off. Groups are those of all ranks,
+    completions and tokens those of this one."""
     tokens = f"{rooms.engine.statistics().get('tokens', 0.0):,.0f} tokens sampled"
     if graph.evaluating is not None:
         done, total = graph.evaluating
-        return f"evaluating: {done} of {total} completions, {tokens}"
+        return f"evaluating: {done}/{total} completions, {tokens}"
     claimed, groups = rooms.ledger.statistics().claimed, rooms.config.rollout.groups_per_step
-    return f"first step: {claimed} of {groups} groups in training, {graph.scored:,.0f} completions scored, {tokens}"
+    return f"first step: {claimed}/{groups} groups in training, {graph.scored:,.0f} completions scored, {tokens}"
