@@ -73,7 +73,7 @@ def without_native(config: Config) -> list[str]:
     from asyncrl.builds import wanted
     from asyncrl.models.native import available
 
-    from .rooms import choose_device
+    from .device import choose_device
 
     if available() or choose_device(config.model.device, 0).type != "cpu":
         return []
