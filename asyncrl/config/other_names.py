@@ -35,6 +35,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "max_grad_norm": "train.grad_clip",
     "adam_epsilon": "train.eps",
     "total_training_steps": "train.max_steps",
+    "steps": "train.max_steps",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
     "model_name_or_path": "model.path",
