@@ -363,7 +363,10 @@ class TelemetryConfig(Section):
 class RunConfig(Section):
     name: str = field("run", "Name of the run directory.")
     dir: str = field("runs", "Where run directories live.")
-    overwrite: bool = field(False, "Start anew in a run directory that holds a run (the old one is moved aside).")
+    overwrite: bool = field(
+        False,
+        "Start anew in a run directory that holds a run: the old one is renamed, and the newest two such are kept.",
+    )
 
 
 class Config(Section):

@@ -9,8 +9,10 @@ from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError
 
 from .device import settle
+from .directory import unusable
 from .memory import cache_line, predicted, table
 from .prompts import measure_prompts
 
@@ -90,5 +92,8 @@ def print_plan(config: Config) -> None:
     text = plan(config)
     print(text)
     directory = Path(config.run.dir) / config.run.name
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.txt").write_text(text + "\n")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "plan.txt").write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(unusable(directory, error)) from error

@@ -141,15 +141,18 @@ class Runtime:
         settled = await offload(lambda: settle(given, world.local_rank), "device")
         self.config = config = resolve(settled.config, world.world_size, embedding=embedding, submitted=submitted)
         leader = world.is_first
-        self.directory = RunDirectory(config) if self._write else None
-        self.resume_changes = self.directory.open(config, leader=leader) if self.directory else []
+        self.directory = directory = RunDirectory(config) if self._write else None
+        opened: list[str] = []
+        if directory is not None:
+            stack.callback(directory.close)  # after everything that writes there
+            opened = await offload(lambda: directory.open(config, leader=leader), "run-directory")
         self.recorder = recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
         self._watched: list[Any] = []
         self._watchdog = await stack.enter_async_context(self._make_watchdog())
         saved = await self._find_saved()
         turn, version = (saved.turn, saved.version) if saved else (0, 0)
         self._journal = stack.enter_context(Journal(config, self.directory if leader else None, recorder, version))
-        for line in (*settled.lines, *(f"resume: {line}" for line in self.resume_changes)):
+        for line in (*settled.lines, *opened):
             self.note(line)
         self._device = settled.device
         stack.callback(world.close)
@@ -164,10 +167,9 @@ class Runtime:
             self._prompts, held_out = await offload(
                 lambda: load_prompts(config, self.built.tokenizer, world, self._rows), "prompts"
             )
-        self._next_group = EMBEDDED_GROUPS + world.rank
+        self._next_group = EMBEDDED_GROUPS + world.rank if saved is None else saved.next_group(world.rank)
         if saved is not None:
             await self._checkpointer.restore(saved, self._prompts)
-            self._next_group = saved.next_group(world.rank)
         await self._journal.open(self.built.tokenizer.decode)
         lane = self.built.lanes[0]
         self._profiler = StepProfiler(config, lane, self._device, self.directory, world.rank, self.note)

@@ -124,6 +124,10 @@ class Process:
             )
 
     @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -154,6 +154,20 @@ def block_the_loop() -> None:
     time.sleep(3600)
 
 
+class Forking(SingleTurn):
+    """Forks once, as a library may, and leaves the child behind."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        if not os.path.exists("forked"):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            with open("forked", "w") as file:
+                file.write(str(child))
+        return await super().run(prompt, member, group_size, generate)
+
+
 class Thinking(Hanging):
     """A held-out prompt takes its time, so that a signal finds the run in its evaluation."""
 

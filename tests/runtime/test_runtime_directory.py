@@ -1,0 +1,134 @@
+"""The run directory: one live run at a time, what counts as a run, and what becomes of an old one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from runtime_helpers import DRY, MODEL, REAL, Process, config_of, lines_at_least, metrics_of, write_yaml
+
+from asyncrl.errors import ConfigError
+from asyncrl.main import main
+from asyncrl.runtime.runtime import Runtime
+
+SLOW = DRY | {"dry_run": {"decode_step_s": 0.02}, "train": DRY["train"] | {"max_steps": 100_000}}
+
+
+@pytest.mark.parametrize("how", ["run.overwrite=true", "resume=true", "seed=1"])
+def test_a_live_run_is_left_alone_and_named(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "second"
+    folder.mkdir()
+    runs = f"run.dir={tmp_path}/runs"
+    first = Process(tmp_path, str(write_yaml(tmp_path, SLOW)), runs)
+    run = tmp_path / "runs/run"
+    try:
+        first.wait_until(lines_at_least(run, 1), "first step")
+        second = Process(folder, str(write_yaml(folder, SLOW)), runs, how)
+        assert second.wait() == 2, second.output
+        assert f"in use by another run: process {first.pid} on {socket.gethostname()}, since 20" in second.output
+        seen = len(metrics_of(run))
+        first.wait_until(lines_at_least(run, seen + 2), "two more steps")
+        first.send(signal.SIGTERM)
+        assert first.wait() == 143, first.output
+    finally:
+        first.kill()
+    steps = [line["step"] for line in metrics_of(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert sorted(each.name for each in (tmp_path / "runs").iterdir()) == ["run"]  # no lock is left behind
+
+
+def test_a_killed_run_and_its_children_hold_nothing(tmp_path: Path) -> None:
+    """A fork of the user's code lives on, with a copy of every descriptor; a kill -9 leaves the file of the lock."""
+    tree = SLOW | {"rollout": SLOW["rollout"] | {"environment": f"{MODEL}:Forking"}}
+    first = Process(tmp_path, str(write_yaml(tmp_path, tree)))
+    run = tmp_path / "runs/run"
+    try:
+        first.wait_until(lines_at_least(run, 1), "first step")
+        child = int((tmp_path / "forked").read_text())
+        first.send(signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        os.kill(child, 0)  # alive
+        assert (tmp_path / "runs/.run.lock").exists()
+        again = ["run.overwrite=true", "train.max_steps=1", "rollout.environment=single_turn"]
+        second = Process(tmp_path, str(tmp_path / "run.yaml"), *again)
+        assert second.wait() == 0, second.output
+    finally:
+        first.kill()
+    assert len(metrics_of(run)) == 1
+
+
+async def test_two_runs_of_one_process_and_the_ranks_of_one_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, base=DRY)
+    async with Runtime(config):
+        with pytest.raises(ConfigError, match=f"in use by another run: process {os.getpid()} "):
+            async with Runtime(config):
+                pass
+        async with Runtime(config, write=False):  # leaves no run directory, so it needs none
+            pass
+    async with Runtime(config):  # the first one is over, and committed nothing
+        pass
+
+
+def test_two_ranks_take_one_lock(tmp_path: Path) -> None:
+    program = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "asyncrl.main")
+    process = Process(tmp_path, str(write_yaml(tmp_path, REAL)), program=program)
+    assert process.wait() == 0, process.output
+    assert metrics_of(tmp_path / "runs/run")[-1]["step"] == 3
+
+
+def test_what_ended_before_its_first_step_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = str(write_yaml(tmp_path, DRY | {"reward": f"{MODEL}:broken"}))
+    assert main([file]) == 6
+    assert (tmp_path / "runs/run/trace.json").exists()
+    assert main([file, f"reward={MODEL}:share"]) == 6  # `answer` is missing from the rows of a dry run
+    assert main([file, f"reward={MODEL}:short"]) == 0
+    assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == [1, 2, 3]
+    assert main([file, f"reward={MODEL}:short"]) == 2
+
+
+def test_overwrite_says_where_the_old_run_is_and_keeps_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = str(write_yaml(tmp_path, DRY | {"telemetry": {"live": "plain"}}))
+    other = tmp_path / "runs/run.20250101-000000-x"  # of somebody else
+    other.mkdir(parents=True)
+    for steps in range(1, 6):
+        capsys.readouterr()
+        assert main([file, "run.overwrite=true", f"train.max_steps={steps}"]) == 0
+    said = capsys.readouterr().out
+    kept = sorted(each for each in (tmp_path / "runs").iterdir() if each.name not in ("run", other.name))
+    assert sorted(len(metrics_of(each)) for each in kept) == [3, 4]  # the newest two
+    newest = next(each for each in kept if len(metrics_of(each)) == 4)
+    assert f"the run that was here is now runs/{newest.name}" in said
+    assert said.count("run.overwrite: removed runs/run.") == 1
+    assert other.exists()
+
+
+@pytest.mark.parametrize("place", ["runs", "runs/run"])
+def test_a_file_in_its_place_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("mine")
+    for more in ([], ["resume=true"], ["--dry-run"]):
+        assert main([str(write_yaml(tmp_path, DRY)), *more]) == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert "a file stands where a directory is needed" in error or "holds no run" in error
+    assert (tmp_path / place).read_text() == "mine"
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_directory_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """Nobody may make a directory in /sys, root neither."""
+    assert main([str(write_yaml(tmp_path, DRY)), "run.dir=/sys/asyncrl", *more]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "the run directory /sys/asyncrl/run cannot be used: " in error
