@@ -30,7 +30,7 @@
        |- RingFull                  no room before the deadline (also TimeoutError)
        `- RingDetached              the owner of the ring is gone, or refused (also ConnectionError)
 
-Exit codes 130 and 143 mean: stopped by SIGINT or SIGTERM, after the last committed version was checkpointed.
+Exit codes 130, 143 and 129 mean: stopped by SIGINT, SIGTERM or SIGHUP, after the last committed version was checkpointed.
 A message says what was asked, what was found and what to do.
 """
 

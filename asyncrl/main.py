@@ -1,8 +1,9 @@
 """`torchrun -m asyncrl.main x.yaml a.b=c`: one rank of a training run. Also `python -m asyncrl.main` and `asyncrl run`.
 
-Exit codes: those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...); 130 after SIGINT
-and 143 after SIGTERM, once the open step is aborted and the last committed version is checkpointed. A second signal ends
-the process at once, without a checkpoint.
+Exit codes: those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...); 130 after SIGINT,
+143 after SIGTERM and 129 after SIGHUP (a closed terminal; ignored under nohup), once the open step is aborted and the last
+committed version is checkpointed. A second signal ends the process at once, without a checkpoint; a second SIGHUP does not: a
+terminal that closes sends two. Output that nobody reads any more ends nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ from asyncrl.config.describe import help_text
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncrlError, ConfigError, RankLost
+from asyncrl.telemetry.output import lossy_output
 
 if TYPE_CHECKING:
     from asyncrl.runtime.runtime import RunSummary, Runtime
     from asyncrl.transport.record_ring import RecordRing
 
+STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run] [--help]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    with lossy_output():
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(given: list[str]) -> int:
     if "--help" in given or "-h" in given:
         print(USAGE + "\n\n" + help_text())
         return 0
@@ -87,12 +94,13 @@ async def _run(config: Config) -> int:
     loop = asyncio.get_running_loop()
     scope = anyio.CancelScope()
     runtime = Runtime(config, hard_exit=True)
+    handled = [each for each in STOPPED_BY if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
     def stop(received: signal.Signals) -> None:
         stopped.append(received)
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in handled:
             loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else signal.SIG_DFL)
         runtime.expect_end(received.name)
         if ring is not None:
             ring.end_intake()  # now, and not behind the checkpoint: producers that wait hear it
@@ -103,7 +111,7 @@ async def _run(config: Config) -> int:
             flush=True,
         )
 
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in handled:
         loop.add_signal_handler(each, stop, each)
     with scope:
         try:

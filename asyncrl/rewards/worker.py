@@ -32,6 +32,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards import forms
 from asyncrl.rewards.forms import UsageError, as_trl, brief
 from asyncrl.rewards.wire import Header, Kind, receive_blocking, send_blocking
+from asyncrl.telemetry.output import lossy_output
 
 _PR_SET_PDEATHSIG = 1
 _FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
@@ -170,7 +171,7 @@ def main(descriptor: int, parent: int) -> None:
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)  # a subprocess of the user's function must not keep the socket open
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
-    with asyncio.Runner() as runner, sock:
+    with asyncio.Runner() as runner, sock, lossy_output():  # what nobody reads any more is no error of a reward
         session = Session(runner)
         while (frame := receive_blocking(sock)) is not None:
             header, payload = frame

@@ -66,7 +66,9 @@ class DirectoryLock:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        with contextlib.suppress(OSError):  # removed while it is still locked: nobody can have locked this file meanwhile
+        with contextlib.suppress(
+            OSError
+        ):  # removed while it is still locked: nobody can have locked this file meanwhile
             self.path.unlink()
         os.close(descriptor)
 

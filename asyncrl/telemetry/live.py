@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
+
+from .output import Lossy
 
 Metrics = Mapping[str, float]
 _SPARSE_S = 30.0  # between two lines of one stage where there is no terminal
@@ -45,7 +47,8 @@ class LiveView:
 
     `total_steps` is the version at which the run ends, None if only the data or the time ends it. `start` is the
     version that a resumed run goes on from. `step` costs well under a millisecond; `note` prints a line above the bar;
-    `status` says what goes on before there is a step.
+    `status` says what goes on before there is a step. What cannot be written (a pipe that nobody reads, a terminal that was closed)
+    is dropped: it ends no run.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class LiveView:
         start: int = 0,
         stream: TextIO | None = None,
     ) -> None:
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = cast(TextIO, Lossy(sys.stdout if stream is None else stream))
         self._total = total_steps
         self._last = time.perf_counter()
         self._off = mode == "off"

@@ -124,6 +124,11 @@ def crash(completions: list[str], **columns: Any) -> list[float]:
     os._exit(9)
 
 
+def chatty(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    print("scoring " + "x" * 4000, flush=True)
+    return share(completions, answer)
+
+
 def slow(completions: list[str], **columns: Any) -> list[float]:
     time.sleep(float(os.environ.get("SLOW_REWARD_S", "5")))
     return [0.0] * len(completions)
@@ -158,13 +163,25 @@ class Forking(SingleTurn):
     """Forks once, as a library may, and leaves the child behind."""
 
     async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
-        if not os.path.exists("forked"):
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-                os._exit(0)
-            with open("forked", "w") as file:
-                file.write(str(child))
+        fork_once()
+        return await super().run(prompt, member, group_size, generate)
+
+
+def fork_once() -> None:
+    if not os.path.exists("forked"):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        with open("forked", "w") as file:
+            file.write(str(child))
+
+
+class Chatty(SingleTurn):
+    """Prints, and sees to it that it is seen."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        print("playing " + "x" * 4000, flush=True)
         return await super().run(prompt, member, group_size, generate)
 
 

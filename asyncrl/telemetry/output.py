@@ -1,0 +1,67 @@
+"""Text for people: where it cannot be written it is dropped. Standard library only (reward workers import it)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+_NOBODY_READS = (errno.EPIPE, errno.EIO)  # `| head`, a `tee` that was stopped; a terminal that was closed
+
+
+class Lossy:
+    """A text stream around another one that raises neither where nobody reads any more, nor where a disk is full, nor for
+    characters that its encoding lacks (those are replaced)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError as error:
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        except (OSError, ValueError) as error:  # ValueError: closed
+            self._give_up(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """What is buffered, and what C code or children write, goes nowhere from now on: else each flush, the one at the
+        exit of the process too, fails again."""
+        if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lossy_output() -> Iterator[None]:
+    """stdout and stderr of this process, inside. For programs of ours, not inside of somebody else's."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream if stream is None else Lossy(stream) for stream in before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()  # here, where it may fail
+        sys.stdout, sys.stderr = before
