@@ -31,15 +31,19 @@ def _path(checkpoints: Path, version: int, rank: int) -> Path:
 
 
 def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, Any]) -> None:
-    """On rank > 0: the file for rank 0; this rank's earlier ones are removed. Host tensors. Errors: CheckpointError."""
+    """On rank > 0: the file for rank 0; this rank's earlier ones are removed, but for the last, which rank 0 may not have
+    taken yet (it writes while training goes on). Host tensors. Errors: CheckpointError."""
     import torch
 
     check_plain(state, f"shard {rank}")
     path = _path(checkpoints, version, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for old in path.parent.glob(f"step_*-rank_{rank}.pt*"):
-            old.unlink()
+        waiting = {int(old.name[5:].partition("-")[0]): old for old in path.parent.glob(f"step_*-rank_{rank}.pt")}
+        for old in [waiting[each] for each in sorted(waiting)[:-1]]:
+            old.unlink(missing_ok=True)  # rank 0 may take it now
+        for torn in path.parent.glob(f"step_*-rank_{rank}.pt.partial"):
+            torn.unlink()
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
             torch.save(dict(state), file)

@@ -9,6 +9,7 @@ Overrides are relative to the working directory, and so is `run.dir` always.
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -256,6 +257,8 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
         return _wrong(name, _shown(found), "a mapping", where)
     hint = ""
     choices = knobs()[name].choices
+    if isinstance(found, float) and not math.isfinite(found):
+        return f"{_wrong(name, _shown(found), knobs()[name].expected, where)}, and finite"
     if isinstance(found, str) and choices:
         near = {str(choice).lower(): choice for choice in choices}.get(found.strip().lower())
         hint = f"; did you mean {near}?" if near is not None else ""

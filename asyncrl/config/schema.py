@@ -305,7 +305,13 @@ class EvaluateConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int | None = field(None, "Write a checkpoint every n versions; the last version is always written.", ge=1)
+    every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
+    every_s: float | None = field(
+        600.0,
+        "Where `every` is left out: write one when this many seconds have passed since the last, while training goes on; null: "
+        "only the last version.",
+        gt=0,
+    )
     keep: int = field(2, "Checkpoints kept; older ones are removed after a newer one is complete. 0 keeps all.", ge=0)
     save_final: bool = field(True, "Write the last version when the run ends or is stopped by a signal.")
 

@@ -2,6 +2,7 @@
 may have ranks that will never join one.
 
     every rank   say(version) at each version  ->  {version}/{rank}        its cursor and its untrained groups
+    rank 0       say(version, save_next=True)  ->  {version}/save          every rank saves the version after it
                  gather(version) at a save     ->  {version}/{rank}/whole  its part of the checkpoint is done; its replay buffer
     rank 0       gather(version): the books of all ranks
 
@@ -40,16 +41,24 @@ class Positions:
         """Of a checkpoint that the run goes on from."""
         self._heard = dict(books)
 
-    def say(self, version: int, books: Books) -> None:
-        """Once per version, before the next step is finished anywhere. Errors: RuntimeError, the store is gone."""
+    def say(self, version: int, books: Books, *, save_next: bool = False) -> bool:
+        """Once per version, before the next step is finished anywhere. Returns whether this version is to be saved because
+        rank 0 said so at the one before: all ranks get the same answer. `save_next`, on rank 0: say it of the next one.
+        Errors: RuntimeError, the store is gone."""
+        save = bool(self._said) and self._read(f"{self._said[-1]}/save") is not None
         if self._rank == 0 and self._said:
             # Everybody said that one before it joined the step after it, and keeps it until the next step is finished.
             self._hear(self._said[-1])
         self._set(version, books)
+        if self._rank == 0 and save_next:
+            self._store.set(f"{version}/save", "true")
+            self._store.get(f"{version}/save")  # its answer: it is there before this rank joins the next step
         while len(self._said) > 2:
             old = self._said.pop(0)
-            for key in (self._key(old, self._rank), self._key(old, self._rank, whole=True)):
+            keys = [self._key(old, self._rank), self._key(old, self._rank, whole=True)]
+            for key in keys if self._rank else [*keys, f"{old}/save"]:
                 self._store.delete_key(key)
+        return save
 
     def gather(
         self, version: int, books: Books, *, sharded: bool, wait_s: float | None = None

@@ -275,7 +275,7 @@ class Runtime:
         """What is due at a version, before its slots are released: evaluation, its line of metrics, checkpoint.
 
         In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
-        checkpoint therefore stand in the next line.
+        checkpoint therefore stand in a later line.
         """
         await self._profiler.at(version)
         await self._agree_on_time()
@@ -283,8 +283,7 @@ class Runtime:
         last = self._graph.nothing_left()
         await self._journal.write(version, await self._graph.evaluate(version, last))
         if self._checkpointer.due(version, last):
-            saved = await self._checkpointer.save(version, self._books())
-            self.recorder.count("time/checkpoint", saved.seconds)
+            await self._checkpointer.at_version(version, self._books(), last, self._supervisor.start)
 
     async def _agree_on_time(self) -> None:
         """Whether the time limit passed on any rank. The step that may be in progress on some of them is the last one: it
@@ -312,11 +311,7 @@ class Runtime:
                 await self._rooms.book.end_all(ended)
                 await self._profiler.close(version)
                 await self._journal.write_pending()
-                if self._checkpointer.final_due(version, error, stopped):
-                    self.note(f"writing a checkpoint of version {version}")
-                    saved = await self._checkpointer.save(version, books)
-                    for rank in saved.missing:
-                        self.note(f"rank {rank} did not say where it is: a resume plays its last groups again")
+                await self._checkpointer.at_end(version, books, error, stopped, self.note)
             finally:
                 await self._journal.finish(ended if error is not None else "completed")
                 self._no_more_steps()

@@ -1,16 +1,20 @@
 """Checkpoints of a run: what is captured when, and how a run goes on from one.
 
 Captured at one moment, between two steps: the trainer's state by a closure on the lane, the books and the prompt cursor on
-the loop without an await in between. Written by a thread, from host copies. Admitted but untrained groups are kept by id:
-on resume their prompts are admitted again first, with the same randomness, so nothing is skipped or repeated.
+the loop without an await in between. Written by a thread, from host copies, while training goes on; one at a time. Admitted
+but untrained groups are kept by id: on resume their prompts are admitted again first, with the same randomness, so nothing is
+skipped or repeated. What holds NaN or infinite values is never written.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import anyio
 
 from asyncrl.checkpoint.shards import shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
@@ -20,9 +24,9 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import REROLLS, PromptSource
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
-from asyncrl.errors import CheckpointError, StallError
+from asyncrl.errors import CheckpointError, DivergenceError, StallError
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.training.snapshot import host, take
+from asyncrl.training.snapshot import Snapshot, host, take, unsound
 
 from .directory import RunDirectory
 from .offload import offload
@@ -32,6 +36,7 @@ from .rooms import Built
 if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
+Start: TypeAlias = Callable[..., None]  # of a supervisor: (name, work, *arguments)
 EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
 
 
@@ -73,9 +78,13 @@ class SavedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    seconds: float
-    path: Path
+class Captured:
+    """A version on the host, ready to be written. `snapshot` is None on ranks that write nothing more."""
+
+    version: int
+    run: dict[str, Any]
+    snapshot: Snapshot | None
+    started: float
     missing: tuple[int, ...] = ()  # ranks that did not say where they are: they stand where they were a version before
 
 
@@ -88,17 +97,22 @@ class Checkpointer:
         self._world = world
         self._recorder = recorder
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
-        self._saved_version: int | None = None
+        self._saved_version: int | None = None  # written, or on its way
+        self._free = anyio.Event()  # nothing is being written
+        self._free.set()
+        self._since = time.monotonic()  # of the last checkpoint by time
+        self._time_is_up = False
         self._positions = (
             Positions(world.store("checkpoint"), world.rank, world.world_size) if world.world_size > 1 else None
         )
 
     def due(self, version: int, last: bool) -> bool:
-        """Whether a checkpoint of this version is asked for, by the interval or as the last one."""
+        """Whether a checkpoint of this version is asked for: by the interval, by time, or as the last one."""
         if self._store is None or self._built.core is None or version == self._saved_version or version == 0:
             return False
         every = self._config.checkpoint.every
-        return (every is not None and version % every == 0) or (last and self._config.checkpoint.save_final)
+        by_interval = self._time_is_up if every is None else version % every == 0
+        return by_interval or (last and self._config.checkpoint.save_final)
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
         """At the end, however it came. A stalled run writes none: what it would wait for may be what hangs.
@@ -115,13 +129,19 @@ class Checkpointer:
         return self.due(version, last=True)
 
     async def say(self, version: int, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> None:
-        """On every rank, at each version: from now on rank 0 can write a checkpoint of it, whatever becomes of this rank."""
+        """On every rank, at each version, before `due`: from now on rank 0 can write a checkpoint of it, whatever becomes of
+        this rank. Several ranks agree here on a checkpoint by time: rank 0 looks at its clock, a version ahead."""
         positions, saving = self._positions, self._config.checkpoint
-        if positions is None or self._store is None or self._built.core is None:
+        if self._store is None or self._built.core is None:
             return
-        if saving.save_final or saving.every is not None:
+        by_time = saving.every_s is not None and saving.every is None
+        up = by_time and time.monotonic() - self._since >= (saving.every_s or 0.0)
+        if up:
+            self._since = time.monotonic()
+        self._time_is_up = up
+        if positions is not None and (saving.save_final or saving.every is not None or by_time):
             where = self._where(prompts, in_hand, next_group)
-            await offload(lambda: positions.say(version, where), "checkpoint-say")
+            self._time_is_up = await offload(lambda: positions.say(version, where, save_next=up), "checkpoint-say")
 
     def books(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
         """Where this rank is in its prompts, taken at one moment (no await). Take it before live groups are ended.
@@ -143,52 +163,122 @@ class Checkpointer:
             "next_group": next_group,
         }
 
-    async def save(self, version: int, books: dict[str, Any]) -> Written:
-        """Errors: CheckpointError, earlier checkpoints untouched."""
+    async def at_version(self, version: int, books: dict[str, Any], last: bool, start: Start) -> None:
+        """Save between two steps: the caller waits for the copy on the host alone, `start` runs the writing beside it. The
+        last version is waited for. Errors: CheckpointError, earlier checkpoints untouched; DivergenceError."""
+        with self._recorder.wait("publish pump", "the checkpoint before", on="disk", cause="checkpoint"):
+            await self._free.wait()  # two copies of a model at a time would be one too many
+        captured = await self._capture(version, books)
+        if last:
+            await self._write(captured)
+        else:
+            self._free = anyio.Event()
+            start("checkpoint", self._write, captured)
+
+    async def at_end(
+        self,
+        version: int,
+        books: dict[str, Any],
+        error: BaseException | None,
+        stopped: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        """Save what is due after everything else ended (nothing is being written any more); see `final_due`. Errors: as
+        `at_version`; where an `error` ended the run, non-finite weights become a note of it, and a divergence gets one that
+        names the last good version."""
+        if self.final_due(version, error, stopped):
+            note(f"writing a checkpoint of version {version}")
+            try:
+                captured = await self._capture(version, books)
+                await self._write(captured)
+                for rank in captured.missing:
+                    note(f"rank {rank} did not say where it is: a resume plays its last groups again")
+            except DivergenceError as unsound:
+                if error is None:
+                    unsound.add_note(self.last_good())
+                    raise
+                error.add_note(str(unsound))
+        if isinstance(error, DivergenceError) and self._world.is_first:
+            error.add_note(self.last_good())
+
+    def last_good(self) -> str:
+        """The newest version on disk, in words."""
+        version = self._store.latest_version() if self._store is not None else None
+        if self._store is None or version is None:
+            return "no version was saved"
+        return f"the last good version, all of it finite, is {version}: {self._store.path(version)}"
+
+    async def _capture(self, version: int, books: dict[str, Any]) -> Captured:
+        """What is asked of the lane and of the other ranks."""
         assert self._store is not None and self._built.core is not None
-        core = self._built.core
+        core, lane = self._built.core, self._built.lanes[0]
         started = time.perf_counter()
         with (
-            self._recorder.span("checkpoint", track="checkpoint", version=version),
-            self._recorder.wait("publish pump", f"the checkpoint of version {version}", on="disk", cause="checkpoint"),
+            self._recorder.span("checkpoint/capture", track="checkpoint", version=version),
+            self._recorder.wait("publish pump", f"a copy of version {version}", on="the lane", cause="checkpoint"),
         ):
-            path = self._store.path(version)
             if (replay := books["replay"]) is not None:
                 books = {**books, "replay": await offload(lambda: encode(replay), "replay")}
+            if core.is_sharded:  # every rank holds all weights, and all of them have to come to the same end
+                served = core.policy.weights.working
+                self._require_sound(
+                    await lane.run(lambda: unsound(served, "weights"), name="checkpoint/check"), version
+                )
             if core.is_sharded and self._world.rank:
                 await self._write_shard(core, self._store.directory, version)
             everybody, missing = await self._gather(version, books)
-            if self._world.rank == 0:
-                run = {
-                    "version": version,
-                    "turn": books["turn"],
-                    "prompts": {str(rank): each["prompts"] for rank, each in enumerate(everybody)},
-                    "untrained": {str(rank): each["untrained"] for rank, each in enumerate(everybody)},
-                    "next_group": {str(rank): each["next_group"] for rank, each in enumerate(everybody)},
-                    "replay": {str(rank): each["replay"] for rank, each in enumerate(everybody)},
-                    "world_size": self._world.world_size,
-                    "config": to_plain(self._config),
-                }
-                snapshot = await self._built.lanes[0].run(lambda: take(core), name="checkpoint/capture", priority=2)
-                if snapshot.version != version:
-                    raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
-                saved = await self._store.save_in_thread(
+            if self._world.rank:
+                self._saved_version = version
+                return Captured(version, {}, None, started)
+            by_rank = {
+                name: {str(rank): each[name] for rank, each in enumerate(everybody)}
+                for name in ("prompts", "untrained", "next_group", "replay")
+            }
+            run = {
+                "version": version,
+                "turn": books["turn"],
+                **by_rank,
+                "world_size": self._world.world_size,
+                "config": to_plain(self._config),
+            }
+            snapshot = await lane.run(lambda: take(core), name="checkpoint/capture", priority=2)
+            if snapshot.version != version:
+                raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
+            return Captured(version, run, snapshot, started, tuple(missing))
+
+    async def _write(self, captured: Captured) -> None:
+        """Not cut short: a run that ends meanwhile waits for it."""
+        store, snapshot, version = self._store, captured.snapshot, captured.version
+        assert store is not None
+        try:
+            if snapshot is None:
+                return
+            sharded = self._built.core is not None and self._built.core.is_sharded
+            self._saved_version = version
+            with (
+                self._recorder.span("checkpoint", track="checkpoint", version=version),
+                anyio.CancelScope(shield=True),
+            ):
+                self._require_sound(await offload(snapshot.unsound, "checkpoint-check"), version)
+                await store.save_in_thread(
                     version,
                     lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer, self._config.model.path),
-                    state_writer(trainer=snapshot.state, run=run),
-                    *(
-                        [shards_writer(self._store.directory, version, self._world.world_size)]
-                        if core.is_sharded
-                        else []
-                    ),
+                    state_writer(trainer=snapshot.state, run=captured.run),
+                    *([shards_writer(store.directory, version, self._world.world_size)] if sharded else []),
                 )
-                path = saved.path
-        self._saved_version = version
-        return Written(time.perf_counter() - started, path, tuple(missing))
+            self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
+        finally:
+            self._free.set()
+
+    def _require_sound(self, place: str | None, version: int) -> None:
+        if place is not None:
+            self._saved_version = version  # and it is not asked for again
+            raise DivergenceError(f"version {version} is not saved: {place} holds NaN or infinite values")
 
     async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> None:
         """This rank's part of a sharded state, before rank 0 hears that it may take it."""
         state = await self._built.lanes[0].run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
+        self._require_sound(await offload(lambda: unsound(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
         await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")

@@ -40,6 +40,10 @@ class Snapshot:
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(directory)
 
+    def unsound(self) -> str | None:
+        """The name of a tensor that holds NaN or infinite values, None where there is none. One pass over all of it."""
+        return unsound({"model": self.model, "state": self.state, "adapter": self.adapter})
+
 
 def take(core: TorchTrainer) -> Snapshot:
     """On the lane."""
@@ -61,3 +65,14 @@ def host(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [host(item) for item in value]
     return value
+
+
+def unsound(value: Any, name: str = "") -> str | None:
+    """The place, inside nested containers, of a tensor that holds NaN or infinite values; None where there is none."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point() or not value.numel():
+            return None
+        return None if all(bool(torch.isfinite(end)) for end in torch.aminmax(value)) else name  # both keep a NaN
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    found = (unsound(item, f"{name}.{key}" if name else str(key)) for key, item in items)
+    return next((place for place in found if place is not None), None)

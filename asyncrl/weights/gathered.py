@@ -18,6 +18,8 @@ from asyncrl.models.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import WeightSink
 
+from .shared import require_finite
+
 SAMPLED_POSITIONS = 4096  # of each parameter
 
 
@@ -51,6 +53,7 @@ class GatheredWeights:
         for name, master in self._shards.named_masters():
             sent, served = master.view(-1), self._shards.local(self._served.named(name)).reshape(-1)
             stride = max(sent.numel() // SAMPLED_POSITIONS, 1)
+            require_finite(served[::stride], version)
             wrong = int((sent[::stride].to(served.dtype) != served[::stride]).sum())
             if wrong:
                 raise DivergenceError(

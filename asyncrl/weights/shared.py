@@ -8,6 +8,7 @@ mismatch that other systems meet) is a `DivergenceError`.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import DivergenceError
@@ -40,6 +41,7 @@ class SharedWeights:
             raise DivergenceError(f"publish: the policy is at version {self._policy.version}, not yet at {version}")
         sent = flat.master[self._positions].to(flat.working.dtype)
         served = flat.working[self._positions]
+        require_finite(served, version)
         wrong = int((sent != served).sum())
         if wrong:
             raise DivergenceError(
@@ -59,3 +61,12 @@ class SharedWeights:
             raise DivergenceError(
                 f"publish of version {version}: a packed copy of the weights is older than the weights"
             )
+
+
+def require_finite(weights: Tensor, version: int) -> None:
+    """Errors: DivergenceError. Before anything is compared: NaN differs from itself."""
+    if not bool(torch.isfinite(weights).all()):
+        raise DivergenceError(
+            f"version {version} has weights that are NaN or infinite: the step to it was too large; lower train.lr (or raise "
+            "train.warmup_steps)"
+        )

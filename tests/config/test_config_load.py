@@ -345,3 +345,12 @@ def test_what_is_dumped_is_read_back(value: dict[str, object]) -> None:
 def test_every_knob_has_a_sentence_and_there_are_not_too_many() -> None:
     assert all(knob.text and knob.expected for knob in knobs().values())
     assert len(knobs()) <= 163  # a quarter of them are the numbers of the published losses, each under its own name
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
+def test_no_setting_takes_infinity_or_nan(value: str) -> None:
+    for name, knob in knobs().items():
+        if not knob.takes_text:
+            assert name in complaint(f"{name}={value}")
+    assert complaint(f"train.lr={value}").endswith("expected a number >= 0, and finite")
+    assert "weight is" in complaint(f"reward.functions=[{{function: 'a.py:f', weight: {value}}}]")

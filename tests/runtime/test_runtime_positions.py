@@ -79,3 +79,20 @@ def test_the_store_does_not_grow() -> None:
             rank.say(version, at(version))
             rank.gather(version, whole(version), sharded=False)
     assert store.num_keys() <= 2 * 2 * 2
+
+
+def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_so() -> None:
+    first, other, store = two()
+    answers = []
+    for version in range(2, 20, 2):  # two updates per batch
+        due = version in (4, 6, 14)
+        answers.append(
+            (first.say(version, at(version), save_next=due), other.say(version, at(version), save_next=True))
+        )
+    assert [version for version, said in zip(range(2, 20, 2), answers, strict=True) if said == (True, True)] == [
+        6,
+        8,
+        16,
+    ]
+    assert all(mine == theirs for mine, theirs in answers)
+    assert not [version for version in (4, 6, 14) if store.check([f"{version}/save"])]
