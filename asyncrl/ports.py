@@ -63,11 +63,7 @@ class Environment(Protocol):
 
 
 class Reward(Protocol):
-    """Scores trajectories off the loop."""
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(self, *exc: object) -> bool | None: ...
+    """Scores trajectories off the loop. Who makes it opens and closes what is behind it."""
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same trajectories with `reward` and `components` set. Errors: `RewardError` as the policy says."""

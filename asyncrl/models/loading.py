@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from .liger_head import require_head_kernel
 from .lora import find_targets, require_peft
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
+from .source import is_builder, model_source, tokenizer_source
 
 Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
 
@@ -70,16 +70,6 @@ def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, An
     return module, tokenizer
 
 
-def is_builder(config: ModelConfig) -> bool:
-    """Whether `model.path` names a function that builds the model."""
-    return is_address(config.path or "")
-
-
-def is_address(path: str) -> bool:
-    """Whether it is `file.py:name` or `module:name`, and no directory or hub id."""
-    return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
-
-
 def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]:
     assert config.path is not None
     built = load_object(config.path)(seed)
@@ -93,7 +83,7 @@ def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of `model.tokenizer`, or the model's own. Errors: ConfigError where there is none."""
-    source = config.tokenizer or _path(config)
+    source = tokenizer_source(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer is None else {}
     try:
         return AutoTokenizer.from_pretrained(source, **gguf)
@@ -142,26 +132,13 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     if is_builder(config):
         with torch.device("meta"):
             return _call_builder(config, 0)[0].config
-    path = _path(config)
+    path = model_source(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(path, **gguf)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"model.path: no model configuration in {path!r} ({_short(error)})") from error
     return _repair(found)
-
-
-def _path(config: ModelConfig) -> str:
-    if config.path is None:
-        raise ConfigError("model.path is not set; name a directory or hub id of a Hugging Face causal language model")
-    path = Path(config.path)
-    looks_local = path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1
-    if looks_local and not path.expanduser().is_dir():
-        raise ConfigError(f"model.path: there is no directory {config.path!r}")
-    if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
-        found = sorted(p.name for p in path.glob("*.gguf"))
-        raise ConfigError(f"model.gguf_file: no {config.gguf_file!r} in {config.path!r}; GGUF files there: {found}")
-    return str(path.expanduser()) if looks_local else config.path
 
 
 def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
@@ -171,7 +148,7 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
             torch.manual_seed(seed)
             built: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         return built
-    path = _path(config)
+    path = model_source(config)
     load_model_config(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import ConfigError, LifecycleError, RewardError
@@ -45,7 +45,7 @@ class TextModel(Protocol):
 
 
 class ModelRewards:
-    """Implements `ports.Reward` with models after the functions of `pool`, which it opens and closes."""
+    """Implements `ports.Reward` with models after the functions of `pool`, which is open as long as this is used."""
 
     def __init__(
         self,
@@ -55,10 +55,14 @@ class ModelRewards:
         on_error: Literal["fail", "none", "zero"],
         recorder: Recorder,
     ) -> None:
-        """`models`: each with its weight. Errors: ConfigError where two have one name."""
+        """`models`: each with its weight. Errors: ConfigError where two components have one name."""
         names = [model.name for model, _ in models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"{len(twice)} reward models are named {twice[0]!r}; give them a `name` each")
+        if both := set(names) & set(pool.weights):
+            raise ConfigError(
+                f"a reward function and a reward model are both named {min(both)!r}; give one another `name`"
+            )
         self._pool = pool
         self._models = tuple(model for model, _ in models)
         self._weights = {model.name: weight for model, weight in models}
@@ -68,21 +72,8 @@ class ModelRewards:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each component, functions first, by name; known once it is open."""
+        """Weight of each component, functions first, by name."""
         return self._pool.weights | self._weights
-
-    async def __aenter__(self) -> ModelRewards:
-        """Errors: as `RewardPool`; ConfigError where a function and a model have one name."""
-        await self._pool.__aenter__()
-        if both := set(self._pool.weights) & set(self._weights):
-            await self._pool.__aexit__(None, None, None)
-            raise ConfigError(
-                f"a reward function and a reward model are both named {min(both)!r}; give one another `name`"
-            )
-        return self
-
-    async def __aexit__(self, *exc: Any) -> bool | None:
-        return await self._pool.__aexit__(*exc)
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """As `RewardPool.score`, with the models' components too. Errors: as there."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
+
 from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
@@ -13,6 +15,7 @@ from asyncrl.errors import ConfigError
 
 from .device import settle
 from .directory import unusable
+from .inputs import check_inputs, load_code
 from .memory import cache_line, predicted, table
 from .prompts import measure_prompts
 
@@ -88,7 +91,11 @@ def without_native(config: Config) -> list[str]:
 
 
 def print_plan(config: Config) -> None:
-    """Print it, and write it where the run directory would be, as `plan.txt`."""
+    """Print it, and write it where the run directory would be, as `plan.txt`. Errors: what a run would end with before it
+    has its model."""
+    resolved = resolve(config, World.from_env().world_size)
+    check_inputs(resolved)
+    anyio.run(load_code, resolved)
     text = plan(config)
     print(text)
     directory = Path(config.run.dir) / config.run.name

@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt
 
 from . import dry
+from .inputs import forget_rows, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def measure_prompts(config: Config) -> PromptLengths:
 
     tokenizer = load_tokenizer_of(config.model)
     cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}  # what is refused is told by `load_prompts`
-    found = [PromptSource(load_rows(file), tokenizer, config.data.model_copy(update=cut)) for file in files]
+    found = [PromptSource(rows_of(file), tokenizer, config.data.model_copy(update=cut)) for file in files]
     longest, seen = zip(*(source.longest() for source in found), strict=True)
     rows = sum(len(source) for source in found)
     return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts")
@@ -76,14 +77,15 @@ def load_prompts(config: Config, tokenizer: Any, world: World, given: Any) -> tu
     held_out: list[Prompt] = []
     if config.data.eval is not None and config.evaluate.every is not None:
         data = config.data.model_copy(update={"shuffle": False})
-        source = PromptSource(load_rows(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
+        source = PromptSource(rows_of(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
         held_out = list(iter(source.next, None))
+    forget_rows()
     return prompts, held_out
 
 
 def _source(rows: Any, config: Config, tokenizer: Any, world: World) -> PromptSource:
     prompts = PromptSource(
-        load_rows(rows),
+        rows_of(rows) if isinstance(rows, str) else load_rows(rows),
         tokenizer,
         config.data,
         seed=config.seed,

@@ -40,6 +40,7 @@ from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
+from .inputs import import_environment
 from .offload import offload
 from .rates import Rates
 from .starting import Say
@@ -130,10 +131,13 @@ class Builder:
                 f"engine.kind={self.config.engine.kind} with train.kind={self.config.train.kind}: both are dry_run or none is"
             )
         ledger = await self.stack.enter_async_context(self._ledger(turn))
-        parts = await (self._dry(version) if dry else self._real())
+        # Before the model, which may take minutes: what cannot be imported is told at once.
+        if overrides.environment is None:
+            import_environment(self.config)
         self.say(f"starting reward workers: {self.config.reward.workers}")
-        reward: RewardPool | ModelRewards = self._reward(overrides, parts)
-        await self.stack.enter_async_context(reward)
+        functions = await self.stack.enter_async_context(self._functions(overrides))
+        parts = await (self._dry(version) if dry else self._real())
+        reward = self._reward(functions, parts)
         environment = overrides.environment or load_environment(
             self.config.rollout.environment,
             tokenizer=parts.tokenizer,
@@ -222,15 +226,19 @@ class Builder:
             recorder=self.recorder,
         )
 
-    def _reward(self, overrides: Overrides, parts: Parts) -> RewardPool | ModelRewards:
+    def _functions(self, overrides: Overrides) -> RewardPool:
         reward = self.config.reward
-        pool = RewardPool.from_config(reward, self.recorder)
-        if overrides.rewards:
-            pool = RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
+        if not overrides.rewards:
+            return RewardPool.from_config(reward, self.recorder)
+        return RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
+
+    def _reward(self, functions: RewardPool, parts: Parts) -> RewardPool | ModelRewards:
+        """The functions, and the reward models beside them. Errors: ConfigError where two have one name."""
+        reward = self.config.reward
         if not parts.reward_models:
-            return pool
+            return functions
         models = [(model, each.weight) for model, each in zip(parts.reward_models, reward.model, strict=True)]
-        return ModelRewards(pool, models, parts.lanes[0], reward.on_error, self.recorder)
+        return ModelRewards(functions, models, parts.lanes[0], reward.on_error, self.recorder)
 
     async def _dry(self, version: int) -> Parts:
         config, costs = self.config, self.config.dry_run

@@ -40,6 +40,7 @@ from .device import meet, settle
 from .directory import RunDirectory
 from .embedding import as_group, as_prompt, play
 from .garbage import Collector
+from .inputs import check_inputs
 from .journal import Journal
 from .offload import offload
 from .plan import announcement
@@ -140,6 +141,9 @@ class Runtime:
         embedding = submitted or self._rows is not None
         settled = await offload(lambda: settle(given, world.local_rank), "device")
         self.config = config = resolve(settled.config, world.world_size, embedding=embedding, submitted=submitted)
+        own = self._rows is None, not self._overrides.rewards, self._overrides.environment is None
+        prompts, rewards, environment = own
+        await offload(lambda: check_inputs(config, prompts=prompts, rewards=rewards, environment=environment), "inputs")
         leader = world.is_first
         self.directory = directory = RunDirectory(config) if self._write else None
         opened: list[str] = []

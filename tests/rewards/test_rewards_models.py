@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,16 +50,18 @@ async def lane() -> AsyncIterator[ThreadLane]:
         yield opened
 
 
-def rewards(lane: ThreadLane, *models: tuple[Letters, float], on_error: Any = "fail", functions: Any = ()) -> Any:
+@asynccontextmanager
+async def rewards(
+    lane: ThreadLane, *models: tuple[Letters, float], on_error: Any = "fail", functions: Any = ()
+) -> AsyncIterator[tuple[ModelRewards, Recorder]]:
     recorder = Recorder(max_events=0, nvtx=False)
-    pool = RewardPool(functions, on_error=on_error, recorder=recorder)
-    return ModelRewards(pool, models, lane, on_error, recorder), recorder
+    async with RewardPool(functions, on_error=on_error, recorder=recorder) as pool:
+        yield ModelRewards(pool, models, lane, on_error, recorder), recorder
 
 
 async def test_components_are_added_by_their_weights_after_those_of_the_functions(lane: ThreadLane) -> None:
     one, two = Letters("one"), Letters("two")
-    made, _ = rewards(lane, (one, 2.0), (two, 0.1), functions=[RewardSpec(f"{FILE}:half", 10.0)])
-    async with made:
+    async with rewards(lane, (one, 2.0), (two, 0.1), functions=[RewardSpec(f"{FILE}:half", 10.0)]) as (made, _):
         assert made.weights == {"half": 10.0, "one": 2.0, "two": 0.1}
         found = await made.score(prompt(0, "ab"), trajectories("c", "nn", "ddd"))
     assert [dict(t.components) for t in found] == [
@@ -71,8 +74,7 @@ async def test_components_are_added_by_their_weights_after_those_of_the_function
 
 
 async def test_the_environments_own_reward_stays_in_the_sum(lane: ThreadLane) -> None:
-    made, _ = rewards(lane, (Letters(), 1.0))
-    async with made:
+    async with rewards(lane, (Letters(), 1.0)) as (made, _):
         [found] = await made.score(prompt(0, "a"), [replace(trajectories("bc")[0], reward=100.0)])
         assert found.reward == 103.0 and await made.score(prompt(0, "a"), []) == []
 
@@ -80,8 +82,7 @@ async def test_the_environments_own_reward_stays_in_the_sum(lane: ThreadLane) ->
 @pytest.mark.parametrize(("on_error", "value"), [("none", None), ("zero", 0.0)])
 async def test_a_text_that_is_too_long_is_no_score_and_is_counted(lane: ThreadLane, on_error: str, value: Any) -> None:
     judge = Letters(longest=4)
-    made, recorder = rewards(lane, (judge, 1.0), on_error=on_error)
-    async with made:
+    async with rewards(lane, (judge, 1.0), on_error=on_error) as (made, recorder):
         found = await made.score(prompt(0, "ab"), trajectories("c", "ddd", "cd"))
     assert [t.components["letters"] for t in found] == [3.0, value, 4.0]
     assert [t.reward for t in found] == [3.0, value, 4.0] and judge.batched == [2]
@@ -89,8 +90,7 @@ async def test_a_text_that_is_too_long_is_no_score_and_is_counted(lane: ThreadLa
 
 
 async def test_a_text_that_is_too_long_ends_the_run_where_errors_do(lane: ThreadLane) -> None:
-    made, _ = rewards(lane, (Letters(longest=4), 1.0))
-    async with made:
+    async with rewards(lane, (Letters(longest=4), 1.0)) as (made, _):
         with pytest.raises(
             RewardError, match=r"'letters' \(group 7\).*5 of its tokens, and it takes 4; texts are never cut"
         ):
@@ -102,8 +102,7 @@ async def test_what_is_no_finite_number_is_an_error_that_names_the_model(lane: T
     for on_error, value in (("none", None), ("fail", ...)):
         judge = Letters()
         judge.answer = answer
-        made, _ = rewards(lane, (judge, 1.0), on_error=on_error)
-        async with made:
+        async with rewards(lane, (judge, 1.0), on_error=on_error) as (made, _):
             scoring = made.score(prompt(0, "a"), trajectories("b"))
             if on_error == "none":
                 assert [t.reward for t in await scoring] == [value]
@@ -114,10 +113,10 @@ async def test_what_is_no_finite_number_is_an_error_that_names_the_model(lane: T
 
 async def test_names_are_told_apart(lane: ThreadLane) -> None:
     with pytest.raises(ConfigError, match="2 reward models are named 'letters'"):
-        rewards(lane, (Letters(), 1.0), (Letters(), 1.0))
-    made, _ = rewards(lane, (Letters("half"), 1.0), functions=[RewardSpec(f"{FILE}:half")])
+        async with rewards(lane, (Letters(), 1.0), (Letters(), 1.0)):
+            pass
     with pytest.raises(ConfigError, match="both named 'half'"):
-        async with made:
+        async with rewards(lane, (Letters("half"), 1.0), functions=[RewardSpec(f"{FILE}:half")]):
             pass
 
 
@@ -130,8 +129,7 @@ async def test_the_loop_goes_on_while_a_model_scores(lane: ThreadLane) -> None:
             assert done.wait(30)
             return [1.0] * len(texts)
 
-    made, _ = rewards(lane, (Waiting(), 1.0))
-    async with made, asyncio.TaskGroup() as tasks:
+    async with rewards(lane, (Waiting(), 1.0)) as (made, _), asyncio.TaskGroup() as tasks:
         scoring = tasks.create_task(made.score(prompt(0, "a"), trajectories("b")))
         await asyncio.sleep(0)
         done.set()

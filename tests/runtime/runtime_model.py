@@ -25,6 +25,10 @@ def build(seed: int) -> tuple[Any, Any]:
     return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=1, head_dim=16), make_tokenizer()
 
 
+def build_never(seed: int) -> tuple[Any, Any]:
+    raise AssertionError("the model was asked for")
+
+
 def build_stateful(seed: int) -> tuple[Any, Any]:
     """A layer with a convolution, whose state a packed row would leak, and one that attends."""
     from transformers import Lfm2Config, Lfm2ForCausalLM

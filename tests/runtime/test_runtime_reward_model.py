@@ -105,6 +105,9 @@ def test_a_text_that_is_too_long_ends_the_run_or_is_counted(here: Path, capsys: 
 
 def test_what_is_no_reward_model_ends_the_run_before_it_starts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(here, reward={"model": "nobody/nothing/nowhere"}) == 2
+    assert "reward.model: there is no directory 'nobody/nothing/nowhere'" in capsys.readouterr().err
+    (here / "empty").mkdir()
+    assert run(here, reward={"model": "./empty"}) == 2
     assert "reward.model: no model configuration" in capsys.readouterr().err
 
 

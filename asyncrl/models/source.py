@@ -1,0 +1,54 @@
+"""Where `model.path` and `model.tokenizer` point, told without loading anything: no torch, no transformers, no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.errors import ConfigError
+
+
+def is_builder(config: ModelConfig) -> bool:
+    """Whether `model.path` names a function that builds the model."""
+    return is_address(config.path or "")
+
+
+def is_address(path: str) -> bool:
+    """Whether it is `file.py:name` or `module:name`, and no directory or hub id."""
+    return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
+
+
+def model_source(config: ModelConfig) -> str:
+    """The directory or hub id of the model. Errors: ConfigError where it is neither, or lacks what is asked for."""
+    if config.path is None:
+        raise ConfigError("model.path is not set; name a directory or hub id of a Hugging Face causal language model")
+    source = directory_or_hub(config.path, "model.path")
+    place = Path(source)
+    if config.gguf_file and place.is_dir() and not (place / config.gguf_file).is_file():
+        found = sorted(p.name for p in place.glob("*.gguf"))
+        raise ConfigError(f"model.gguf_file: no {config.gguf_file!r} in {config.path!r}; GGUF files there: {found}")
+    if not config.gguf_file and place.is_dir() and not (place / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: {config.path!r} holds no config.json; it is no directory of a Hugging Face model"
+        )
+    return source
+
+
+def tokenizer_source(config: ModelConfig) -> str:
+    """The directory or hub id of the tokenizer; the model's own by default. Errors: ConfigError."""
+    return directory_or_hub(config.tokenizer, "model.tokenizer") if config.tokenizer else model_source(config)
+
+
+def directory_or_hub(given: str, setting: str) -> str:
+    """A directory as it is opened, or a hub id. Errors: ConfigError where it looks like a path and is no directory: the hub is
+    not asked for that."""
+    path = Path(given)
+    if path.is_dir():
+        return given
+    first, slash, _ = given.partition("/")
+    beside = bool(slash) and Path(first).is_dir()  # `runs/model`, where there is a `runs`
+    looks_local = path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1 or beside or path.exists()
+    if looks_local and not path.expanduser().is_dir():
+        found = "is a file" if path.expanduser().exists() else f"does not exist (looked from {Path.cwd()})"
+        raise ConfigError(f"{setting}: there is no directory {given!r}: it {found}; name a directory or a hub id")
+    return str(path.expanduser()) if looks_local else given

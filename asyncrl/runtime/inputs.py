@@ -1,0 +1,121 @@
+"""What a run needs beside its model, checked before anything is made, moved or loaded. Everything here blocks.
+
+All that is wrong is told at once. Reward functions and environments are loaded by `load_code`, and by a run before its model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asyncrl.config.imports import load_object, split_address
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts_files import Rows, load_rows
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.models.source import directory_or_hub, is_address, is_builder, model_source, tokenizer_source
+from asyncrl.rewards.pool import RewardPool
+
+_read: dict[str, tuple[tuple[int, int], Rows]] = {}  # files that `check_inputs` read, until the run takes them
+
+
+def check_inputs(config: Config, *, prompts: bool = True, rewards: bool = True, environment: bool = True) -> None:
+    """Files, functions and packages that the configuration names; False for what an embedding program brings itself.
+
+    Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
+    """
+    found: list[AsyncrlError] = []
+    for check in _checks(config, prompts, rewards, environment):
+        try:
+            check()
+        except AsyncrlError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(str(error) for error in found)))
+
+
+async def load_code(config: Config) -> None:
+    """Load environment and reward functions as a run does, these in a worker. Errors: ConfigError; as `RewardPool`."""
+    import_environment(config)
+    async with RewardPool.from_config(config.reward.model_copy(update={"workers": 1})):
+        pass
+
+
+def import_environment(config: Config) -> None:
+    """Import the user's environment, on this thread. Errors: ConfigError."""
+    if config.rollout.environment != "single_turn":
+        load_object(config.rollout.environment)
+
+
+def rows_of(source: str) -> Rows:
+    """As `load_rows`; a file that was read by `check_inputs`, and is as it was, is not read again."""
+    return _read[source][1] if source in _read and _read[source][0] == _stamp(source) else load_rows(source)
+
+
+def forget_rows() -> None:
+    """The run has what it needs."""
+    _read.clear()
+
+
+def _checks(config: Config, prompts: bool, rewards: bool, environment: bool) -> Iterator[Callable[[], object]]:
+    model = config.model
+    if config.train.kind == "torch" and is_builder(model):
+        yield lambda: load_object(str(model.path))
+    elif config.train.kind == "torch":
+        yield lambda: model_source(model)
+        if model.tokenizer:
+            yield lambda: tokenizer_source(model)
+    for judge in config.reward.model:
+        if is_address(judge.path):
+            yield lambda address=judge.path: load_object(address)  # type: ignore[misc]
+        else:
+            yield lambda path=judge.path: directory_or_hub(path, "reward.model")  # type: ignore[misc]
+    sources = {
+        "data.train": config.data.train if prompts else None,
+        "data.eval": config.data.eval if config.evaluate.every else None,
+    }
+    for setting, source in sources.items():
+        if source is not None:
+            yield lambda setting=setting, source=source: _check_rows(config, setting, source)  # type: ignore[misc]
+    for function in config.reward.functions if rewards else ():
+        yield lambda address=function.function: _check_file("reward.functions", address)  # type: ignore[misc]
+    if environment and config.rollout.environment != "single_turn":
+        yield lambda: _check_file("rollout.environment", config.rollout.environment)
+    for sink in config.telemetry.sinks:
+        yield lambda sink=sink: _check_sink(sink)  # type: ignore[misc]
+
+
+def _check_rows(config: Config, setting: str, source: str) -> None:
+    """A file is read, a function is imported and not called."""
+    if ":" in source and not Path(source).exists():
+        load_object(source)
+        return
+    try:
+        rows = load_rows(source)
+        PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
+    except AsyncrlError as error:
+        raise type(error)(f"{setting}: {error}") from error
+    _read[source] = _stamp(source), rows
+
+
+def _check_file(setting: str, address: str) -> None:
+    """It is loaded later: a reward by its workers, an environment on the loop's thread."""
+    place, _ = split_address(address)
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        raise ConfigError(f"{setting}: there is no file {place} (of {address!r}; looked from {Path.cwd()})")
+
+
+def _check_sink(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"telemetry.sinks has {name!r}, and that package is not installed: `pip install 'asyncrl[{name}]'`"
+        )
+
+
+def _stamp(source: str) -> tuple[int, int]:
+    state = os.stat(os.path.expanduser(source))
+    return state.st_mtime_ns, state.st_size
