@@ -28,9 +28,7 @@ def model_source(config: ModelConfig) -> str:
         found = sorted(p.name for p in place.glob("*.gguf"))
         raise ConfigError(f"model.gguf_file: no {config.gguf_file!r} in {config.path!r}; GGUF files there: {found}")
     if not config.gguf_file and place.is_dir() and not (place / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {config.path!r} holds no config.json; it is no directory of a Hugging Face model"
-        )
+        raise ConfigError(f"model.path: no model configuration in {config.path!r}: it holds no config.json")
     return source
 
 

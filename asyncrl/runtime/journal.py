@@ -2,15 +2,19 @@
 
 The line of a version is written once what is due at that version (evaluation, checkpoint) is known. The metrics of the
 telemetry are drained when the step commits, so that they belong to that step.
+
+What cannot be written (a full disk, a lost permission) is told and left out: it ends no run and costs no checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,6 +22,7 @@ import anyio
 from asyncrl.config.describe import to_plain
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
@@ -28,7 +33,7 @@ from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
 
-from .directory import RunDirectory
+from .directory import RunDirectory, unusable
 from .history import History
 from .offload import offload
 from .rates import Rates
@@ -58,11 +63,12 @@ class Journal:
         self._version = version
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
+        self._lost: list[str] = []  # what could not be written, and why
 
     async def open(self, decode: Decode) -> None:
         """Open the sinks. `decode`: the tokenizer's, for the rendered prompts in the rollouts.
 
-        Errors: ConfigError (a sink that is not installed or refuses to start).
+        Errors: ConfigError (a sink that is not installed or refuses to start, a directory that cannot be written).
         """
         config, directory = self._config, self._directory
         if directory is not None:
@@ -78,7 +84,10 @@ class Journal:
                 )
                 self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume, decode)
 
-            await offload(files, "sinks")
+            try:
+                await offload(files, "sinks")
+            except OSError as error:
+                raise ConfigError(unusable(directory.path, error)) from error
         self._recorder.take_window()  # what was before belongs to no step
 
     def __enter__(self) -> Journal:
@@ -89,7 +98,23 @@ class Journal:
         try:
             self.live.__exit__(*exc)
         finally:
-            self._sinks.close()
+            with self._without("the last lines of the metrics"):
+                self._sinks.close()
+            if len(self._lost) > 1:
+                logger.warning("%d times something could not be written; the last: %s", len(self._lost), self._lost[-1])
+
+    @contextlib.contextmanager
+    def _without(self, what: str | Path) -> Iterator[None]:
+        """Go on without `what`. A file that was begun is removed: the room may be a checkpoint's."""
+        try:
+            yield
+        except OSError as error:
+            self._lost.append(f"{what}: {error.strerror or error}")
+            if len(self._lost) == 1:
+                logger.warning("could not write %s; the run goes on without", self._lost[0])
+            if isinstance(what, Path):
+                with contextlib.suppress(OSError):
+                    what.with_name(what.name + ".partial").unlink(missing_ok=True)
 
     def committed(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
         """Call at the commit of a step. Returns the report with all metrics of the step in it."""
@@ -118,7 +143,8 @@ class Journal:
             await self._write_rollouts(report)  # before the line: a step that has one has its rollouts too
         self._pending.pop(version, None)
         self.history.add(version, line)
-        self._sinks.write(version, line)
+        with self._without(f"the metrics of version {version}"):
+            self._sinks.write(version, line)
         if report is not None:
             self.live.step(version, line)
             self._warn(warning(line))
@@ -143,9 +169,11 @@ class Journal:
             for group_id, values in report.advantages.items()
             for member, value in enumerate(values)
         }
-        await offload(
-            lambda: writer.write(version, report.groups, trained_version=trained_at, advantages=advantages), "rollouts"
-        )
+        with self._without(writer.path(version)):
+            await offload(
+                lambda: writer.write(version, report.groups, trained_version=trained_at, advantages=advantages),
+                "rollouts",
+            )
 
     async def write_pending(self) -> None:
         """The lines of steps that were committed and not written yet, where the run ended in between."""
@@ -160,9 +188,11 @@ class Journal:
 
         def write() -> None:
             if telemetry.trace:
-                write_trace(self._recorder, directory.trace)
+                with self._without(directory.trace):
+                    write_trace(self._recorder, directory.trace)
             if telemetry.report:
-                write_report(directory.path, name=self._config.run.name, result=outcome)
+                with self._without(directory.report):
+                    write_report(directory.path, name=self._config.run.name, result=outcome)
 
         with anyio.CancelScope(shield=True):
             await offload(write, "report")

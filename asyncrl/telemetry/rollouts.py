@@ -39,6 +39,9 @@ class RolloutWriter:
         if resume_step is not None:
             self._discard_after(resume_step)
 
+    def path(self, step: int) -> Path:
+        return self.directory / f"step_{step}.jsonl"
+
     def write(
         self,
         step: int,
@@ -50,12 +53,12 @@ class RolloutWriter:
         """Write `step_{step}.jsonl`, atomically; a repeated step replaces it.
 
         `step` is the policy version after the update, `trained_version` the one before it (default `step - 1`), against
-        which `staleness` is counted. About 10 us per trajectory of a few hundred characters; `write_async` for more.
+        which `staleness` is counted. About 10 us per trajectory of a few hundred characters; `write_async` for more. OSError.
         """
         if self._limit == 0:
             return
         trained = step - 1 if trained_version is None else trained_version
-        path = self.directory / f"step_{step}.jsonl"
+        path = self.path(step)
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
             for group, trajectory, rendered in islice(self._lines(groups), self._limit):

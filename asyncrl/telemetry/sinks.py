@@ -36,7 +36,8 @@ class Sink(Protocol):
 class JsonlSink:
     """`metrics.jsonl`: `{"step": v, "time": unix seconds, ...}`, one line a step, appended and flushed.
 
-    NaN and infinities become null, which JSON lacks. `resume_step` (the version of the checkpoint that the run goes on
+    NaN and infinities become null, which JSON lacks. A line that a full disk cut short is completed by the next write that finds
+    room. `resume_step` (the version of the checkpoint that the run goes on
     from): lines of later steps, and lines that are not whole, move to `metrics.discarded.jsonl` first.
     """
 
@@ -213,14 +214,20 @@ def _missing(name: str) -> str:
 
 
 class Sinks:
-    """All sinks of a run as one; closing closes each of them, also if another one fails."""
+    """All sinks of a run as one; each of them is written and closed, also if another one fails (OSError, then, at the end)."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        failed: list[OSError] = []
         for sink in self._sinks:
-            sink.write(step, metrics)
+            try:
+                sink.write(step, metrics)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def close(self) -> None:
         with ExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,14 @@ def fork_once() -> None:
             os._exit(0)
         with open("forked", "w") as file:
             file.write(str(child))
+
+
+class Wordy(SingleTurn):
+    """100 kB of metadata a completion, which rollouts/step_N.jsonl holds and nothing else does."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        played = await super().run(prompt, member, group_size, generate)
+        return replace(played, metadata={"thoughts": "x" * 100_000})
 
 
 class Chatty(SingleTurn):

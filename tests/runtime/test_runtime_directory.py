@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runtime_helpers import DRY, MODEL, REAL, Process, config_of, lines_at_least, metrics_of, write_yaml
+from runtime_helpers import (
+    DRY,
+    MODEL,
+    REAL,
+    ROOT,
+    Process,
+    config_of,
+    lines_at_least,
+    metrics_of,
+    rollouts_of,
+    write_yaml,
+)
 
 from asyncrl.errors import ConfigError
 from asyncrl.main import main
@@ -132,3 +147,63 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(
     assert main([str(write_yaml(tmp_path, DRY)), "run.dir=/sys/asyncrl", *more]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the run directory /sys/asyncrl/run cannot be used: " in error
+
+
+def limited(folder: Path, tree: dict[str, Any], largest: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run that cannot write a file of more than `largest` bytes."""
+    program = [sys.executable, "-m", "asyncrl.main", str(write_yaml(folder, tree)), *overrides]
+    return subprocess.run(
+        program,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_disk_that_is_full_for_rollouts_costs_no_checkpoint(tmp_path: Path) -> None:
+    """The rollouts of a step do not fit, the checkpoint does."""
+    tree = REAL | {"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Wordy"}}
+    ended, run = limited(tmp_path, tree, 10**6), tmp_path / "runs/run"
+    assert ended.returncode == 0, ended.stderr
+    assert "could not write runs/run/rollouts/step_1.jsonl: File too large; the run goes on without" in ended.stderr
+    assert "3 times something could not be written; the last: runs/run/rollouts/step_3.jsonl" in ended.stderr
+    assert ended.stderr.count("\n") == 2, ended.stderr
+    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
+    assert list((run / "rollouts").iterdir()) == []  # nothing half-written takes up room
+    assert (run / "checkpoints/latest/state/trainer.pt").exists() and (run / "report.html").exists()
+
+
+def test_a_disk_that_is_full_for_metrics_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/run"
+    assert main([str(write_yaml(tmp_path, REAL)), "train.max_steps=1"]) == 0
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step":1,"padding":"' + 10**6 * "x" + '"}\n')
+    (run / "trace.json.partial").symlink_to("/dev/full")
+    ended = limited(tmp_path, REAL, 10**6, "resume=true")
+    assert ended.returncode == 0, ended.stderr
+    assert "could not write the metrics of version 2: File too large; the run goes on without" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (run / "checkpoints/latest").resolve().name == "step_3"
+    assert len(rollouts_of(run)) == 3 * 16
+
+
+def test_a_checkpoint_that_does_not_fit_exits_5_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written beside the training: the run ends all the same, and the earlier one stays."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/run"
+    assert main([str(write_yaml(tmp_path, REAL)), "train.max_steps=1"]) == 0
+    ended = limited(tmp_path, REAL, 60_000, "resume=true", "checkpoint.every=1", "train.max_steps=100")
+    assert ended.returncode == 5, ended.stderr
+    assert (
+        "could not write the checkpoint runs/run/checkpoints/step_2" in ended.stderr
+        and "step_1 is there" in ended.stderr
+    )
+    assert "Traceback" not in ended.stderr
+    assert (run / "checkpoints/latest").resolve().name == "step_1"
+    assert metrics_of(run)[-1]["step"] < 100
