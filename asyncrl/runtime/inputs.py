@@ -21,8 +21,8 @@ from asyncrl.rewards.pool import RewardPool
 _read: dict[str, tuple[tuple[int, int], Rows]] = {}  # files that `check_inputs` read, until the run takes them
 
 
-def check_inputs(config: Config, *, prompts: bool = True, rewards: bool = True, environment: bool = True) -> None:
-    """Files, functions and packages that the configuration names; False for what an embedding program brings itself.
+def check_inputs(config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False) -> None:
+    """Files, functions and packages that the configuration names; True for what an embedding program brings itself.
 
     Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
     """
@@ -75,15 +75,15 @@ def _checks(config: Config, prompts: bool, rewards: bool, environment: bool) -> 
         else:
             yield lambda path=judge.path: directory_or_hub(path, "reward.model")  # type: ignore[misc]
     sources = {
-        "data.train": config.data.train if prompts else None,
+        "data.train": None if prompts else config.data.train,
         "data.eval": config.data.eval if config.evaluate.every else None,
     }
     for setting, source in sources.items():
         if source is not None:
             yield lambda setting=setting, source=source: _check_rows(config, setting, source)  # type: ignore[misc]
-    for function in config.reward.functions if rewards else ():
+    for function in () if rewards else config.reward.functions:
         yield lambda address=function.function: _check_file("reward.functions", address)  # type: ignore[misc]
-    if environment and config.rollout.environment != "single_turn":
+    if not environment and config.rollout.environment != "single_turn":
         yield lambda: _check_file("rollout.environment", config.rollout.environment)
     for sink in config.telemetry.sinks:
         yield lambda sink=sink: _check_sink(sink)  # type: ignore[misc]

@@ -9,9 +9,11 @@ What cannot be written (a full disk, a lost permission) is told and left out: it
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import resource
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,9 +54,9 @@ class Journal:
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        self.rates: Rates | None = (
-            None  # of this rank's device, for `perf/limit_share` and `perf/mfu`; None leaves them out
-        )
+        # Known once the model is there. Rates of this rank's device, for `perf/limit_share` and `perf/mfu`: None leaves them out.
+        self.rates: Rates | None = None
+        self.reserve = 0  # bytes of disk that no rollouts are written into: the next checkpoint needs them
         self._budget = RunBudget()
         self._signal = SignalWatch(config.algorithm.advantage, config.rollout.group_size)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
@@ -169,11 +171,15 @@ class Journal:
             for group_id, values in report.advantages.items()
             for member, value in enumerate(values)
         }
+
+        def write() -> None:
+            free = shutil.disk_usage(writer.directory).free
+            if free < self.reserve:
+                raise OSError(errno.ENOSPC, f"the {free / 2**20:.1f} MiB that are free there are kept for a checkpoint")
+            writer.write(version, report.groups, trained_version=trained_at, advantages=advantages)
+
         with self._without(writer.path(version)):
-            await offload(
-                lambda: writer.write(version, report.groups, trained_version=trained_at, advantages=advantages),
-                "rollouts",
-            )
+            await offload(write, "rollouts")
 
     async def write_pending(self) -> None:
         """The lines of steps that were committed and not written yet, where the run ended in between."""

@@ -141,9 +141,8 @@ class Runtime:
         embedding = submitted or self._rows is not None
         settled = await offload(lambda: settle(given, world.local_rank), "device")
         self.config = config = resolve(settled.config, world.world_size, embedding=embedding, submitted=submitted)
-        own = self._rows is None, not self._overrides.rewards, self._overrides.environment is None
-        prompts, rewards, environment = own
-        await offload(lambda: check_inputs(config, prompts=prompts, rewards=rewards, environment=environment), "inputs")
+        brought = self._rows is not None, bool(self._overrides.rewards), self._overrides.environment is not None
+        await offload(lambda: check_inputs(config, *brought), "inputs")
         leader = world.is_first
         self.directory = directory = RunDirectory(config) if self._write else None
         opened: list[str] = []
@@ -174,6 +173,7 @@ class Runtime:
         self._next_group = EMBEDDED_GROUPS + world.rank if saved is None else saved.next_group(world.rank)
         if saved is not None:
             await self._checkpointer.restore(saved, self._prompts)
+        self._journal.reserve = self._checkpointer.bytes_needed()
         await self._journal.open(self.built.tokenizer.decode)
         lane = self.built.lanes[0]
         self._profiler = StepProfiler(config, lane, self._device, self.directory, world.rank, self.note)

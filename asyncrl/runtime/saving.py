@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
 Start: TypeAlias = Callable[..., None]  # of a supervisor: (name, work, *arguments)
+_MARGIN = 16 << 20  # bytes on disk beside the tensors of a checkpoint: tokenizer, cursors, the metrics until then
 EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
 
 
@@ -200,6 +201,16 @@ class Checkpointer:
                 error.add_note(str(unsound))
         if isinstance(error, DivergenceError) and self._world.is_first:
             error.add_note(self.last_good())
+
+    def bytes_needed(self) -> int:
+        """Room on disk that the next checkpoint will take, about; 0 where none will be written."""
+        core, saving = self._built.core, self._config.checkpoint
+        if self._store is None or core is None or not (saving.save_final or saving.every or saving.every_s):
+            return 0
+        state = 3 * sum(master.nbytes for _, master in core.parameters.named_masters())  # and two moments
+        state *= self._world.world_size if core.is_sharded else 1
+        weights = core.policy.weights.working.nbytes
+        return state + weights + (0 if core.reference is None else core.reference.nbytes) + _MARGIN
 
     def last_good(self) -> str:
         """The newest version on disk, in words."""

@@ -176,6 +176,26 @@ def test_a_disk_that_is_full_for_rollouts_costs_no_checkpoint(tmp_path: Path) ->
     assert (run / "checkpoints/latest/state/trainer.pt").exists() and (run / "report.html").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_rollouts_leave_room_for_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small disk, which metrics and rollouts fill."""
+    monkeypatch.chdir(tmp_path)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=18m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("may not mount here")
+    try:
+        (disk / "of somebody else").write_bytes(bytes(1_400_000))
+        process = Process(tmp_path, str(write_yaml(tmp_path, REAL)), f"run.dir={disk}/runs", "train.max_steps=60")
+        assert process.wait() == 0, process.output
+        run = disk / "runs/run"
+        assert "are kept for a checkpoint; the run goes on without" in process.output
+        assert 10 < len(list((run / "rollouts").iterdir())) < 60
+        assert (run / "checkpoints/latest").resolve().name == "step_60"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_a_disk_that_is_full_for_metrics_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs/run"
