@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from pydantic import create_model, field_validator
+from pydantic import field_validator
 
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
+from .schema_run import CheckpointConfig, RunConfig, TelemetryConfig, WatchdogConfig
 from .section import Section, field
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float64"]
@@ -304,30 +305,6 @@ class EvaluateConfig(Section):
     limit: int | None = field(None, "Use only the first n held-out prompts.", ge=1)
 
 
-class CheckpointConfig(Section):
-    every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
-    every_s: float | None = field(
-        600.0,
-        "Where `every` is left out: write one when this many seconds have passed since the last, while training goes on; null: "
-        "only the last version.",
-        gt=0,
-    )
-    keep: int = field(2, "Checkpoints kept; older ones are removed after a newer one is complete. 0 keeps all.", ge=0)
-    save_final: bool = field(True, "Write the last version when the run ends or is stopped by a signal.")
-
-
-class WatchdogConfig(Section):
-    interval_s: float = field(5.0, "How often the watchdog thread looks.", gt=0)
-    stall_timeout_s: float = field(
-        600.0, "End the run if nothing was generated, scored or trained for this long.", gt=0
-    )
-    loop_timeout_s: float = field(60.0, "End the run if the event loop did not answer for this long.", gt=0)
-    lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
-    abort_grace_s: float = field(
-        25.0, "How long an ordered shutdown may take before the process is ended hard (torchrun kills after 30).", gt=0
-    )
-
-
 class DryRunConfig(Section):
     """Costs of the dry-run engine and trainer, in seconds; lengths are drawn from a keyed log-normal distribution."""
 
@@ -338,41 +315,6 @@ class DryRunConfig(Section):
         0.5, "Spread of completion lengths (log-normal); 0: every completion has the median length.", ge=0
     )
     shared_device: bool = field(True, "One lane for engine and trainer, or one each.")
-
-
-_PROFILE: dict[str, Any] = {
-    "from": (
-        int | None,
-        field(
-            None,
-            "First step of a profile: a range of the CUDA profiler API (`nsys profile -c cudaProfilerApi`), or without a GPU "
-            "torch's profiler, written to profile/; null is off.",
-            ge=1,
-        ),
-    ),
-    "steps": (int, field(1, "Steps of it.", ge=1)),
-}
-# Made by a call, because `from` is a keyword.
-ProfileConfig: Any = create_model("ProfileConfig", __base__=Section, __module__=__name__, **_PROFILE)
-
-
-class TelemetryConfig(Section):
-    trace: bool = field(True, "Write trace.json (opens in Perfetto).")
-    trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
-    report: bool = field(True, "Write report.html at the end.")
-    live: Literal["auto", "plain", "off"] = field("auto", "Live view on a terminal, plain lines elsewhere, or nothing.")
-    sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = field((), "More places for metrics.")
-    profile: ProfileConfig = ProfileConfig()
-    rollouts_per_step: int | None = field(None, "Trajectories written to rollouts/step_N.jsonl; all by default.", ge=0)
-
-
-class RunConfig(Section):
-    name: str = field("run", "Name of the run directory.")
-    dir: str = field("runs", "Where run directories live.")
-    overwrite: bool = field(
-        False,
-        "Start anew in a run directory that holds a run: the old one is renamed, and the newest two such are kept.",
-    )
 
 
 class Config(Section):

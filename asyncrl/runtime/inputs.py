@@ -1,33 +1,36 @@
 """What a run needs beside its model, checked before anything is made, moved or loaded. Everything here blocks.
 
-All that is wrong is told at once. Reward functions and environments are loaded by `load_code`, and by a run before its model.
+All that is wrong is told at once. Reward functions, environment and hooks are loaded by
+`load_code`, and by a run before its model.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.config.imports import load_object, split_address
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
-from asyncrl.data.prompts_files import Rows, load_rows
+from asyncrl.data.prompts_files import Rows
+from asyncrl.data.prompts_sources import load_rows
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.models.source import directory_or_hub, is_address, is_builder, model_source, tokenizer_source
 from asyncrl.rewards.pool import RewardPool
 
-_read: dict[str, tuple[tuple[int, int], Rows]] = {}  # files that `check_inputs` read, until the run takes them
+_read: dict[str, Rows] = {}  # what `check_inputs` read, until the run takes it
 
 
-def check_inputs(config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False) -> None:
+def check_inputs(
+    config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
+) -> None:
     """Files, functions and packages that the configuration names; True for what an embedding program brings itself.
 
     Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
     """
     found: list[AsyncrlError] = []
-    for check in _checks(config, prompts, rewards, environment):
+    for check in _checks(config, prompts, rewards, environment, hooks):
         try:
             check()
         except AsyncrlError as error:
@@ -40,20 +43,22 @@ def check_inputs(config: Config, prompts: bool = False, rewards: bool = False, e
 
 async def load_code(config: Config) -> None:
     """Load environment and reward functions as a run does, these in a worker. Errors: ConfigError; as `RewardPool`."""
-    import_environment(config)
+    import_code(config)
     async with RewardPool.from_config(config.reward.model_copy(update={"workers": 1})):
         pass
 
 
-def import_environment(config: Config) -> None:
-    """Import the user's environment, on this thread. Errors: ConfigError."""
-    if config.rollout.environment != "single_turn":
+def import_code(config: Config, environment: bool = False, hooks: bool = False) -> None:
+    """Import the user's environment and hooks, on this thread; True as in `check_inputs`. Errors: ConfigError."""
+    if not environment and config.rollout.environment != "single_turn":
         load_object(config.rollout.environment)
+    if not hooks and config.hooks is not None:
+        load_object(config.hooks)
 
 
 def rows_of(source: str) -> Rows:
-    """As `load_rows`; a file that was read by `check_inputs`, and is as it was, is not read again."""
-    return _read[source][1] if source in _read and _read[source][0] == _stamp(source) else load_rows(source)
+    """As `load_rows`; what `check_inputs` has read is not read again."""
+    return _read[source] if source in _read else load_rows(source)
 
 
 def forget_rows() -> None:
@@ -61,7 +66,9 @@ def forget_rows() -> None:
     _read.clear()
 
 
-def _checks(config: Config, prompts: bool, rewards: bool, environment: bool) -> Iterator[Callable[[], object]]:
+def _checks(
+    config: Config, prompts: bool, rewards: bool, environment: bool, hooks: bool
+) -> Iterator[Callable[[], object]]:
     model = config.model
     if config.train.kind == "torch" and is_builder(model):
         yield lambda: load_object(str(model.path))
@@ -85,25 +92,24 @@ def _checks(config: Config, prompts: bool, rewards: bool, environment: bool) -> 
         yield lambda address=function.function: _check_file("reward.functions", address)  # type: ignore[misc]
     if not environment and config.rollout.environment != "single_turn":
         yield lambda: _check_file("rollout.environment", config.rollout.environment)
+    if not hooks and config.hooks is not None:
+        yield lambda: _check_file("hooks", str(config.hooks))
     for sink in config.telemetry.sinks:
         yield lambda sink=sink: _check_sink(sink)  # type: ignore[misc]
 
 
 def _check_rows(config: Config, setting: str, source: str) -> None:
-    """A file is read, a function is imported and not called."""
-    if ":" in source and not Path(source).exists():
-        load_object(source)
-        return
+    """Also what a function returns or a hub holds: the run reads it anyway, and takes it from here."""
     try:
         rows = load_rows(source)
         PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
     except AsyncrlError as error:
         raise type(error)(f"{setting}: {error}") from error
-    _read[source] = _stamp(source), rows
+    _read[source] = rows
 
 
 def _check_file(setting: str, address: str) -> None:
-    """It is loaded later: a reward by its workers, an environment on the loop's thread."""
+    """It is loaded later: a reward by its workers, environment and hooks on the loop's thread."""
     place, _ = split_address(address)
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         raise ConfigError(f"{setting}: there is no file {place} (of {address!r}; looked from {Path.cwd()})")
@@ -114,8 +120,3 @@ def _check_sink(name: str) -> None:
         raise ConfigError(
             f"telemetry.sinks has {name!r}, and that package is not installed: `pip install 'asyncrl[{name}]'`"
         )
-
-
-def _stamp(source: str) -> tuple[int, int]:
-    state = os.stat(os.path.expanduser(source))
-    return state.st_mtime_ns, state.st_size

@@ -40,7 +40,7 @@ from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
-from .inputs import import_environment
+from .inputs import import_code
 from .offload import offload
 from .rates import Rates
 from .starting import Say
@@ -132,8 +132,7 @@ class Builder:
             )
         ledger = await self.stack.enter_async_context(self._ledger(turn))
         # Before the model, which may take minutes: what cannot be imported is told at once.
-        if overrides.environment is None:
-            import_environment(self.config)
+        import_code(self.config, overrides.environment is not None, overrides.hooks is not None)
         self.say(f"starting reward workers: {self.config.reward.workers}")
         functions = await self.stack.enter_async_context(self._functions(overrides))
         parts = await (self._dry(version) if dry else self._real())

@@ -141,7 +141,8 @@ class Runtime:
         embedding = submitted or self._rows is not None
         settled = await offload(lambda: settle(given, world.local_rank), "device")
         self.config = config = resolve(settled.config, world.world_size, embedding=embedding, submitted=submitted)
-        brought = self._rows is not None, bool(self._overrides.rewards), self._overrides.environment is not None
+        own = self._overrides
+        brought = self._rows is not None, bool(own.rewards), own.environment is not None, own.hooks is not None
         await offload(lambda: check_inputs(config, *brought), "inputs")
         leader = world.is_first
         self.directory = directory = RunDirectory(config) if self._write else None

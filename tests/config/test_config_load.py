@@ -344,7 +344,7 @@ def test_what_is_dumped_is_read_back(value: dict[str, object]) -> None:
 
 def test_every_knob_has_a_sentence_and_there_are_not_too_many() -> None:
     assert all(knob.text and knob.expected for knob in knobs().values())
-    assert len(knobs()) <= 163  # a quarter of them are the numbers of the published losses, each under its own name
+    assert len(knobs()) <= 164  # a quarter of them are the numbers of the published losses, each under its own name
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
