@@ -73,8 +73,8 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     record's lease (but for a mask of integers, which only a foreign writer makes), so what a call costs does not depend on
     their length.
 
-    Columns that a foreign producer left out: mask all ones behind the prompt, log-probs 0, versions the record's policy
-    version where the mask is 1, temperature 1.
+    Columns that a foreign producer left out: mask all ones behind the prompt, log-probs NaN (not known: ratio 1) and versions
+    the record's policy version where the mask is 1, temperature 1.
     """
     arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)
@@ -125,12 +125,13 @@ def _columns(record: Record) -> tuple[Any, ...]:
     elif masks.dtype != _BOOL:
         masks = masks != 0
     versions: Any = arrays.get(_VERSIONS)
-    if versions is None:
-        parts = masks if isinstance(masks, list) else np.split(masks, bounds[1:-1])
-        versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in parts]
     logprobs: Any = arrays.get(_LOGPROBS)
-    if logprobs is None:
-        logprobs = [np.zeros(length, np.float32) for length in record.lengths.tolist()]
+    if versions is None or logprobs is None:
+        parts = masks if isinstance(masks, list) else np.split(masks, bounds[1:-1])
+        if versions is None:
+            versions = [np.where(mask, record.policy_version, -1).astype(np.int32) for mask in parts]
+        if logprobs is None:
+            logprobs = [np.where(mask, np.float32(np.nan), np.float32(0)) for mask in parts]
     return arrays[_TOKENS], masks, logprobs, arrays.get(_SAMPLED, logprobs), versions
 
 
