@@ -33,6 +33,8 @@ class Run:
         with contextlib.suppress(ProcessLookupError):
             self.popen.kill()
         self.popen.wait()
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
 
     def steps(self, count: int) -> None:
         enough = lines_at_least(self.directory, count)
@@ -50,7 +52,7 @@ def test_a_pipe_that_is_closed_after_two_lines(tmp_path: Path) -> None:
     tree = tree | {"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Chatty"}}
     with Run(tmp_path, tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
         assert run.popen.stdout is not None
-        assert b"preset async" in run.popen.stdout.readline() + run.popen.stdout.readline()
+        assert run.popen.stdout.readline().strip() and run.popen.stdout.readline().strip()
         run.popen.stdout.close()
         assert run.ends() == 0
     assert [line["step"] for line in metrics_of(run.directory)] == [1, 2, 3]
