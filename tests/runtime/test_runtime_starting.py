@@ -26,12 +26,12 @@ async def test_every_stage_before_the_first_step_is_shown_with_its_counts(
     assert after and "first step:" not in after.partition("\n")[2], "it ends with the first step"
     stages = [
         r"products in float32 on cpu \(model\.dtype\)",
+        r"starting reward workers: \d",
         r"importing transformers",
         r"measuring prompts and memory",
         r"loading: about [\d.]+ GiB for the run",
         r"checking the model: its own eager pass",
         r"checking the model: path 1 of 7 \(fused\), 1 of 1 layers",
-        r"starting reward workers: \d",
         r"evaluating: \d/4 completions, [\d,]+ tokens sampled",
         r"first step: \d/4 groups in training, \d+ completions scored, [\d,]+ tokens sampled",
     ]

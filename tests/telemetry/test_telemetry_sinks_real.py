@@ -41,6 +41,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # whoever imported it before has had it read the environment
     _log("wandb", tmp_path)
     wandb.teardown()
     [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
