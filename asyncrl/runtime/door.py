@@ -12,7 +12,10 @@
 * A full ring stops its producer; nothing is dropped for want of room. What lies in the rings is read at once, so that the
   time of an incomplete group is the producers' and never the training's.
 * A group of known versions for which no place is left within `rollout.max_staleness` is dropped and counted at once: its
-  producer can play a new one with the weights of today. One that says no version waits for its slot.
+  producer can play a new one with the weights of today. One that says no version waits for its slot. Where the places are
+  taken by others, the dropped records keep their room in the ring until one of those others ended: a producer that is
+  faster than the training waits at its full ring. It would otherwise push, and be dropped, as fast as the loop can read,
+  and take the time of the step that could make room.
 * An incomplete group ends by `door.timeout_s` from its first member (`door.on_timeout`: drop it, train what came, or end the
   run), `door.reconnect_s` after the last producer of its epoch went, or when a member of it is too old to be trained.
 * A record is released in the very step of the loop that commits or drops its group: a checkpoint of that step finds it gone,
@@ -25,13 +28,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import anyio
 
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.config.resolve import staleness_bound
+from asyncrl.config.resolve import staleness_bound, turns_bound, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.data.stash import Ending, Stash, StashedGroup, StashRefused, Status
 from asyncrl.distributed.world import World
@@ -90,6 +94,7 @@ class _Door:
         )
         self._whole_in, self._whole = whole
         self._submitted: dict[int, tuple[Delivery, ...]] = {}  # by the Runtime's own group id
+        self._crowded: list[Delivery] = []  # of dropped groups, until a group ends
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its producers that have not gone
         self._over: dict[int, float] = {}  # epoch without producers -> when it ends
         self._changed = anyio.Event()
@@ -131,6 +136,7 @@ class _Door:
         with contextlib.suppress(LifecycleError):  # the training ended while a group waited for its slot
             async for group in self._whole:
                 await self._submit(group)
+                await anyio.lowlevel.checkpoint()  # many may have come together, and none of them may have to wait
 
     async def expire(self) -> None:
         """Errors: StallError with `on_timeout: error`."""
@@ -155,9 +161,12 @@ class _Door:
     async def follow_books(self) -> None:
         """Groups end between two steps too (filters, deadlines), and a full ring may wait for just that."""
         ledger = self._runtime._rooms.ledger
-        seen = ledger.changes
+        seen, ended = ledger.changes, 0
         while True:
             self.release_ended()
+            if ended != (ended := self._ended_groups()):
+                _release(self._crowded)
+                self._crowded.clear()
             seen = await ledger.wait_changed(seen)
 
     # -- inside
@@ -207,7 +216,7 @@ class _Door:
     async def _submit(self, group: StashedGroup[None]) -> None:
         leases = tuple(dict.fromkeys(group.leases))
         rewards = [trajectory.reward for trajectory in group.trajectories]
-        group_id = self._own_id()
+        group_id, ended = self._own_id(), self._ended_groups()
         try:
             if any(reward is None for reward in rewards):
                 raise DataError("it came without rewards")
@@ -227,7 +236,17 @@ class _Door:
             self.release_ended()  # it may have ended before we came back
         else:
             self._too_old()
-            _release(leases)
+            ledger, per_batch = self._runtime._rooms.ledger, versions_per_batch(self._runtime.config)
+            oldest = min(t.oldest_version for t in trajectories if t.oldest_version >= 0)
+            hopeless = oldest // per_batch + turns_bound(self._runtime.config) < ledger.turn
+            if hopeless or ended != self._ended_groups():
+                _release(leases)  # nobody has its place (any more): no other end would bring the room back
+            else:
+                self._crowded += leases
+
+    def _ended_groups(self) -> int:
+        books = self._runtime._rooms.ledger.statistics()
+        return books.admitted - books.live - books.claimed
 
     def _own_id(self) -> int:
         """A group id that no other group of this run has: producers number theirs as they like."""
@@ -261,7 +280,7 @@ class _Door:
             self._runtime.note(f"door: refused: {self._counts.last_refusal}")
 
 
-def _release(leases: tuple[Delivery, ...]) -> None:
+def _release(leases: Iterable[Delivery]) -> None:
     for delivery in leases:
         delivery.release()
 
