@@ -1,4 +1,4 @@
-"""The optional native parts: the kernels (asyncrl/models/native.cpp) and the records (asyncrl/records/native.c). Everything
+"""The optional native parts: the kernels (asyncrl/models/native/native.cpp) and the records (asyncrl/records/native.c). Everything
 else of the package is in pyproject.toml, but the examples in a wheel.
 
 Where there is no compiler, or none for x86-64, the build goes on without them: `optional` turns its errors into a warning,
@@ -15,7 +15,7 @@ from setuptools.command.build_py import build_py
 
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 QUIET = ["-g0", "-Wno-psabi"]
-KERNELS = ["asyncrl/models/native.cpp", "asyncrl/models/vectors.h"]
+KERNELS = ["asyncrl/models/native/native.cpp", "asyncrl/models/native/vectors.h"]
 RECORDS = [
     f"asyncrl/records/{name}" for name in ("native.c", "native_read.c", "native_slot.c", "native_write.c", "native.h")
 ]
@@ -28,7 +28,7 @@ def stamp(root: str, texts: list[str]) -> str:
 
 def kernels(name: str, *machine: str) -> Extension:
     return Extension(
-        f"asyncrl.models.{name}",
+        f"asyncrl.models.native.{name}",
         KERNELS[:1],
         depends=KERNELS[1:],
         extra_compile_args=[*FLAGS, *QUIET, stamp(".", KERNELS), *machine],

@@ -24,7 +24,7 @@ from asyncrl.telemetry.output import lossy_output
 
 if TYPE_CHECKING:
     from asyncrl.runtime.runtime import RunSummary, Runtime
-    from asyncrl.transport.record_ring import RecordRing
+    from asyncrl.transport.rings.record_ring import RecordRing
 
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run] [--help]"

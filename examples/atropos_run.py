@@ -17,7 +17,7 @@ import anyio
 
 from asyncrl import Runtime, load_config
 from asyncrl.http.atropos import serve
-from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.rings.record_ring import RecordRing
 
 CONFIG = Path(__file__).with_name("agent_loop.yaml")
 

@@ -163,7 +163,7 @@ def warm_up() -> None:
 
 def forget(trainer: Any) -> None:
     """What a microbatch leaves for the next one is its own, not the weights'."""
-    from asyncrl.models.logprobs import Spare
+    from asyncrl.models.head.logprobs import Spare
 
     trainer.forward._spare = Spare()
     if trainer.policy.fused is not None:

@@ -36,10 +36,10 @@ import anyio  # noqa: E402
 from transport_records import planned, whole  # noqa: E402
 
 from asyncrl.errors import RingDetached, RingFull  # noqa: E402
-from asyncrl.transport import words  # noqa: E402
-from asyncrl.transport.producer import Producer  # noqa: E402
-from asyncrl.transport.record_ring import Delivery, RecordRing  # noqa: E402
-from asyncrl.transport.ring_types import RingSettings  # noqa: E402
+from asyncrl.transport.memory import words  # noqa: E402
+from asyncrl.transport.rings.producer import Producer  # noqa: E402
+from asyncrl.transport.rings.record_ring import Delivery, RecordRing  # noqa: E402
+from asyncrl.transport.rings.types import RingSettings  # noqa: E402
 
 SETTINGS = RingSettings(size=64 << 20, slots=64, ring_bytes=1 << 20, checksum=True, remembered=1 << 16)
 DEADLINE = 2.0  # seconds a put waits for room

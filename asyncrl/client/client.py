@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.write import Plan, plan
-from ..transport.producer import AsyncProducer, Producer
-from ..transport.producer_core import ProducerStatistics
+from ..transport.rings.producer import AsyncProducer, Producer
+from ..transport.rings.producer_core import ProducerStatistics
 from .scored import Scored, group_draft
 
 

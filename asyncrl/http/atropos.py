@@ -58,7 +58,7 @@ except ImportError as error:  # pragma: no cover - the whole point is to be impo
 
 if TYPE_CHECKING:
     from asyncrl.runtime.runtime import Runtime
-    from asyncrl.transport.record_ring import RecordRing
+    from asyncrl.transport.rings.record_ring import RecordRing
 
 MOST_BYTES = 1 << 28  # of one request, unpacked
 MOST_INTERRUPTED = 1024  # requests remembered until they come again

@@ -18,12 +18,12 @@ from asyncrl.config.imports import load_object
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 
-from .head import linear_head
-from .liger_head import require_head_kernel
-from .lora import find_targets, require_peft
+from .head.liger import require_head_kernel
+from .head.output import linear_head
+from .parameters.lora import find_targets, require_peft
+from .parameters.source import is_builder, model_source, tokenizer_source
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
-from .source import is_builder, model_source, tokenizer_source
 
 Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from asyncrl.types import Int64Array
 
-from .tree_attention import TreePlan
+from .attention.tree import TreePlan
 
 _TOKENS = 4096  # most padded tokens of one forward
 

@@ -18,18 +18,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 
-from .attention import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
+from .attention.interface import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
+from .attention.tree import TreePlan
 from .embedding import embed, is_plain
-from .flat import FlatParameters, FlatWeights, ServedParameters
-from .fused import FusedDecoder
-from .head import decoder_of, head_transform, linear_head
-from .liger_head import choose_head_kernel
-from .lora import LoraParameters
-from .norms import replace_norms
-from .packed import JoinedLinear, packing_works
+from .fused.decoder import FusedDecoder
+from .head.liger import choose_head_kernel
+from .head.output import decoder_of, head_transform, linear_head
+from .native.norms import replace_norms
+from .parameters.flat import FlatParameters, FlatWeights, ServedParameters
+from .parameters.lora import LoraParameters
+from .parameters.packed import JoinedLinear, packing_works
 from .paths import FUSED, PACKED, ModelPath
 from .plain import PlainForward
-from .tree_attention import TreePlan
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # By a top-k over scores of which many are exactly 0 (DeepSeek-V3.2's indexer and what came of it).

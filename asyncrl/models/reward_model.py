@@ -29,8 +29,8 @@ from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.types import Messages
 
+from .parameters.source import is_address
 from .policy import DTYPES
-from .source import is_address
 
 _UNLIMITED = 1 << 30  # a tokenizer without a limit of its own says 1e30
 _PROBES = (3, 8)  # tokens of the two rows that are scored alone and together

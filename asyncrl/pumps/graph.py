@@ -32,7 +32,7 @@ from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.config.resolve import slots, versions_per_batch
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, LifecycleError
-from asyncrl.transport.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
 from .evaluate import EvaluatePump

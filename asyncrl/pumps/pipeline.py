@@ -27,7 +27,7 @@ from asyncrl.data.store import Store
 from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
 from asyncrl.records.check import Limits
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.queue import QueueSender
+from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
 
 from .hooks import Hooks, StoreWatch

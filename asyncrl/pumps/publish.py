@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from asyncrl.ports import WeightSink
-from asyncrl.transport.queue import QueueReceiver
+from asyncrl.transport.queues.queue import QueueReceiver
 
 from .pipeline import Publication, Rooms
 

@@ -15,7 +15,7 @@ from asyncrl.config.resolve import slots
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import AsyncrlError, DataError, EngineClosed, GenerationError
 from asyncrl.records.check import check_trajectory
-from asyncrl.transport.queue import QueueSender
+from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Prompt, Ticket, Trajectory
 
 from .pipeline import Rooms, Scoring, hand_on

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import anyio
 
-from asyncrl.transport.queue import QueueReceiver, QueueSender
+from asyncrl.transport.queues.queue import QueueReceiver, QueueSender
 from asyncrl.types import Group, Trajectory
 
 from .pipeline import Rooms, Scoring, hand_on

@@ -25,7 +25,7 @@ from asyncrl.algorithms.masks import without_overlong
 from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.packing import pack_groups
-from asyncrl.transport.queue import QueueReceiver, QueueSender
+from asyncrl.transport.queues.queue import QueueReceiver, QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult, Ticket
 
 from .metrics import COUNTED, StepPart, check_mismatch, group_rows, step_metrics

@@ -1,4 +1,4 @@
-// A record with its descriptor, in a slot of a ring: what RingWriter and RingReader of transport/ring.py say in Python, and the
+// A record with its descriptor, in a slot of a ring: what RingWriter and RingReader of transport/rings/ring.py say in Python, and the
 // one place here that knows of rings. The words are stored one by one in the order that is written there: each store may be the
 // last one before a kill, and on x86-64 nobody sees a later one before an earlier one.
 

@@ -42,13 +42,13 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError
 from asyncrl.records.check import Limits, check_trains, check_trajectory
 from asyncrl.records.trajectories import trajectories_of
-from asyncrl.transport.queue import QueueReceiver, QueueSender, open_queue
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 if TYPE_CHECKING:
     from asyncrl.pumps.pipeline import StepReport
-    from asyncrl.transport.record_ring import Delivery
+    from asyncrl.transport.rings.record_ring import Delivery
 
     from .runtime import Runtime
 

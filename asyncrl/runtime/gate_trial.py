@@ -254,7 +254,7 @@ class Trial:
 def _adapter_pairs(
     policy: PolicyModel, found: dict[str, Tensor], gradients: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Gradients of the adapters' B, found and expected: `scale dW A'` (models/lora.py). (That of A is zero where B is.)"""
+    """Gradients of the adapters' B, found and expected: `scale dW A'` (models/parameters/lora.py). (A's is zero where B is.)"""
     assert policy.lora is not None
     pairs, masters = {}, dict(policy.flat.named_masters())
     for name, own in found.items():

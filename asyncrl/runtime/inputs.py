@@ -16,7 +16,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
 from asyncrl.data.prompts_sources import load_rows
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.models.source import directory_or_hub, is_address, is_builder, model_source, tokenizer_source
+from asyncrl.models.parameters.source import directory_or_hub, is_address, is_builder, model_source, tokenizer_source
 from asyncrl.rewards.pool import RewardPool
 
 _read: dict[str, Rows] = {}  # what `check_inputs` read, until the run takes it

@@ -76,7 +76,7 @@ def announcement(config: Config, directory: Path | None, verdict: Verdict | None
 def without_native(config: Config) -> list[str]:
     """A line where a model on the CPU is run without the native kernels."""
     from asyncrl.builds import wanted
-    from asyncrl.models.native import available
+    from asyncrl.models.native.library import available
 
     from .device import choose_device
 

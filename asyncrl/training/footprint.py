@@ -24,10 +24,10 @@ from transformers.initialization import no_init_weights
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.probe import first_of_kind, probe_config
-from asyncrl.models.tree_attention import TreePlan
 
 MAX_PARAMETERS = 500_000_000  # of the few layers: seconds and gigabytes; beyond it the formula has to do
 _ROW = 64  # tokens of the shortest row; linear attention goes by chunks of as many

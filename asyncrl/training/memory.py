@@ -13,16 +13,18 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import ModelConfig, TrainConfig
+from asyncrl.models.attention.rows import fits
+from asyncrl.models.head.logprobs import CHUNK_ROWS, KEEP_LOGITS
 from asyncrl.models.loading import adapter_sizes, describe_module, parameter_count
-from asyncrl.models.logprobs import CHUNK_ROWS, KEEP_LOGITS
-from asyncrl.models.packed import packing_works
+from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import DTYPES
-from asyncrl.models.row_attention import fits
 
 from .footprint import Footprint, Kept, estimate_footprint, measure_footprint
 
-_HEAD_ROWS = {"float32": 256}  # rows of the head's forward products on a CPU (models/logprobs.py); 64 in another dtype
+_HEAD_ROWS = {
+    "float32": 256
+}  # rows of the head's forward products on a CPU (models/head/logprobs.py); 64 in another dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ def _rows_of(tokens: int, lengths: Lengths) -> tuple[float, float]:
 
 
 def _by_products(footprint: Footprint, lengths: Lengths) -> bool:
-    """Whether rows of these lengths keep the weights of their attention (models/row_attention.py)."""
+    """Whether rows of these lengths keep the weights of their attention (models/attention/rows.py)."""
     rows = [(0, lengths.prompt, 0, lengths.completion), (0, 0, 0, max(lengths.prompt, 1))]
     return fits(rows, footprint.heads)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.models.logprobs import Spare, token_logprobs
+from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.head.logprobs import Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.tree_attention import TreePlan
 from asyncrl.types import Microbatch
 
 

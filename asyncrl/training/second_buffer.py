@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from asyncrl.models.flat import FlatParameters
+from asyncrl.models.parameters.flat import FlatParameters
 
 _BLOCK = 1 << 18  # elements that change places at a time: 1 MiB of float32 stays in cache
 

@@ -33,11 +33,11 @@ from asyncrl.algorithms.base import Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import ShardedParameters
 from asyncrl.errors import ConfigError, DivergenceError, LifecycleError
-from asyncrl.models.flat import ServedParameters
-from asyncrl.models.head import HeadTransform, decoder_of
-from asyncrl.models.logprobs import HeadKernel, Spare, token_logprobs
+from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.head.logprobs import HeadKernel, Spare, token_logprobs
+from asyncrl.models.head.output import HeadTransform, decoder_of
+from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
-from asyncrl.models.tree_attention import TreePlan
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
 from .passes import Forward, column, loss_inputs

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ArenaOwned, TransportError
-from .arena import Arena
-from .ring import TAG, RingMemory
-from .segment import DIRECTORY, PREFIX, check_platform, owner_of, path_of
+from .memory.arena import Arena
+from .memory.segment import DIRECTORY, PREFIX, check_platform, owner_of, path_of
+from .rings.ring import TAG, RingMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RingDetached, TransportError
-from .segment import Segment
+from .memory.segment import Segment
 
 PROTOCOL = 1
 _LARGEST = 4096

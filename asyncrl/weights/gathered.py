@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import DivergenceError
-from asyncrl.models.flat import ServedParameters
+from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import WeightSink
 

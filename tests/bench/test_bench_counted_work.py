@@ -12,7 +12,7 @@ import pytest
 from bench_counting import Work, count, python_calls
 from bench_jobs import GROUPS, MEMBERS, PROMPT, VOCABULARY, Training, decoding
 
-from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.head.logprobs import token_logprobs
 
 DTYPES = ("float32", "bfloat16")
 MORE = 1.02  # products beyond the needed ones: a matrix has to be a little padded at most

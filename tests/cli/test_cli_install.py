@@ -64,7 +64,7 @@ def test_examples_of_an_installed_package_are_copied_and_run(installed: Path, tm
 
 
 def test_native_kernels_that_are_there_or_were_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.models import native
+    from asyncrl.models.native import library as native
     from asyncrl.runtime.plan import without_native
 
     config = asyncrl.load_config([ROOT / "examples" / "quickstart.yaml"], ["model.device=cpu"])

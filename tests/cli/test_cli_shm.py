@@ -14,14 +14,14 @@ import pytest
 
 from asyncrl.cli.app import main
 from asyncrl.client import AsyncClient, Scored
-from asyncrl.transport.arena import Arena
 from asyncrl.transport.inventory import inventory
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.memory.arena import Arena
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 OWNER = """
 import sys
-from asyncrl.transport.arena import Arena
+from asyncrl.transport.memory.arena import Arena
 arena = Arena.create(sys.argv[1], 1 << 20)
 print("ready", flush=True)
 sys.stdin.read()

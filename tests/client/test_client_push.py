@@ -22,8 +22,8 @@ from asyncrl.errors import RecordError
 from asyncrl.records import native
 from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import group_metadata, trajectories_of
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 from asyncrl.types import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]

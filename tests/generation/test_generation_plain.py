@@ -12,9 +12,9 @@ import torch
 from generation_models import VOCABULARY, change_weights, generate_all, opened, plain_copy, plain_logprobs, request
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, MambaConfig, MiniMaxConfig, PreTrainedModel
 
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.paths import PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.tree_attention import TreePlan
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.15,

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.generation.embedded import plans
 from asyncrl.generation.embedded.cache import CacheShape, KVCache
-from asyncrl.models import general_attention
-from asyncrl.models.attention import AttentionTerms
+from asyncrl.models.attention import general as general_attention
+from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.policy import PolicyModel
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]

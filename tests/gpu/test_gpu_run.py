@@ -11,8 +11,8 @@ import torch
 
 from asyncrl import Runtime, load_config
 from asyncrl.config.schema import ModelConfig
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.loading import load_policy
-from asyncrl.models.tree_attention import TreePlan
 
 pytestmark = [
     pytest.mark.gpu,

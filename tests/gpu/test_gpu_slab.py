@@ -11,9 +11,9 @@ import torch
 from transport_helpers import line, living, own_name, say
 
 from asyncrl.errors import OutOfMemory, PlatformError
-from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
-from asyncrl.transport.slab import Slab
-from asyncrl.transport.slab_cuda import CudaMemory
+from asyncrl.transport.memory.slab import Slab
+from asyncrl.transport.memory.slab_cuda import CudaMemory
+from asyncrl.transport.queues.device_queue import attach_device_queue, share_device_queue
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +25,8 @@ LOOK = """
 import sys
 import torch
 from asyncrl.errors import StaleHandle
-from asyncrl.transport.handles import Handle
-from asyncrl.transport.slab import Slab
+from asyncrl.transport.memory.handles import Handle
+from asyncrl.transport.memory.slab import Slab
 
 with Slab.attach(sys.argv[1]) as slab:
     handle, fence = (bytes.fromhex(sys.stdin.readline()) for _ in range(2))
@@ -48,7 +48,7 @@ print("end", flush=True)
 QUEUE = """
 import asyncio, sys
 import torch
-from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
+from asyncrl.transport.queues.device_queue import attach_device_queue, share_device_queue
 
 async def receive():
     async with await attach_device_queue(sys.argv[1], timeout_s=120) as receiver:
@@ -77,7 +77,7 @@ asyncio.run(receive() if sys.argv[2] == "receive" else send())
 EXPANDABLE = """
 import sys
 import torch
-from asyncrl.transport.slab import Slab
+from asyncrl.transport.memory.slab import Slab
 
 stranger = torch.zeros(1 << 22, device="cuda")
 with Slab.create(sys.argv[1], 1 << 20) as slab:

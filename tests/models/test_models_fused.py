@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.tree_attention import TreePlan
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,

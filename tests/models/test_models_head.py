@@ -31,11 +31,11 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.head import HeadTransform, decoder_of, head_transform
-from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.head.logprobs import token_logprobs
+from asyncrl.models.head.output import HeadTransform, decoder_of, head_transform
 from asyncrl.models.paths import PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.tree_attention import TreePlan
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models import liger_head
-from asyncrl.models.head import HeadTransform
-from asyncrl.models.liger_head import choose_head_kernel, disagreement
+from asyncrl.models.head import liger as liger_head
+from asyncrl.models.head.liger import choose_head_kernel, disagreement
+from asyncrl.models.head.logprobs import Columns, HeadPasses, own_passes, token_logprobs
+from asyncrl.models.head.output import HeadTransform
 from asyncrl.models.loading import load_policy
-from asyncrl.models.logprobs import Columns, HeadPasses, own_passes, token_logprobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 V = 31

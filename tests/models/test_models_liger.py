@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.models.liger_head import MOST_TEMPERATURES, LigerHead, choose_head_kernel, disagreement
-from asyncrl.models.logprobs import HeadKernel, token_logprobs
+from asyncrl.models.head.liger import MOST_TEMPERATURES, LigerHead, choose_head_kernel, disagreement
+from asyncrl.models.head.logprobs import HeadKernel, token_logprobs
 
 INSTALLED = importlib.util.find_spec("liger_kernel") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -21,11 +21,11 @@ from transformers import (
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.flat import add_wider_
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.loading import load_policy, parameter_count
-from asyncrl.models.norms import FusedRMSNorm, replace_norms
+from asyncrl.models.native.norms import FusedRMSNorm, replace_norms
+from asyncrl.models.parameters.flat import add_wider_
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.tree_attention import TreePlan
 
 SHAPE = {
     "vocab_size": 37,
@@ -179,7 +179,7 @@ def test_norms_are_replaced_only_where_they_are_plain() -> None:
 def test_norm_gradient() -> None:
     x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    from asyncrl.models.norms import rms_norm
+    from asyncrl.models.native.norms import rms_norm
 
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
 

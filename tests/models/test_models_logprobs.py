@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.models.logprobs import Spare, token_logprobs
+from asyncrl.models.head.logprobs import Spare, token_logprobs
 
 S, E, V = 37, 6, 29
 

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from asyncrl.config.schema import LoraConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models import lora as lora_module
+from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.head.logprobs import token_logprobs
 from asyncrl.models.loading import adapter_sizes, load_policy
-from asyncrl.models.logprobs import token_logprobs
-from asyncrl.models.lora import AdaptedLinear, find_targets
-from asyncrl.models.norms import replace_norms
+from asyncrl.models.native.norms import replace_norms
+from asyncrl.models.parameters import lora as lora_module
+from asyncrl.models.parameters.lora import AdaptedLinear, find_targets
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.tree_attention import TreePlan
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncrl.models import kernels, logprobs, native
-from asyncrl.models.flat import add_wider_
-from asyncrl.models.kernels import Scratch
-from asyncrl.models.row_attention import RowAttention
+from asyncrl.models.attention.rows import RowAttention
+from asyncrl.models.head import logprobs
+from asyncrl.models.native import kernels
+from asyncrl.models.native import library as native
+from asyncrl.models.native.kernels import Scratch
+from asyncrl.models.parameters.flat import add_wider_
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built here")
 

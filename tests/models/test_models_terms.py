@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.models import general_attention
-from asyncrl.models.attention import AttentionTerms
+from asyncrl.models.attention import general as general_attention
+from asyncrl.models.attention.interface import AttentionTerms
+from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.paths import PACKED
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.tree_attention import TreePlan
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncrl.models.row_attention import _share_out
-from asyncrl.models.tree_attention import TreePlan
+from asyncrl.models.attention.rows import _share_out
+from asyncrl.models.attention.tree import TreePlan
 
 TREES = {
     "ragged with an empty suffix": [(6, [5, 0, 7, 3, 9, 1]), (11, [4, 4, 2])],
@@ -64,9 +64,9 @@ def test_equals_dense_masked_attention(
     trees: list, path: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path.startswith("products"):
-        monkeypatch.setattr("asyncrl.models.tree_attention._BY_PRODUCTS", {torch.float64})
+        monkeypatch.setattr("asyncrl.models.attention.tree._BY_PRODUCTS", {torch.float64})
     if path.endswith("bins"):
-        monkeypatch.setattr("asyncrl.models.row_attention._BIN_BYTES", 1)
+        monkeypatch.setattr("asyncrl.models.attention.rows._BIN_BYTES", 1)
     plan, mask = build(trees)
     qkv = inputs(mask.shape[0], heads, torch.float64)
     out = plan.attend(0, *qkv, 0.3) if path != "attend_masked" else plan.attend_masked(*qkv, 0.3)
@@ -91,7 +91,7 @@ def test_views_and_bins_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, mask = build(TREES["ragged with an empty suffix"])
     qkv = inputs(mask.shape[0], (4, 2, 8), torch.float64)
     binned = plan.attend(0, *qkv, 0.5)
-    monkeypatch.setattr("asyncrl.models.tree_attention._SMALL_SEGMENT_FLOP", 0.0)
+    monkeypatch.setattr("asyncrl.models.attention.tree._SMALL_SEGMENT_FLOP", 0.0)
     viewed = plan.attend(0, *qkv, 0.5)
     torch.testing.assert_close(binned, viewed, rtol=0, atol=1e-13)
     weights = torch.ones_like(viewed)
@@ -122,7 +122,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: list) -> None:
 
 
 def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.models.row_attention._ROW_BYTES", 1)
+    monkeypatch.setattr("asyncrl.models.attention.rows._ROW_BYTES", 1)
     plan, mask = build(TREES["one long tree"])
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
     out = plan.attend(0, *qkv, 0.25)

@@ -12,7 +12,7 @@ from pumps_plan import Plan, make_prompt, make_trajectory
 from asyncrl.errors import DivergenceError, RewardCrash, RewardError, RewardTimeout
 from asyncrl.pumps.pipeline import Scoring
 from asyncrl.pumps.score import ScorePump
-from asyncrl.transport.queue import open_queue
+from asyncrl.transport.queues.queue import open_queue
 
 
 def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:

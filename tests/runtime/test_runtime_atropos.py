@@ -20,8 +20,8 @@ from asyncrl import Runtime, load_config
 from asyncrl.client import AsyncClient, Scored
 from asyncrl.config.schema import Config
 from asyncrl.runtime.door import DoorStatistics
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 

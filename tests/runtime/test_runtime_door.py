@@ -16,8 +16,8 @@ from asyncrl import Runtime
 from asyncrl.client import AsyncClient, Scored
 from asyncrl.config.schema import Config
 from asyncrl.runtime.door import DoorStatistics, serve
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 RING = RingSettings(size=1 << 20, slots=16, ring_bytes=1 << 16)
 

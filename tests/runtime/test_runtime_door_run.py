@@ -27,9 +27,9 @@ from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import draft_of
 from asyncrl.records.write import plan
 from asyncrl.runtime.door import DoorStatistics, ring_of, serve
-from asyncrl.transport.producer import AsyncProducer
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.producer import AsyncProducer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 from asyncrl.types import FinishReason, Trajectory
 
 RING = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)

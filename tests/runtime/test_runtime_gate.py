@@ -33,7 +33,7 @@ from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
-from asyncrl.models.attention import AttentionTerms
+from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import build_probe
@@ -297,7 +297,7 @@ def test_what_is_made_wrong_on_purpose_is_caught(
 
 
 def test_a_gradient_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.models import kernels
+    from asyncrl.models.native import kernels
 
     monkeypatch.setattr(kernels, "rms_norm_backward", lambda grad, x, weight, eps, into, out, offset: out.add_(grad))
     verdict = check_model(llama())

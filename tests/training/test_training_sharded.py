@@ -28,7 +28,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError, TrainStepError
-from asyncrl.models.head import PLAIN_HEAD
+from asyncrl.models.head.output import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.signal import counted_only
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer

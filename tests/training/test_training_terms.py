@@ -31,8 +31,8 @@ from asyncrl.checkpoint.state import check_plain
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
-from asyncrl.models.head import PLAIN_HEAD
-from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.head.logprobs import token_logprobs
+from asyncrl.models.head.output import PLAIN_HEAD
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch, StepResult
 

@@ -24,14 +24,14 @@ from asyncrl.errors import (
     StaleHandle,
     TransportError,
 )
-from asyncrl.transport import segment
-from asyncrl.transport.arena import Arena
-from asyncrl.transport.extents import Extents
-from asyncrl.transport.handles import Handle
+from asyncrl.transport.memory import segment
+from asyncrl.transport.memory.arena import Arena
+from asyncrl.transport.memory.extents import Extents
+from asyncrl.transport.memory.handles import Handle
 
 OWNER = """
 import sys
-from asyncrl.transport.arena import Arena
+from asyncrl.transport.memory.arena import Arena
 arena = Arena.create(sys.argv[1], 1 << 20)
 block = arena.allocate(1000, tag=7)
 arena.bytes_of(block)[:5] = b"hello"

@@ -13,15 +13,15 @@ import anyio
 from transport_helpers import both_loops, child, finish, line
 from transport_records import planned, whole
 
-from asyncrl.transport.producer import Producer
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.producer import Producer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 SETTINGS = RingSettings(size=8 << 20, slots=8, ring_bytes=1 << 14, checksum=True)
 
 ARM = """
 import json, os, signal, sys
-from asyncrl.transport import words
+from asyncrl.transport.memory import words
 
 def arm_at(wanted, nth):
     "SIGKILL at the n-th time that this place is reached."
@@ -64,7 +64,7 @@ PRODUCERS = (
     ARM
     + """
 from transport_records import planned
-from asyncrl.transport.producer import Producer
+from asyncrl.transport.rings.producer import Producer
 
 def work(k):
     producer = Producer.attach(sys.argv[1])
@@ -124,8 +124,8 @@ OWNERS = (
     + """
 import asyncio
 from transport_records import whole
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 log = os.open(sys.argv[2], os.O_RDWR | os.O_APPEND | os.O_CREAT)
 

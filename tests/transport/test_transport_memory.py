@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.transport.ring_types import Memory
+from asyncrl.transport.rings.types import Memory
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.concurrency.clock import run_virtual
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 
 
 async def test_order_and_end() -> None:

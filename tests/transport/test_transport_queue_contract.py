@@ -16,8 +16,8 @@ import torch
 import uvloop
 
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
-from asyncrl.transport.tensor_queue import ReceiveEnd, SendEnd, attach_queue, open_queue, share_queue
+from asyncrl.transport.queues.device_queue import attach_device_queue, share_device_queue
+from asyncrl.transport.queues.tensor_queue import ReceiveEnd, SendEnd, attach_queue, open_queue, share_queue
 
 Ends: TypeAlias = tuple[Any, Any]  # SendEnd, ReceiveEnd
 Open: TypeAlias = Callable[..., AbstractAsyncContextManager[Ends]]

@@ -17,10 +17,10 @@ from transport_records import SMALL, groups, pair, planned, whole
 
 from asyncrl.errors import LifecycleError, RecordTooLarge, RingDetached, RingFull
 from asyncrl.transport import rendezvous
-from asyncrl.transport.producer import AsyncProducer, Producer
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring import RingMemory, RingReader, RingWriter, block_bytes, format_ring
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.producer import AsyncProducer, Producer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, block_bytes, format_ring
+from asyncrl.transport.rings.types import RingSettings
 
 
 @both_loops

@@ -20,8 +20,9 @@ from asyncrl.records import write
 from asyncrl.records.layout import CRC_OFFSET
 from asyncrl.records.native import records
 from asyncrl.records.write import Plan
-from asyncrl.transport import ring, words
-from asyncrl.transport.ring import RingMemory, RingReader, RingWriter, block_bytes, format_ring
+from asyncrl.transport.memory import words
+from asyncrl.transport.rings import ring
+from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, block_bytes, format_ring
 
 pytestmark = pytest.mark.skipif(records is None, reason="the native code of the records was not built here")
 SLOTS = 4

@@ -14,9 +14,9 @@ from transport_helpers import both_loops, child, finish, line, names, say
 from transport_records import SMALL, groups, pair, planned, whole
 
 from asyncrl.errors import ArenaOwned, RingDetached, RingFull
-from asyncrl.transport import producer as producer_module
-from asyncrl.transport.producer import AsyncProducer, Producer
-from asyncrl.transport.record_ring import RecordRing
+from asyncrl.transport.rings import producer as producer_module
+from asyncrl.transport.rings.producer import AsyncProducer, Producer
+from asyncrl.transport.rings.record_ring import RecordRing
 
 
 @both_loops
@@ -169,7 +169,7 @@ async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next
 PRODUCER = """
 import os, signal, sys
 from transport_records import planned
-from asyncrl.transport.producer import Producer
+from asyncrl.transport.rings.producer import Producer
 producer = Producer.attach(sys.argv[1])
 for group in range(3):
     producer.put(planned(group))
@@ -228,8 +228,8 @@ async def test_a_stopped_producer_keeps_its_ring_also_across_owners(name: str) -
 
 OWNER = """
 import asyncio, json, sys
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 async def own():
     async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16, checksum=True)):
@@ -314,9 +314,9 @@ def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_recor
 IDLE = """
 import asyncio, sys, threading, uvloop
 from transport_records import planned
-from asyncrl.transport.producer import AsyncProducer, Producer
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.producer import AsyncProducer, Producer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 from asyncrl.errors import RingFull
 
 PRODUCERS = 2

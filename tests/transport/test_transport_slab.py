@@ -18,19 +18,20 @@ import uvloop
 from transport_helpers import both_loops, child, finish, line, names, say
 
 from asyncrl.errors import LifecycleError, OutOfMemory, PlatformError, RingDetached, StaleHandle, TransportError
-from asyncrl.transport import device_queue, slab_cuda
-from asyncrl.transport.arena import Arena
-from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
-from asyncrl.transport.handles import Handle
 from asyncrl.transport.inventory import clear
-from asyncrl.transport.slab import HostMemory, Slab, torch_dtype
-from asyncrl.transport.tensor_queue import attach_queue, share_queue
+from asyncrl.transport.memory import slab_cuda
+from asyncrl.transport.memory.arena import Arena
+from asyncrl.transport.memory.handles import Handle
+from asyncrl.transport.memory.slab import HostMemory, Slab, torch_dtype
+from asyncrl.transport.queues import device_queue
+from asyncrl.transport.queues.device_queue import attach_device_queue, share_device_queue
+from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
 
 LOOK = """
 import sys
 from asyncrl.errors import StaleHandle
-from asyncrl.transport.handles import Handle
-from asyncrl.transport.slab import Slab
+from asyncrl.transport.memory.handles import Handle
+from asyncrl.transport.memory.slab import Slab
 
 slab = Slab.attach(sys.argv[1])
 handle = Handle.decode(bytes.fromhex(sys.stdin.readline()))
@@ -52,7 +53,7 @@ QUEUE = """
 import asyncio, gc, sys
 import anyio
 import torch
-from asyncrl.transport.device_queue import attach_device_queue, share_device_queue
+from asyncrl.transport.queues.device_queue import attach_device_queue, share_device_queue
 
 async def stdin():
     return await anyio.to_thread.run_sync(sys.stdin.readline)

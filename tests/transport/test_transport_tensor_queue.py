@@ -13,14 +13,14 @@ import torch
 from transport_helpers import both_loops, child, finish, line, names
 
 from asyncrl.errors import OutOfMemory, RingDetached, TransportError
-from asyncrl.transport.handles import Handle
-from asyncrl.transport.tensor_queue import attach_queue, share_queue
-from asyncrl.transport.tensor_wire import handles_of, item_message, number_of
+from asyncrl.transport.memory.handles import Handle
+from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
+from asyncrl.transport.queues.tensor_wire import handles_of, item_message, number_of
 
 HELD = """
 import asyncio, sys
 import numpy as np
-from asyncrl.transport.tensor_queue import attach_queue, share_queue
+from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
 
 async def receive():
     async with await attach_queue(sys.argv[1], timeout_s=300) as receiver:

@@ -162,7 +162,7 @@ async def measure_steps(job: StepJob) -> dict[str, Any]:
     """Leaves the run by cancellation, as Ctrl-C does: its tail, which generates nothing new, is not part of the figures."""
     import anyio
 
-    from asyncrl.models import native
+    from asyncrl.models.native import library as native
     from asyncrl.runtime.runtime import Runtime
 
     window = Window(job.warmup_steps, job.steps)

@@ -22,7 +22,7 @@ from asyncrl.generation.embedded.cache import CacheShape, KVCache
 from asyncrl.generation.embedded.core import Core
 from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
 from asyncrl.generation.embedded.sequences import Sequences
-from asyncrl.models import native
+from asyncrl.models.native import library as native
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import GenerationRequest, Int32Array, SamplingParams

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from asyncrl.algorithms.base import Loss, LossInputs
 from asyncrl.algorithms.registry import build_loss
-from asyncrl.models import native
-from asyncrl.models.flat import FlatParameters, FlatWeights
-from asyncrl.models.liger_head import choose_head_kernel
-from asyncrl.models.logprobs import HeadKernel, token_logprobs
-from asyncrl.models.packed import JoinedLinear, packing_works
+from asyncrl.models.head.liger import choose_head_kernel
+from asyncrl.models.head.logprobs import HeadKernel, token_logprobs
+from asyncrl.models.native import library as native
+from asyncrl.models.parameters.flat import FlatParameters, FlatWeights
+from asyncrl.models.parameters.packed import JoinedLinear, packing_works
 
 from .job import LIGER, HeadJob
 from .peers import naive_head

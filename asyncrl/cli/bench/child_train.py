@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.models import native
+from asyncrl.models.native import library as native
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import FinishReason, Group, Int32Array, Prompt, Ticket, Trajectory

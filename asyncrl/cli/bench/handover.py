@@ -27,10 +27,10 @@ from asyncrl.data.stash import Stash
 from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import Draft, Plan, plan
-from asyncrl.transport.producer import Producer
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
-from asyncrl.transport.tensor_queue import attach_queue, share_queue
+from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
+from asyncrl.transport.rings.producer import Producer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 from .job import HandoverJob
 from .peers.handover_group import COLUMNS, IN_FLIGHT, MEMBERS, answer, arrays, footprint, turns

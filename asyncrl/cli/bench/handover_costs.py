@@ -28,9 +28,9 @@ import numpy as np
 
 from asyncrl.data.stash import Stash
 from asyncrl.records.trajectories import trajectories_of
-from asyncrl.transport.producer import Producer
-from asyncrl.transport.record_ring import RecordRing
-from asyncrl.transport.ring_types import RingSettings
+from asyncrl.transport.rings.producer import Producer
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
 
 from .handover import end_record, new_loop, record, ring_settings, sections, spawn
 from .job import HandoverJob

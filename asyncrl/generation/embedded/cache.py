@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.models import native
+from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
 # Padding that a layer must be spared before one more attention call pays (about 70 us of reading).

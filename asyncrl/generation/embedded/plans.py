@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncrl.models import native
-from asyncrl.models.attention import PLAIN, AttentionTerms
-from asyncrl.models.general_attention import attend_seen, cut, visible
+from asyncrl.models.attention.general import attend_seen, cut, visible
+from asyncrl.models.attention.interface import PLAIN, AttentionTerms
+from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
 from .cache import SPLIT_GAIN_BYTES, KVCache

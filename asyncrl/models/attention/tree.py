@@ -1,0 +1,398 @@
+"""Attention over packed prefix trees: training microbatches, and the prefill of prompts (trees without suffixes).
+
+A prefix token sees its prefix up to itself; a suffix token sees its whole prefix and its own suffix up to itself. That
+is three kinds of block, none of which needs a mask or padding: prefix and suffix each causal on themselves, and all
+suffix tokens of a tree (they are adjacent) against their prefix, unmasked. The two partial results of a suffix token are
+merged by their log-sum-exp, and backward hands the *merged* output and log-sum-exp to each block, which makes every
+block's gradient exact (the identity behind ring attention: Liu et al., arXiv:2310.01889).
+
+On a CPU short rows go through `row_attention`, longer ones through torch's flash kernel on views of the packed tensors. That
+has no fast bfloat16 backward (a fifth of its float32 rate), so bfloat16 goes through float32 there. Elsewhere,
+`attend` falls back to one masked `scaled_dot_product_attention` over padded rows.
+
+All of that is for plain attention. A layer with terms (a window that some row leaves, capped scores, sinks) goes through
+`general_attention`, on every device; positions within a row count through the shared prefix.
+
+All index work is done once per microbatch, in the constructor or at the first layer.
+
+Shape legend: T packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, R rows, Q and C padded
+query and key lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncrl.types import Microbatch
+
+from ..native import library as native
+from .general import GeneralAttention
+from .interface import PLAIN, AttentionTerms
+from .rows import Row, RowAttention, fits
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Measured on two cores: in bfloat16 half the kernel's time. In float32 a third less, if the softmax takes one pass; else no less
+_BY_PRODUCTS = {torch.bfloat16} | ({torch.float32} if native.available() else set())
+_SMALL_SEGMENT_FLOP = 1.5e6  # below this a kernel call costs more than the arithmetic: segments are padded together
+_PADDING = 1.25  # most padded tokens per real token in such a bin
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bin:
+    """Segments padded to one length. Rows of padding repeat a real token and get a zero gradient."""
+
+    count: int
+    length: int
+    gather: Tensor  # [count * length] packed index
+    padding: Tensor  # positions in `gather` that are padding
+    real: Tensor  # positions in `gather` that are not
+    target: Tensor  # packed index of `real`
+
+
+class TreePlan:
+    """The geometry of one packed sequence, as `types.Microbatch` describes it. Arrays of ints; suffixes may be absent.
+
+    Requires that the packed tokens are exactly the prefixes and suffixes, and that the suffixes of a tree are adjacent
+    (zero-length ones anywhere). Errors: ValueError where they are not.
+    """
+
+    def __init__(
+        self,
+        prefix_start: npt.ArrayLike,
+        prefix_length: npt.ArrayLike,
+        suffix_start: npt.ArrayLike = (),
+        suffix_length: npt.ArrayLike = (),
+        suffix_tree: npt.ArrayLike = (),
+    ) -> None:
+        starts, lengths = _ints(prefix_start), _ints(prefix_length)
+        self._prefixes = [_Span(int(s), int(n)) for s, n in zip(starts, lengths, strict=True)]
+        self._suffixes: list[_Span] = []
+        self._tree_of: list[int] = []
+        for start, length, tree in zip(_ints(suffix_start), _ints(suffix_length), _ints(suffix_tree), strict=True):
+            if length:
+                self._suffixes.append(_Span(int(start), int(length)))
+                self._tree_of.append(int(tree))
+        self.segments = [span for span in (*self._prefixes, *self._suffixes) if span.length]
+        self.tokens = sum(span.length for span in self.segments)
+        self.cross = self._cross_blocks()  # (suffix tokens of a tree, its prefix)
+        self.longest = max((before.length + own.length for before, own in self.rows()), default=0)
+        self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
+        self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
+        self._bins: dict[torch.device, list[_Bin]] = {}
+        self._rows: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, batch: Microbatch) -> TreePlan:
+        return cls(batch.prefix_start, batch.prefix_length, batch.suffix_start, batch.suffix_length, batch.suffix_tree)
+
+    def rows(self) -> list[tuple[_Span, _Span]]:
+        """(prefix, own tokens) of each sequence: a suffix behind its prefix; a prefix that has none, behind nothing."""
+        empty, extended = _Span(0, 0), set(self._tree_of)
+        rows = [(empty, span) for tree, span in enumerate(self._prefixes) if span.length and tree not in extended]
+        rows += [(self._prefixes[tree], span) for span, tree in zip(self._suffixes, self._tree_of, strict=True)]
+        return rows
+
+    def _cross_blocks(self) -> list[tuple[_Span, _Span]]:
+        ends: dict[int, tuple[int, int]] = {}
+        for span, tree in zip(self._suffixes, self._tree_of, strict=True):
+            first, end = ends.get(tree, (span.start, span.start))
+            if span.start != end:
+                raise ValueError(
+                    f"the suffixes of tree {tree} are not adjacent: one ends at {end}, next at {span.start}"
+                )
+            ends[tree] = (first, span.start + span.length)
+        return [
+            (_Span(first, end - first), self._prefixes[tree])
+            for tree, (first, end) in ends.items()
+            if self._prefixes[tree].length
+        ]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> Tensor:
+        """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable, also in the
+        sinks."""
+        terms = terms.within(self.longest)
+        if terms.plain and query.device.type != "cpu":
+            self._check(query)
+            return self.attend_masked(query, key, value, scaling)
+        result: Tensor = _TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
+        return result
+
+    def _check(self, query: Tensor) -> None:
+        if query.shape[0] != self.tokens:
+            raise ValueError(f"the plan describes {self.tokens} tokens, the model handed over {query.shape[0]}")
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+    ) -> tuple[Tensor, Tensor]:
+        """What `attend` gives, and what `backward` asks for beside it: the log-sum-exp [T, H], the weights of short rows, or,
+        where it computes all of it again, nothing. Without a graph."""
+        self._check(query)
+        terms = terms.within(self.longest)
+        if not terms.plain:
+            general = self._with_terms(query, terms)
+            return general.forward(query, key, value, scaling, terms.softcap, terms.sinks), query.new_empty(0)
+        if query.device.type != "cpu":
+            return self.attend_masked(query, key, value, scaling), query.new_empty(0)
+        short = self._by_products(query)
+        if short is not None:
+            return short.forward(query, key, value, scaling)
+        dtype = query.dtype
+        query, key, value = _wider(query), _wider(key), _wider(value)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        lse = torch.empty(query.shape[:2], dtype=query.dtype)  # [T, H]
+        for block in self.self_blocks(query):
+            q, k, v = _take(query, block), _take(key, block), _take(value, block)
+            part, part_lse = _flash(q, k, v, 0.0, True, scale=scaling)
+            _put(out, block, part)
+            _put(lse.unsqueeze(-1), block, part_lse.unsqueeze(-1))
+        for rows, prefix in self.cross:
+            part, part_lse = _flash(
+                _take(query, rows), _take(key, prefix), _take(value, prefix), 0.0, False, scale=scaling
+            )
+            _merge(_slice(out, rows), _slice(lse, rows), part[0].transpose(0, 1), part_lse[0].t())
+        return out.to(dtype), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        scaling: float,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        terms: AttentionTerms = PLAIN,
+        sinks_gradient: Tensor | None = None,
+    ) -> None:
+        """`gradients` become those of query, key and value. `saved`: query, key, value and what `forward` gave for the same
+        `terms`. `sinks_gradient` [H], float32 or wider: that of the sinks is added to it; None: nobody wants it."""
+        query, key, value, out, lse = saved
+        terms = terms.within(self.longest)
+        if not terms.plain:
+            general = self._with_terms(query, terms)
+            inputs = query, key, value
+            general.backward(grad, inputs, scaling, terms.softcap, terms.sinks, gradients, sinks_gradient)
+            return
+        if query.device.type != "cpu":
+            with torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+                again = self.attend_masked(leaves[0], leaves[1], leaves[2], scaling)
+            for target, part in zip(gradients, torch.autograd.grad(again, leaves, grad), strict=True):
+                target.copy_(part)
+            return
+        short = self._by_products(query)
+        if short is not None:
+            short.backward(grad, query, key, value, lse, scaling, gradients)
+            return
+        query, key, value, out, grad = (_wider(tensor) for tensor in (query, key, value, out, grad))
+        lse3 = lse.unsqueeze(-1)
+        narrow = gradients[0].dtype != query.dtype
+        sums = tuple(torch.empty(t.shape, dtype=query.dtype) for t in gradients) if narrow else gradients
+        for block in self.self_blocks(query):
+            parts = _flash_backward(
+                _take(grad, block, zero_padding=True), _take(query, block), _take(key, block), _take(value, block),
+                _take(out, block), _take(lse3, block).squeeze(-1).contiguous(), 0.0, True, scale=scaling,
+            )  # fmt: skip
+            for target, part in zip(sums, parts, strict=True):
+                _put(target, block, part)
+        for rows, prefix in self.cross:
+            parts = _flash_backward(
+                _take(grad, rows), _take(query, rows), _take(key, prefix), _take(value, prefix),
+                _take(out, rows), _take(lse3, rows).squeeze(-1).contiguous(), 0.0, False, scale=scaling,
+            )  # fmt: skip
+            for target, span, part in zip(sums, (rows, prefix, prefix), parts, strict=True):
+                _slice(target, span).add_(part[0].transpose(0, 1))
+        if narrow:
+            for target, part in zip(gradients, sums, strict=True):
+                target.copy_(part)
+
+    def _by_products(self, query: Tensor) -> RowAttention | None:
+        """The plan by products where it is the faster one, which needs every row to be short."""
+        if query.dtype not in _BY_PRODUCTS:
+            return None
+        heads = query.shape[1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        if (heads, dtype) not in self._short:
+            rows = self._own_rows()
+            self._short[heads, dtype] = RowAttention(rows, heads, dtype) if fits(rows, heads) else None
+        return self._short[heads, dtype]
+
+    def _with_terms(self, query: Tensor, terms: AttentionTerms) -> GeneralAttention:
+        geometry = terms.window, query.shape[1], query.device
+        if geometry not in self._general:
+            self._general[geometry] = GeneralAttention(self._own_rows(), *geometry)
+        return self._general[geometry]
+
+    def _own_rows(self) -> list[Row]:
+        """Every packed token once as an own token: prefixes behind nothing, suffixes behind their prefix."""
+        rows = [(0, 0, span.start, span.length) for span in self._prefixes if span.length]
+        for span, tree in zip(self._suffixes, self._tree_of, strict=True):
+            before = self._prefixes[tree]
+            rows.append((before.start, before.length, span.start, span.length))
+        return rows
+
+    def self_blocks(self, query: Tensor) -> list[_Span] | list[_Bin]:
+        """The causal blocks: single segments as views where they are large, padded bins where they are small."""
+        width = query.shape[1] * query.shape[2]
+        flop = 4.0 * width * sum(span.length**2 for span in self.segments) / max(len(self.segments), 1)
+        if flop > _SMALL_SEGMENT_FLOP or len(self.segments) < 4:
+            return self.segments
+        if query.device not in self._bins:
+            self._bins[query.device] = _make_bins(self.segments, query.device)
+        return self._bins[query.device]
+
+    # -- any device: one masked call over padded rows ---------------------------------------------------------------
+
+    def attend_masked(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """The same through `scaled_dot_product_attention` with a mask: one row per segment, its prefix in front."""
+        if query.device not in self._rows:
+            self._rows[query.device] = self._make_rows(query.device)
+        query_index, key_index, mask, back = self._rows[query.device]
+        out = F.scaled_dot_product_attention(
+            query[query_index].transpose(1, 2),  # [R, H, Q, D]
+            key[key_index].transpose(1, 2),  # [R, K, C, D]
+            value[key_index].transpose(1, 2),
+            attn_mask=mask,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2).flatten(0, 1)[back]
+
+    def _make_rows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query index [R, Q], key index [R, C], mask [R, 1, Q, C] (True: attend), and where each token came out [T]."""
+        rows = self._own_rows()
+        longest, context = max(row[3] for row in rows), max(row[1] for row in rows)
+        query_index = np.zeros((len(rows), longest), np.int64)
+        key_index = np.zeros((len(rows), context + longest), np.int64)
+        mask = np.zeros((len(rows), longest, context + longest), np.bool_)
+        back = np.zeros(self.tokens, np.int64)
+        causal = np.tril(np.ones((longest, longest), np.bool_))
+        for row, (prefix_start, prefix, start, length) in enumerate(rows):
+            own = np.arange(start, start + length)
+            query_index[row, :length] = own
+            key_index[row, :prefix] = np.arange(prefix_start, prefix_start + prefix)
+            key_index[row, context : context + length] = own
+            mask[row, :, :prefix] = True
+            mask[row, :, context:] = causal  # a padded query sees token 0 of its row: a row of -inf would give NaN
+            back[own] = row * longest + np.arange(length)
+        tensors = (query_index, key_index, mask[:, None], back)
+        return tuple(torch.from_numpy(array).to(device) for array in tensors)  # type: ignore[return-value]
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Forward and backward of a plan as one node: on a CPU, and of what has terms anywhere."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: TreePlan,
+        scaling: float,
+        terms: AttentionTerms,
+    ) -> Tensor:
+        """`sinks`: those of `terms`, where autograd sees them."""
+        out, lse = plan.forward(query, key, value, scaling, terms)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.plan, ctx.scaling, ctx.window, ctx.softcap = plan, scaling, terms.window, terms.softcap
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, sinks = ctx.saved_tensors
+        terms = AttentionTerms(ctx.window, ctx.softcap, sinks)
+        gradients = torch.empty_like(saved[0]), torch.empty_like(saved[1]), torch.empty_like(saved[2])
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            of_sinks = torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
+        ctx.plan.backward(grad.contiguous(), saved, ctx.scaling, gradients, terms, of_sinks)
+        return (*gradients, None if of_sinks is None else of_sinks.to(sinks.dtype), None, None, None)
+
+
+def _wider(tensor: Tensor) -> Tensor:
+    """The CPU kernel's bfloat16 backward runs at a fifth of its float32 rate."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """In place: (`out` [N, H, D], `lse` [N, H]) and a second partial result become their joint softmax average."""
+    joint = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - joint).exp_().unsqueeze(-1))
+    out.addcmul_(part, (part_lse - joint).exp_().unsqueeze(-1))
+    lse.copy_(joint)
+
+
+def _slice(tensor: Tensor, span: _Span) -> Tensor:
+    return tensor[span.start : span.start + span.length]
+
+
+def _take(tensor: Tensor, block: _Span | _Bin, zero_padding: bool = False) -> Tensor:
+    """[T, X, Y] -> [rows, X, length, Y] of one block; a view where the block is a single segment."""
+    if isinstance(block, _Span):
+        return _slice(tensor, block).transpose(0, 1).unsqueeze(0)
+    rows = tensor.index_select(0, block.gather)
+    if zero_padding and block.padding.numel():
+        rows.index_fill_(0, block.padding, 0.0)
+    return rows.view(block.count, block.length, *tensor.shape[1:]).transpose(1, 2)
+
+
+def _put(tensor: Tensor, block: _Span | _Bin, part: Tensor) -> None:
+    """The inverse of `_take`: overwrite the block's tokens."""
+    if isinstance(block, _Span):
+        _slice(tensor, block).copy_(part[0].transpose(0, 1))
+        return
+    rows = part.transpose(1, 2).reshape(block.count * block.length, *tensor.shape[1:])
+    tensor.index_copy_(0, block.target, rows.index_select(0, block.real) if block.padding.numel() else rows)
+
+
+def _make_bins(segments: list[_Span], device: torch.device) -> list[_Bin]:
+    """Sort by length, then cut where padding would pass `_PADDING`."""
+    bins: list[_Bin] = []
+    members: list[_Span] = []
+    real = 0
+    for span in sorted(segments, key=lambda span: -span.length):
+        if members and members[0].length * (len(members) + 1) > _PADDING * (real + span.length):
+            bins.append(_make_bin(members, device))
+            members, real = [], 0
+        members.append(span)
+        real += span.length
+    if members:
+        bins.append(_make_bin(members, device))
+    return bins
+
+
+def _make_bin(members: list[_Span], device: torch.device) -> _Bin:
+    length = max(span.length for span in members)
+    offset = np.arange(length)[None]
+    lengths = np.array([span.length for span in members])[:, None]
+    gather = np.array([span.start for span in members])[:, None] + np.minimum(offset, lengths - 1)
+    valid = (offset < lengths).reshape(-1)
+    gather = gather.reshape(-1)
+
+    def tensor(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64))).to(device)
+
+    return _Bin(
+        len(members), length, tensor(gather), tensor(np.flatnonzero(~valid)), tensor(np.flatnonzero(valid)),
+        tensor(gather[valid]),
+    )  # fmt: skip
+
+
+def _ints(values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64).reshape(-1)

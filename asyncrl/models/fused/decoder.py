@@ -1,0 +1,253 @@
+"""The decoder of a Llama-like model as few large operations, forward and backward written out.
+
+    x -> norm -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) + x
+      -> norm -> [gate up] -> silu or gelu of gate * up -> down -> (norm) +
+
+transformers' own forward makes three products where one does, a fresh buffer for every elementwise result, and a graph of
+some thirty nodes a layer. Here a layer is one autograd node: it keeps the inputs of both halves, q/k/v, the attention's
+output and gate/up, computes again what is cheap, and adds weight gradients straight into the flat buffer. Sampling and
+training run the same code.
+
+`FusedDecoder.of` takes a model only if its layers consist of known parts alone (fused_layers.py) *and* one of each kind was
+proved to compute the same numbers (fused_proof.py); every other architecture goes on through transformers, correct if
+slower. The modules stay what they are: weights, names and files are untouched.
+
+Shape legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head size, F size of the MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..attention.interface import AttentionPlan
+from ..attention.tree import TreePlan
+from ..head.output import decoder_of
+from ..native import kernels
+from ..native.kernels import Scratch
+from ..native.norms import FusedRMSNorm
+from ..parameters.flat import FlatWeights
+from ..parameters.packed import packing_works
+from .layers import Layer, Norm, Turn, TurnKind, kind_of, make_turn, read_layer
+from .proof import listen, prove, repeats
+
+
+class _Kept(NamedTuple):
+    """What the backward of a layer needs besides its input. Used up by it: `gate_up` becomes a gradient in place."""
+
+    qkv: Tensor  # [T, (H + 2K) D], rotated
+    attended: Tensor  # [T, H, D]
+    lse: Tensor  # [T, H]; the weights of short rows where the plan goes by products: what `TreePlan.forward` gave
+    middle: Tensor  # [T, E], after the attention half
+    gate_up: Tensor  # [T, 2F]
+    raw: Tensor | None  # [T, (H + K) D] before the norms of queries and keys
+    added: Tensor | None  # [T, E] what attention adds, before its norm
+    added_last: Tensor | None  # [T, E] what the MLP adds, before its norm
+
+
+class FusedDecoder:
+    """Owns the packed weights and the buffers. Only the lane may call it."""
+
+    def __init__(self, layers: list[Layer], final_norm: nn.Module, rotary: nn.Module, multiplier: float) -> None:
+        """`multiplier`: of the embedded tokens."""
+        self.layers = layers
+        self.final_norm = final_norm
+        self.rotary = rotary
+        self.multiplier = multiplier
+        self.turns = list(dict.fromkeys(layer.turn for layer in layers))
+        self.scratch = Scratch()
+        self.checkpointing = False
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
+        """None where the architecture is another. Runs the model's own decoder once, and a copy of one layer of
+        each kind."""
+        decoder: Any = decoder_of(module)
+        blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
+        if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
+            return None
+        heard = listen(module)
+        if heard is None:
+            return None
+        index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
+        pack = packing_works(flat.working.dtype, flat.working.device)
+        trial = cls([], norm, rotary, 1.0)
+        layers, proved = [], dict[Any, TurnKind | None]()
+        for number, (block, call) in enumerate(zip(blocks, heard.layers, strict=True)):
+            layer = read_layer(number, block, call, flat, index, pack)
+            if layer is None:
+                return None
+            kind = kind_of(block, module.config.get_text_config(), layer)
+            if kind not in proved:
+                proved[kind] = prove(block, layer, call, heard.positions_T, trial.compute)
+            turn = proved[kind]
+            if turn is None or not repeats(layer, call, trial._turn(turn, call.x[0], heard.positions_T), trial.compute):
+                return None
+            layers.append(replace(layer, turn=turn))
+        return cls(layers, norm, rotary, heard.multiplier)
+
+    def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """Embedded tokens [T, E] at their positions -> final-normed hidden states [T, E]. Differentiable."""
+        turns = {kind: self._turn(kind, rows_TE, positions_T) for kind in self.turns}
+        x = rows_TE if self.multiplier == 1 else rows_TE * self.multiplier
+        for layer in self.layers:
+            if torch.is_grad_enabled():
+                x = _FusedLayer.apply(x, self, layer, plan, turns[layer.turn])  # type: ignore[no-untyped-call]
+            else:
+                x, _ = self.forward(layer, x, plan, turns[layer.turn], keep=False)
+        result: Tensor = self.final_norm(x)
+        return result
+
+    def _turn(self, kind: TurnKind, rows_TE: Tensor, positions_T: Tensor) -> Turn:
+        rotary = None
+        if kind.rotary is not None:
+            arguments, named = kind.rotary
+            rotary = self.rotary(rows_TE.unsqueeze(0), positions_T.unsqueeze(0), *arguments, **dict(named))
+        return make_turn(kind, rotary, positions_T, rows_TE)
+
+    def compute(self, layer: Layer, x: Tensor, plan: AttentionPlan, turn: Turn) -> Tensor:
+        """One layer without a graph: [T, E] -> [T, E]."""
+        return self.forward(layer, x, plan, turn, keep=False)[0]
+
+    def forward(
+        self, layer: Layer, x: Tensor, plan: AttentionPlan, turn: Turn, keep: bool
+    ) -> tuple[Tensor, _Kept | None]:
+        """One layer: [T, E] -> [T, E], and what its backward needs."""
+        tokens = x.shape[0]
+        qkv = layer.qkv(self._normed(layer.input_norm, x))
+        raw = self._rotate(layer, qkv, turn, keep)
+        q, k, v = _split(layer, qkv)
+        if keep:
+            attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
+        else:
+            attended = plan.attend(layer.number, q, k, v, layer.scaling, layer.terms)
+        middle, added = _add(layer, layer.attention_norm, layer.out(attended.reshape(tokens, -1)), x)
+        gate_up = layer.gate_up(self._normed(layer.mlp_norm, middle))
+        active = self.scratch.take("active", tokens, gate_up.shape[1] // 2, x)
+        kernels.gated(gate_up, active, layer.activation)
+        out, added_last = _add(layer, layer.output_norm, layer.down(active), middle)
+        return out, _Kept(qkv, attended, lse, middle, gate_up, raw, added, added_last) if keep else None
+
+    def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
+        return x if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
+
+    def _rotate(self, layer: Layer, qkv: Tensor, turn: Turn, keep: bool) -> Tensor | None:
+        """Norms of queries and keys, where there are any, and rotary, in place. Returns q and k as they were before."""
+        raw = None
+        queries = layer.heads * layer.head_size
+        both = qkv[:, : queries + layer.kv_heads * layer.head_size]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            raw = both.clone() if keep else None
+            for part, norm in ((both[:, :queries], layer.query_norm), (both[:, queries:], layer.key_norm)):
+                rows = part.reshape(-1, norm.weight.shape[0])
+                normed = self.scratch.take("heads", rows.shape[0], rows.shape[1], rows)
+                part.copy_(norm(rows, normed).view(part.shape))
+        self._turn_(layer, both, turn)
+        return raw
+
+    def _turn_(self, layer: Layer, both: Tensor, turn: Turn, inverse: bool = False) -> None:
+        """Rotary of queries and keys [T, (H + K) D] and scaling of queries, in place; with `inverse` their transposes."""
+        heads = both.unflatten(1, (-1, layer.head_size))
+        if turn.cos is not None and turn.sin is not None:
+            turned = 2 * turn.cos.shape[1]
+            own = heads if turned == layer.head_size else heads[..., :turned]
+            kernels.rotate_(own, turn.cos, turn.sin, self.scratch, inverse)
+        if turn.query_scale is not None:
+            heads[:, : layer.heads].mul_(turn.query_scale[:, None, None])
+
+    def backward(self, layer: Layer, x: Tensor, kept: _Kept, grad: Tensor, plan: TreePlan, turn: Turn) -> Tensor:
+        """Gradient of the layer's output [T, E] -> that of its input, fresh; weight gradients are added where they belong."""
+        scratch, (tokens, width) = self.scratch, x.shape
+        size = kept.gate_up.shape[1] // 2
+        active = scratch.take("active", tokens, size, x)
+        inner = scratch.take("inner", tokens, size, x)
+        own = self._into_branch(layer, layer.output_norm, grad, kept.added_last)
+        torch.mm(own, layer.down.weight(), out=inner)
+        kernels.gated_backward_(kept.gate_up, inner, active, scratch, layer.activation)
+        layer.down.add_gradient(own, active)
+        below = scratch.take("below", tokens, width, x)
+        layer.gate_up.backward(kept.gate_up, self._normed(layer.mlp_norm, kept.middle), below)
+        through = grad.clone()
+        _through_norm(layer.mlp_norm, below, kept.middle, through)
+
+        own = self._into_branch(layer, layer.attention_norm, through, kept.added)
+        flat = kept.attended.view(tokens, -1)
+        grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
+        layer.out.backward(own, flat, grad_attended)
+        grad_qkv = scratch.take("qkv", tokens, kept.qkv.shape[1], x)
+        saved, targets = (*_split(layer, kept.qkv), kept.attended, kept.lse), _split(layer, grad_qkv)
+        grad = grad_attended.view(kept.attended.shape)
+        plan.backward(grad, saved, layer.scaling, targets, layer.terms, layer.sinks_gradient)
+        self._rotate_back(layer, grad_qkv, kept.raw, turn)
+        layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), below)
+        _through_norm(layer.input_norm, below, x, through)
+        return through
+
+    def _into_branch(self, layer: Layer, norm: Norm | None, grad: Tensor, added: Tensor | None) -> Tensor:
+        """The inverse of `_add`: gradient of the sum [T, E] -> that of the branch, before its norm and multiplier."""
+        if norm is None and layer.multiplier == 1:
+            return grad
+        own = self.scratch.take("branch", grad.shape[0], grad.shape[1], grad)
+        torch.mul(grad, layer.multiplier, out=own)
+        if norm is None or added is None:
+            return own
+        before = self.scratch.take("before norm", grad.shape[0], grad.shape[1], grad).zero_()
+        norm.backward(own, added, before)
+        return before
+
+    def _rotate_back(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, turn: Turn) -> None:
+        queries = layer.heads * layer.head_size
+        both = grad_qkv[:, : queries + layer.kv_heads * layer.head_size]
+        self._turn_(layer, both, turn, inverse=True)
+        if raw is None or layer.query_norm is None or layer.key_norm is None:
+            return
+        for own, norm in ((slice(0, queries), layer.query_norm), (slice(queries, None), layer.key_norm)):
+            part, width = both[:, own], norm.weight.shape[0]
+            into = torch.zeros(part.numel() // width, width, dtype=part.dtype, device=part.device)
+            norm.backward(part.reshape(-1, width), raw[:, own].reshape(-1, width), into)
+            part.copy_(into.view(part.shape))
+
+
+class _FusedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, turn: Turn
+    ) -> Tensor:
+        out, kept = decoder.forward(layer, x, plan, turn, keep=not decoder.checkpointing)
+        ctx.save_for_backward(x, *(kept or ()))
+        ctx.rest = decoder, layer, plan, turn
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *saved = ctx.saved_tensors  # autograd refuses a second backward, which would find them overwritten
+        decoder, layer, plan, turn = ctx.rest
+        kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, turn, keep=True)[1]
+        return decoder.backward(layer, x, kept, grad.contiguous(), plan, turn), None, None, None, None
+
+
+def _add(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`x` + multiplier * norm(branch), fresh or in place of the branch; and the branch, where there is a norm."""
+    if norm is None:
+        return (branch if layer.multiplier == 1 else branch.mul_(layer.multiplier)).add_(x), None
+    normed = norm(branch, torch.empty_like(branch))
+    return (normed if layer.multiplier == 1 else normed.mul_(layer.multiplier)).add_(x), branch
+
+
+def _through_norm(norm: Norm | None, below: Tensor, x: Tensor, through: Tensor) -> None:
+    """`through` += the gradient of `x` by way of its norm, that of the norm's result being `below`."""
+    if norm is None:
+        through.add_(below)
+    else:
+        norm.backward(below, x, through)
+
+
+def _split(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, (H + 2K) D] -> views [T, H, D], [T, K, D], [T, K, D]."""
+    heads = qkv.unflatten(1, (-1, layer.head_size))
+    end = layer.heads + layer.kv_heads
+    return heads[:, : layer.heads], heads[:, layer.heads : end], heads[:, end:]

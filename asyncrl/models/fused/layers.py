@@ -1,0 +1,336 @@
+"""What the fused decoder knows of a layer, and how it is read from transformers' modules.
+
+Names say which part is which; they prove nothing. `read_layer` answers only where every module, parameter and setting of a
+layer is one that is known here, and what it answers is a hypothesis, which `fused_proof` compares with the layer itself.
+
+    parts              which families
+    two norms          before attention and before the MLP: Llama, Qwen, Mistral, Granite, SmolLM3, Phi-3, Gemma;
+                       behind them: OLMo-2
+    four norms         around both: Gemma-2, Gemma-3
+    q_norm, k_norm     of each head: Qwen3, Gemma-3; of all heads together: OLMo-2
+    one matrix         for q, k and v, and for gate and up: Phi-3
+
+Shape legend: E hidden size, H query heads, K key/value heads, D head size, F size of the MLP, N rows, T packed
+tokens, R numbers of a head that rotary turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ..attention.interface import PLAIN, AttentionTerms
+from ..native import kernels
+from ..native.norms import FusedRMSNorm
+from ..parameters.flat import FlatWeights
+from ..parameters.lora import AdaptedLinear
+from ..parameters.packed import JoinedLinear
+
+# Settings that the modules of a layer may have. Each is without effect on its own (a size, a name, a value that attention
+# is called with and that is heard there), or it is read below. A layer with any other may compute anything.
+_KNOWN_SETTINGS = {
+    "block": {"config", "hidden_size", "layer_idx", "residual_multiplier", "gradient_checkpointing"},
+    "attention": {
+        "config", "layer_idx", "layer_type", "attention_type", "head_dim", "hidden_size", "num_heads", "num_attention_heads",
+        "num_key_value_heads", "num_key_value_groups", "scaling", "attention_dropout", "is_causal", "sliding_window",
+        "sliding_window_pattern", "is_sliding", "attn_logit_softcapping", "use_rope",
+    },
+    "mlp": {"config", "hidden_size", "intermediate_size"},
+}  # fmt: skip
+_OWN_NUMBER = {"config", "layer_idx"}  # settings that differ between layers that compute the same
+_OF_MODULES = frozenset(vars(nn.Module()))
+# Names of the norms of a layer: before attention, behind it, before the MLP, behind it.
+_NORMS = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: nn.Parameter
+    eps: float
+    offset: float
+    gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
+
+    def __call__(self, x_NE: Tensor, out_NE: Tensor) -> Tensor:
+        return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
+
+    def backward(self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor) -> None:
+        """`out_NE` += gradient of the input; that of the weight is added where it belongs."""
+        kernels.rms_norm_backward(grad_NE, x_NE, self.weight, self.eps, self.gradient, out_NE, self.offset)
+
+
+class RotaryCall(NamedTuple):
+    """What a model hands to its rotary embedding beside hidden states and positions: Gemma-3, the type of the layer."""
+
+    arguments: tuple[Any, ...] = ()
+    named: tuple[tuple[str, Any], ...] = ()
+
+
+class TurnKind(NamedTuple):
+    """What is done to queries and keys by their position.
+
+    rotary: None where layers have none (SmolLM3, some of them).
+    query_scaling: beta and length L; the query at position p is scaled by `1 + beta log(1 + floor(p / L))` (Llama 4,
+    Ministral 3).
+    """
+
+    rotary: RotaryCall | None
+    query_scaling: tuple[float, float] | None
+
+
+class Turn(NamedTuple):
+    """A `TurnKind` at the positions of some tokens."""
+
+    cos: Tensor | None  # [T, R / 2] of the first R numbers of a head
+    sin: Tensor | None
+    query_scale: Tensor | None  # [T]
+
+
+def make_turn(kind: TurnKind, rotary: tuple[Tensor, Tensor] | None, positions_T: Tensor, like: Tensor) -> Turn:
+    """`rotary`: cos and sin [1, T, R], whose halves hold the same. Numbers in the dtype of `like`."""
+    cos = sin = scale = None
+    if rotary is not None:
+        half = rotary[0].shape[-1] // 2
+        cos, sin = (part[0, :, :half].contiguous() for part in rotary)
+    if kind.query_scaling is not None:
+        beta, length = kind.query_scaling
+        scale = (1 + beta * torch.log(1 + torch.floor(positions_T / length))).to(like.dtype)
+    return Turn(cos, sin, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    number: int
+    input_norm: Norm | None
+    qkv: JoinedLinear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    out: JoinedLinear
+    attention_norm: Norm | None  # of what attention adds
+    mlp_norm: Norm | None
+    gate_up: JoinedLinear
+    activation: str
+    down: JoinedLinear
+    output_norm: Norm | None  # of what the MLP adds
+    multiplier: float  # of what either adds
+    heads: int
+    kv_heads: int
+    head_size: int
+    scaling: float
+    terms: AttentionTerms
+    sinks_gradient: Tensor | None
+    turn: TurnKind
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """How the model ran one layer: what it gave the layer, and what the layer gave to attention."""
+
+    x: Tensor  # [1, T, E]
+    named: dict[str, Any]
+    out: Tensor  # [1, T, E]
+    rotary: RotaryCall | None
+    scaling: float
+    terms: AttentionTerms
+
+
+class _Parts(NamedTuple):
+    qkv: list[Any]
+    out: Any
+    gate_up: list[Any]
+    down: Any
+    norms: list[Any]  # as in _NORMS
+    head_norms: list[Any]  # none, or of queries and of keys
+    activation: str
+    rooms: list[nn.Module]  # the layer, its halves, the activation: whatever holds no parameter itself
+
+    def own(self) -> list[Any]:
+        """All that may hold a parameter."""
+        norms = [norm for norm in (*self.norms, *self.head_norms) if norm is not None]
+        return [*self.qkv, self.out, *self.gate_up, self.down, *norms]
+
+
+def read_layer(
+    number: int, block: nn.Module, heard: Heard, flat: FlatWeights, index: dict[int, int], pack: bool
+) -> Layer | None:
+    """None where anything is missing or over. `index`: id of a parameter -> its place in `flat`; `pack`: see packed.py."""
+    parts = _find_parts(block)
+    sinks = heard.terms.sinks
+    if parts is None or settings_of(block) is None or not _accounts_for(block, parts, sinks, index):
+        return None
+    attention: Any = block.self_attn
+    sizes = _head_sizes(attention, parts)
+    if sizes is None:
+        return None
+
+    def norm(part: Any) -> Norm | None:
+        return None if part is None else Norm(part.weight, part.eps, part.offset, gradient(part.weight))
+
+    def gradient(weight: Tensor) -> Tensor | None:
+        return None if flat.grad is None else flat.view(flat.grad, index[id(weight)])
+
+    def joined(*members: Any) -> JoinedLinear:
+        return JoinedLinear(flat, list(members), index, pack)
+
+    before, behind, mlp_before, mlp_behind = parts.norms
+    query_norm, key_norm = parts.head_norms or (None, None)
+    heads, kv_heads, size = sizes
+    return Layer(
+        number=number,
+        input_norm=norm(before),
+        qkv=joined(*parts.qkv),
+        query_norm=norm(query_norm),
+        key_norm=norm(key_norm),
+        out=joined(parts.out),
+        attention_norm=norm(behind),
+        mlp_norm=norm(mlp_before),
+        gate_up=joined(*parts.gate_up),
+        activation=parts.activation,
+        down=joined(parts.down),
+        output_norm=norm(mlp_behind),
+        multiplier=float(getattr(block, "residual_multiplier", 1.0)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        scaling=heard.scaling,
+        terms=PLAIN if heard.terms.plain else heard.terms,  # asked by identity in every decode step
+        sinks_gradient=None if sinks is None else gradient(sinks),
+        turn=TurnKind(heard.rotary, _query_scaling(attention)),
+    )
+
+
+def _find_parts(block: nn.Module) -> _Parts | None:
+    """By name and class."""
+    attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
+    if not isinstance(attention, nn.Module) or not isinstance(mlp, nn.Module):
+        return None
+    qkv = _present(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
+    gate_up = _present(mlp, "gate_up_proj", "gate_proj", "up_proj")
+    out, down = _present(attention, "o_proj"), _present(mlp, "down_proj")
+    norms = next((found for names in _NORMS if (found := _norms(block, names)) is not None), None)
+    head_norms = _present(attention, "q_norm", "k_norm")
+    functions = _present(mlp, "act_fn", "activation_fn")
+    counted = (len(qkv), len(gate_up), len(out), len(down), len(functions), len(head_norms))
+    if norms is None or counted not in {(q, g, 1, 1, 1, n) for q in (1, 3) for g in (1, 2) for n in (0, 2)}:
+        return None
+    activation = _activation(functions[0])
+    if (
+        activation is None
+        or not all(type(part) in (nn.Linear, AdaptedLinear) for part in (*qkv, *gate_up, *out, *down))
+        or not all(isinstance(norm, FusedRMSNorm) for norm in head_norms)
+        or any(len({part.bias is None for part in joined}) != 1 for joined in (qkv, gate_up))
+    ):
+        return None
+    rooms = [block, attention, mlp, *functions[0].modules()]
+    return _Parts(qkv, out[0], gate_up, down[0], norms, head_norms, activation, rooms)
+
+
+def settings_of(block: nn.Module) -> tuple[tuple[str, str], ...] | None:
+    """Every setting of a layer's modules as text, less its own number; None where one is not known here."""
+    found = []
+    for place, part in (("block", block), ("attention", block.self_attn), ("mlp", block.mlp)):
+        for name, value in vars(part).items():
+            if name in _OF_MODULES or name.startswith("_"):
+                continue
+            known = not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[place]
+            if not known:
+                return None
+            if name not in _OWN_NUMBER:
+                found.append((f"{place}.{name}", repr(value)))
+    return tuple(found)
+
+
+def _present(room: nn.Module, *names: str) -> list[Any]:
+    return [part for name in names if (part := getattr(room, name, None)) is not None]
+
+
+def _norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
+    """The norms of those names, if these are all that the layer has."""
+    found = [None if name is None else getattr(block, name, None) for name in names]
+    own = {id(part) for part in block.children() if isinstance(part, FusedRMSNorm)}
+    return found if len(own) == 4 - names.count(None) and own == {id(norm) for norm in found} - {id(None)} else None
+
+
+def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
+    """Whether a layer has no modules and no parameters but these, and no buffers."""
+    modules = {id(module) for module in (*parts.rooms, *parts.own())} | {
+        id(part) for part in block.modules() if _is_idle(part)
+    }
+    parameters = {id(parameter) for part in parts.own() for parameter in part.parameters()}
+    if sinks is not None:
+        parameters.add(id(sinks))
+    return (
+        {id(part) for part in block.modules()} <= modules
+        and {id(parameter) for parameter in block.parameters()} == parameters
+        and parameters <= index.keys()
+        and not any(True for _ in block.buffers())
+    )
+
+
+def _is_idle(part: nn.Module) -> bool:
+    return isinstance(part, nn.Identity) or (isinstance(part, nn.Dropout) and part.p == 0)
+
+
+def _head_sizes(attention: Any, parts: _Parts) -> tuple[int, int, int] | None:
+    """H, K and D, where the sizes of all products and of the norms fit."""
+    size = getattr(attention, "head_dim", None)
+    queries = parts.out.in_features
+    if not isinstance(size, int) or queries % size:
+        return None
+    outputs = [part.out_features for part in parts.qkv]
+    keys, odd = divmod(sum(outputs) - queries, 2)
+    if odd or keys <= 0 or keys % size or (len(outputs) == 3 and outputs != [queries, keys, keys]):
+        return None
+    widths = [tuple(norm.weight.shape) for norm in parts.head_norms]
+    if widths not in ([], [(size,), (size,)], [(queries,), (keys,)]):
+        return None
+    return queries // size, keys // size, size
+
+
+@torch.no_grad()
+def _activation(module: Any) -> str | None:
+    """Which of `kernels.ACTIVATIONS` the module computes, by its values."""
+    if not isinstance(module, nn.Module) or any(True for _ in (*module.parameters(), *module.buffers())):
+        return None
+    x = torch.linspace(-8.0, 8.0, 257, dtype=torch.float64)
+    candidates = {"silu": F.silu(x), "gelu": F.gelu(x), "gelu_tanh": F.gelu(x, approximate="tanh")}
+    found = module(x)
+    return next((name for name, own in candidates.items() if torch.allclose(found, own, rtol=0, atol=1e-6)), None)
+
+
+def _query_scaling(attention: Any) -> tuple[float, float] | None:
+    rope = getattr(getattr(attention, "config", None), "rope_parameters", None) or {}
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return None if not beta or not length else (float(beta), float(length))
+
+
+def kind_of(block: nn.Module, config: PretrainedConfig, layer: Layer) -> tuple[Any, ...]:
+    """Equal for layers that compute the same with other weights."""
+    norms = (
+        layer.input_norm, layer.query_norm, layer.key_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm,
+    )  # fmt: skip
+    products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    return (
+        settings_of(block),
+        _lists_of(config, layer.number),
+        tuple(None if norm is None else (norm.eps, norm.offset, norm.weight.numel()) for norm in norms),
+        tuple((product.inputs, tuple(product.sizes), len(product.biases)) for product in products),
+        (layer.activation, layer.multiplier, layer.heads, layer.kv_heads, layer.head_size, layer.scaling, layer.turn),
+        (layer.terms.window, layer.terms.softcap, layer.terms.sinks is None),
+    )
+
+
+def _lists_of(config: PretrainedConfig, number: int) -> tuple[str, ...]:
+    """What the configuration says of layer `number` in lists with an entry for each layer."""
+    total = config.num_hidden_layers
+    lists = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == total]
+    return tuple(str(values[number]) for values in lists)

@@ -1,0 +1,180 @@
+"""Elementwise parts of a decoder layer, forward and backward, over blocks of rows that stay in cache.
+
+Written over preallocated buffers: a fresh buffer of some megabytes costs more in page faults than what is computed into
+it, and an operation over the whole of it reads and writes main memory where a block of rows would stay in cache. Results
+are in the dtype of the inputs; norms and their gradients are computed in float32 or wider. Where the native kernels were
+built they do it in one pass.
+
+Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import library as native
+from .norms import shifted
+
+_BLOCK_BYTES = 1 << 20  # of the widest operand
+
+# Of a gate: silu(x) = x sigmoid(x) (Hendrycks and Gimpel, arXiv:1606.08415, section 2), and gelu with torch's word for how
+ACTIVATIONS = {"silu": "", "gelu": "none", "gelu_tanh": "tanh"}
+
+
+class Scratch:
+    """Named buffers that are reused by every call and grow when they must. One per model; only its lane may use it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[rows, columns], contiguous, with whatever was in it. Another `take` of the name takes it away."""
+        dtype = dtype or like.dtype
+        size = rows * columns
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size or buffer.device != like.device:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=like.device)
+        return buffer[:size].view(rows, columns)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def blocks(tensor: Tensor) -> Iterator[slice]:
+    """Row ranges of about `_BLOCK_BYTES` each on a CPU; all rows at once elsewhere."""
+    rows = tensor.shape[0]
+    size = rows
+    if tensor.device.type == "cpu":
+        size = max(16, _BLOCK_BYTES // max(tensor.shape[1:].numel() * tensor.element_size(), 1))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
+    """x [N, E], weight [E] -> out [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4).
+    An offset of 1 is Gemma's."""
+    if native.takes(x, weight, out, size=x.shape[-1]):
+        native.rms_norm(x, weight, eps, out, offset)
+        return out
+    dtype = wide(x.dtype)
+    weight = shifted(weight, offset, dtype)
+    for rows in blocks(x):
+        values = x[rows].to(dtype)
+        scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        if values.dtype == x.dtype:
+            torch.mul(values, scale, out=out[rows]).mul_(weight)
+        else:
+            out[rows].copy_(values.mul_(scale).mul_(weight))
+    return out
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor, offset: float = 0.0
+) -> None:
+    """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight, if trained."""
+    if native.takes(grad, x, weight, out, size=x.shape[-1]):
+        native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
+        return
+    dtype = wide(x.dtype)
+    total = torch.zeros_like(weight, dtype=dtype)
+    wide_weight = shifted(weight.to(dtype), offset, dtype)
+    for rows in blocks(x):
+        values = x[rows].to(dtype)
+        scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        normed = values * scale
+        inner = grad[rows].to(dtype, copy=True)
+        if grad_weight is not None:
+            total.add_((inner * normed).sum(0))
+        inner.mul_(wide_weight)
+        mean = torch.linalg.vecdot(inner, normed).div_(x.shape[-1]).unsqueeze(-1)
+        out[rows].add_(inner.sub_(normed.mul_(mean)).mul_(scale))
+    if grad_weight is not None:
+        grad_weight.add_(total)
+
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, scratch: Scratch, inverse: bool = False) -> None:
+    """Rotary embedding in place: heads [N, X, D], cos and sin [N, D / 2]. `inverse` applies the transpose (backward).
+
+    Su et al., "RoFormer" (arXiv:2104.09864), in the layout of the two halves: (a, b) -> (a cos - b sin, b cos + a sin).
+    """
+    half = heads.shape[-1] // 2
+    sign = -1.0 if inverse else 1.0
+    if (
+        native.takes(heads, cos, sin, size=half)
+        and heads.stride(1) == heads.shape[-1]
+        and cos.shape == sin.shape == (heads.shape[0], half)  # an embedding of a part of the head is torch's to refuse
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    ):
+        native.rotate_(heads, cos, sin, sign)
+        return
+    for rows in blocks(heads):
+        first, second = heads[rows, :, :half], heads[rows, :, half:]
+        c, s = cos[rows].unsqueeze(1), sin[rows].unsqueeze(1)
+        turned = scratch.take("rotate", first.shape[0], first.shape[1] * half, heads).view(first.shape)
+        torch.mul(first, c, out=turned).addcmul_(second, s, value=-sign)
+        second.mul_(c).addcmul_(first, s, value=sign)
+        first.copy_(turned)
+
+
+def gated(gate_up: Tensor, out: Tensor, activation: str) -> Tensor:
+    """gate_up [N, 2F] -> out [N, F] = activation(gate) * up (Shazeer, arXiv:2002.05202). `activation`: one of ACTIVATIONS."""
+    if activation == "silu":
+        return swiglu(gate_up, out)
+    size = out.shape[1]
+    for rows in blocks(gate_up):
+        gate, up = gate_up[rows, :size], gate_up[rows, size:]
+        torch.ops.aten.gelu.out(gate, approximate=ACTIVATIONS[activation], out=out[rows])
+        out[rows].mul_(up)
+    return out
+
+
+def gated_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch, activation: str) -> None:
+    """`gate_up` [N, 2F] becomes its own gradient, `product` [N, F] the forward's result; `grad` [N, F] is used up."""
+    if activation == "silu":
+        swiglu_backward_(gate_up, grad, product, scratch)
+        return
+    size, approximate = grad.shape[1], ACTIVATIONS[activation]
+    for rows in blocks(gate_up):
+        gate, up, own = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
+        active = scratch.take("active gate", own.shape[0], size, own)
+        torch.ops.aten.gelu.out(gate, approximate=approximate, out=active)
+        torch.mul(active, up, out=product[rows])
+        active.mul_(own)
+        own.mul_(up)
+        torch.ops.aten.gelu_backward.grad_input(own, gate, approximate=approximate, grad_input=gate)
+        up.copy_(active)
+
+
+def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
+    """gate_up [N, 2F] -> out [N, F] = silu(gate) * up (Shazeer, arXiv:2002.05202)."""
+    size = out.shape[1]
+    if native.takes(gate_up, out, size=size):
+        native.swiglu(gate_up, out)
+        return out
+    for rows in blocks(gate_up):
+        gate, up = gate_up[rows, :size], gate_up[rows, size:]
+        torch.ops.aten.silu.out(gate, out=out[rows])
+        out[rows].mul_(up)
+    return out
+
+
+def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
+    """`gate_up` [N, 2F] becomes its own gradient, `product` [N, F] the forward's result; `grad` [N, F] is used up."""
+    size = grad.shape[1]
+    if native.takes(gate_up, grad, product, size=size):
+        native.swiglu_backward_(gate_up, grad, product)
+        return
+    for rows in blocks(gate_up):
+        gate, up, own = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
+        active = scratch.take("silu", own.shape[0], size, own)
+        torch.ops.aten.silu.out(gate, out=active)
+        torch.mul(active, up, out=product[rows])
+        active.mul_(own)
+        own.mul_(up)
+        torch.ops.aten.silu_backward.grad_input(own, gate, grad_input=gate)
+        up.copy_(active)

@@ -1,0 +1,206 @@
+"""Leased blocks of one shared-memory segment: the owner allocates, anybody with a handle looks, nothing is copied.
+
+    with Arena.create("run", 1 << 28) as arena:                      another process, with the handle's bytes:
+        with arena.lease(4 * n) as lease:                                peer = Arena.attach("run")
+            lease.array("<f4", (n,))[:] = values                         with peer.open(Handle.decode(raw)) as array:
+            send(lease.handle("<f4", (n,)).encode()); await answer           use(array)
+
+Guarantees
+* One allocator: only the owner of the segment allocates and frees. Blocks begin at multiples of 64 bytes.
+* Each block has a generation number that grows by one at every allocation and every return; odd means taken. A handle
+  made before a block was given back is `StaleHandle`, checked against the arena's bounds, never a segmentation fault.
+* The block table in the segment is written so that a crash between any two stores leaves it readable: a block exists
+  from the store of its odd generation on. An adopting owner finds exactly the blocks that existed.
+* A lease that is forgotten (collected without `release`) is given back and counted. Arrays of a lease keep it alive, and
+  the mapping stays as long as any array does, also after `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import ArenaOwned, OutOfMemory, TransportError
+from .blocks import ArenaStatistics, Block, BlockLease, BlockTable
+from .handles import BFLOAT16, Handle, dtype_name, numpy_dtype
+from .segment import Segment
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Arena:
+    """See the module. Made by `create`, `adopt`, `create_or_adopt` (owners) or `attach` (lookers)."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        g = segment.geometry
+        try:
+            self.table = BlockTable(segment, g.data, g.total - g.data, "arena")
+        except BaseException:
+            segment.close(
+                unlink=False
+            )  # or the lock of an adopted segment would be held as long as the traceback lives
+            raise
+
+    @classmethod
+    def create(cls, name: str, size: int, *, blocks: int = 1024) -> Arena:
+        """A new arena with `size` bytes for data. Errors: as `Segment.create`."""
+        if size < 1 or blocks < 1:
+            raise ValueError(f"arena {name!r}: size and blocks must be positive, found {size} and {blocks}")
+        return cls(Segment.create(name, size, blocks))
+
+    @classmethod
+    def adopt(cls, name: str) -> Arena:
+        """The arena of a dead owner, with every block it had. Errors: as `Segment.adopt`."""
+        return cls(Segment.adopt(name))
+
+    @classmethod
+    def create_or_adopt(cls, name: str, size: int, *, blocks: int = 1024) -> Arena:
+        """What a restarted program calls. An adopted arena keeps the geometry it has. Errors: ArenaOwned, OutOfMemory."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return cls.adopt(name)
+            try:
+                return cls.create(name, size, blocks=blocks)
+            except ArenaOwned:
+                raise
+            except TransportError as error:
+                if isinstance(error, OutOfMemory):
+                    raise
+                # its owner died between our two looks: adopt it
+
+    @classmethod
+    def attach(cls, name: str) -> Arena:
+        return cls(Segment.attach(name))
+
+    # -- the owner's side
+
+    def allocate(self, size: int, *, tag: int = 0, prepare: Callable[[memoryview], None] | None = None) -> Block:
+        """A block that stays until `free`, also across owners. Errors: OutOfMemory with figures, LifecycleError.
+
+        `prepare` fills the bytes before the block exists: an adopting owner never finds it half prepared.
+        """
+        if prepare is None:
+            return self.table.allocate(size, tag)
+        buffer = self.segment.buffer
+        return self.table.allocate(size, tag, lambda start: prepare(buffer[start : start + size]))
+
+    def free(self, block: Block) -> None:
+        """Give a block back. Errors: StaleHandle where that was done already."""
+        self.table.free(block)
+
+    def blocks(self) -> list[Block]:
+        """The blocks that exist, as the table in shared memory says."""
+        return self.table.existing()
+
+    def lease(self, size: int, *, tag: int = 0) -> Lease:
+        """A block that is given back at the end of its `with`, or when it is forgotten. Errors: as `allocate`."""
+        return Lease(self, self.allocate(size, tag=tag))
+
+    # -- everybody's side
+
+    def open(self, handle: Handle) -> Reading:
+        """`with arena.open(handle) as array`: a read-only view. Errors: StaleHandle, at the beginning or the end."""
+        return Reading(self, handle)
+
+    def view(self, handle: Handle, *, writable: bool = False, keep: object = None) -> npt.NDArray[Any]:
+        """The array a handle names, without copying. The caller knows that the block stays. Errors: StaleHandle.
+
+        `keep` lives as long as the array does (as the mapping does anyway).
+        """
+        self.table.check_open()
+        block = self.table.checked(handle)
+        return self._array(block, handle.offset, handle.dtype, handle.shape, writable, (self, keep))
+
+    def bytes_of(self, block: Block) -> memoryview:
+        """The block's bytes, writable."""
+        self.table.check_open()
+        return self.segment.buffer[block.offset : block.offset + block.size]
+
+    def statistics(self) -> ArenaStatistics:
+        return self.table.statistics()
+
+    def close(self, *, keep: bool = False) -> None:
+        """Let go. An owner also removes the name, unless `keep` leaves it for the next owner. Twice is fine."""
+        if not self.segment.closed:
+            self.table.close()
+            self.segment.close(unlink=not keep)
+
+    def __enter__(self) -> Arena:
+        self.table.check_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside
+
+    def _array(
+        self, block: Block, offset: int, dtype: str, shape: tuple[int, ...], writable: bool, keep: object
+    ) -> npt.NDArray[Any]:
+        found = numpy_dtype(dtype)
+        size = math.prod(shape) * found.itemsize
+        if offset < 0 or offset % found.itemsize or offset + size > block.size:
+            raise ValueError(
+                f"{dtype} {list(shape)} at {offset} does not lie (aligned) in a block of {block.size} bytes"
+            )
+        start = block.offset + offset
+        return np.asarray(Window(self.segment, start, found, shape, writable, keep))
+
+
+class Window:
+    """A piece of a segment, what numpy keeps as the base of an array: mapping and lease live as long as the array does."""
+
+    def __init__(
+        self, segment: Segment, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool, keep: object
+    ) -> None:
+        self._keep = (keep, segment.buffer[start:start], segment.map)  # an export: the map cannot be closed under us
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": dtype.str,
+            "shape": shape,
+            "data": (segment.address + start, not writable),
+        }
+
+
+class Lease(BlockLease):
+    """The right to write a block until `release`, the end of the `with`, or `detach`."""
+
+    def __init__(self, arena: Arena, block: Block) -> None:
+        super().__init__(arena.table, block)
+        self._arena = arena
+
+    def array(self, dtype: Any, shape: tuple[int, ...], *, offset: int = 0) -> npt.NDArray[Any]:
+        """A writable array in the block; it keeps the lease alive. Errors: ValueError where it does not fit."""
+        self._check()
+        return self._arena._array(self.block, offset, dtype_name(dtype), shape, True, self)
+
+    def tensor(self, dtype: Any, shape: tuple[int, ...], *, offset: int = 0) -> torch.Tensor:
+        """The same as a torch tensor on the CPU (numpy dtypes, torch dtypes, bfloat16 too)."""
+        import torch
+
+        array = self.array(dtype, shape, offset=offset)
+        return (
+            torch.from_numpy(array).view(torch.bfloat16) if dtype_name(dtype) == BFLOAT16 else torch.from_numpy(array)
+        )
+
+
+class Reading:
+    """A look at a block that others own: checked when it begins and again when it ends (it copies nothing)."""
+
+    def __init__(self, arena: Arena, handle: Handle) -> None:
+        self._arena = arena
+        self._handle = handle
+
+    def __enter__(self) -> npt.NDArray[Any]:
+        return self._arena.view(self._handle)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None and not self._arena.segment.closed:
+            self._arena.table.checked(self._handle)  # given back under the reader: what it saw may be a mixture

@@ -1,0 +1,400 @@
+"""One named shared-memory segment: created whole or not at all, owned by `flock`, adopted after a crash.
+
+Guarantees
+* Under its name a segment is always complete: it is allocated, locked and initialised while it has no name yet, and
+  then linked, which fails if the name is taken. Nobody ever sees half a header, and no live segment is unlinked.
+* The owner is whoever holds the exclusive `flock`: the kernel drops it when the owner dies, however it dies. A stopped
+  owner keeps it. Process number and start time in the header are for people to read.
+* Pages are allocated at creation (`posix_fallocate`): a full /dev/shm is an error with figures, not a SIGBUS later.
+* An owner that forgets to close removes its name at the end of the process, unless `keep_at_exit` is set.
+* Files in /dev/shm are opened directly. (`multiprocessing.shared_memory` would register every attached segment with a
+  resource tracker that unlinks it when the attaching process ends.)
+
+Dangers: the lock belongs to the open file description, which a forked child shares; so children close theirs at the
+fork, and the descriptor is never sent to another process (that one opens the name itself).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import struct
+import sys
+import time
+import weakref
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, TransportError
+from .words import Words, fault
+
+DIRECTORY = "/dev/shm"
+PREFIX = "asyncrl."
+MAGIC = int.from_bytes(b"asyncrl\0", "little")
+VERSION = 1
+HEADER_BYTES = 4096
+BOARD_WORDS = 8  # words for everybody to read, see `Segment.board`
+forks = 0  # between the first process and this one: to compare it costs less than to ask the kernel who one is
+_STATIC = struct.Struct("<QIIQQQQ16sQ")  # magic, version, header bytes, total, blocks, table, data, run, created ns
+_CRC_AT = 96
+_OWNER_AT, _BOARD_AT = 128, 192
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
+
+_open_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the header says about a segment; checked by CRC32 whenever somebody opens it."""
+
+    total: int  # bytes
+    blocks: int  # entries of the block table
+    table: int  # byte offsets
+    data: int
+    run: bytes  # 16 random bytes: which life of this name it is
+    created_ns: int
+
+
+def check_platform() -> None:
+    """Errors: PlatformError where shared memory cannot be relied on."""
+    machine = os.uname().machine
+    if sys.platform != "linux" or machine != "x86_64":
+        raise PlatformError(
+            f"the shared-memory transport relies on the store order of Linux x86-64; this is {sys.platform} {machine}. "
+            "Training in one process works without it"
+        )
+    if not os.path.isdir(DIRECTORY):
+        raise PlatformError(f"{DIRECTORY} is missing; mount a tmpfs there (containers: --shm-size)")
+
+
+def path_of(name: str) -> str:
+    """Errors: ConfigError for a name that is no plain file name."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"shared-memory name {name!r}: letters, digits, dot, dash and underscore, at most 120, no dot or dash first"
+        )
+    return f"{DIRECTORY}/{PREFIX}{name}"
+
+
+class Segment:
+    """A mapping of one named segment. Make it with `create`, `adopt` or `attach`; close it in the process that made it."""
+
+    def __init__(self, name: str, fd: int, geometry: Geometry, *, owner: bool) -> None:
+        self.name = name
+        self.geometry = geometry
+        self._hold = _Hold(fd, path_of(name), owner, os.getpid())
+        self._finalizer = weakref.finalize(self, _Hold.let_go, self._hold)
+        self.map = _map(fd, geometry.total)
+        self.buffer = memoryview(self.map)
+        base = np.frombuffer(self.map, np.uint8)
+        self.address: int = base.__array_interface__["data"][0]
+        del base  # it would keep the map from closing
+        self._life = Words(self.buffer, _OWNER_AT, 4, "segment.life")  # tenure, owner's pid, its start time, sealed
+        self.board = Words(self.buffer, _BOARD_AT, BOARD_WORDS, "segment.board")
+        self.closed = False
+        _open_segments.add(self)
+
+    # -- the three ways in
+
+    @classmethod
+    def create(cls, name: str, size: int, blocks: int) -> Segment:
+        """A new segment with room for `size` bytes of data in at most `blocks` blocks, owned by this process.
+
+        Errors: ArenaOwned or TransportError where the name is taken, OutOfMemory where /dev/shm has no room.
+        """
+        check_platform()
+        path = path_of(name)
+        table = HEADER_BYTES
+        data = (table + blocks * 32 + 4095) & -4096
+        total = (data + size + 4095) & -4096
+        geometry = Geometry(total, blocks, table, data, secrets.token_bytes(16), time.time_ns())
+        fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            _allocate(fd, total, path)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(fd, _header(geometry), 0)
+            segment = cls(name, fd, geometry, owner=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            segment._sign()
+            fault("segment.link")
+            _link(fd, path)
+        except FileExistsError:
+            segment.close(unlink=False)
+            raise _taken(name) from None
+        except BaseException:
+            segment.close(unlink=False)
+            raise
+        return segment
+
+    @classmethod
+    def adopt(cls, name: str) -> Segment:
+        """Become the owner of a segment whose owner is gone; everything in it stays.
+
+        Errors: ArenaOwned where the owner lives, FileNotFoundError where there is none, TransportError for a bad header.
+        """
+        check_platform()
+        path = path_of(name)
+        while True:
+            fd = _open(path)
+            try:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise _taken(name, locked=True) from None
+                if not _still_named(fd, path):  # the old owner unlinked it between our open and our lock
+                    os.close(fd)
+                    continue
+                segment = cls(name, fd, _read_header(fd, path), owner=True)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+                raise
+            segment._sign()
+            return segment
+
+    @classmethod
+    def attach(cls, name: str) -> Segment:
+        """Map a segment that somebody else owns. Errors: FileNotFoundError, TransportError for a bad header."""
+        check_platform()
+        path = path_of(name)
+        fd = _open(path)
+        try:
+            return cls(name, fd, _read_header(fd, path), owner=False)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def populate(self, offset: int, size: int) -> None:
+        """Map these bytes' pages now: the first touch of each would cost a page fault, in the middle of a put."""
+        start = offset & -4096
+        with contextlib.suppress(OSError, ValueError):  # older kernels do not know it
+            self.map.madvise(_POPULATE_WRITE, start, min(offset + size, self.geometry.total) - start)
+
+    # -- what it says
+
+    @property
+    def tenure(self) -> int:
+        """How many owners it has had."""
+        return self._life[0]
+
+    @property
+    def path(self) -> str:
+        return self._hold.path
+
+    @property
+    def owner(self) -> bool:
+        return self._hold.owner
+
+    def keep_at_exit(self, keep: bool) -> None:
+        """What becomes of the name where the process ends in good order without `close`: kept for the next owner?"""
+        self._hold.keep = keep
+
+    @property
+    def sealed(self) -> bool:
+        """Its owner closes or removed it: what is written now, nobody may ever look for."""
+        return bool(self._life.view[3])
+
+    def seal(self) -> None:
+        """Before the owner's last look. Whoever writes looks at `sealed` after writing: one of the two sees the other."""
+        self._life.store(3, 1)
+
+    def unseal(self) -> None:
+        """The look found something: it stays for the next owner."""
+        self._life.store(3, 0)
+
+    def _sign(self) -> None:
+        self._life.store(3, 0)
+        self._life.store(1, os.getpid())
+        self._life.store(2, start_time(os.getpid()) or 0)
+        self._life.store(0, self._life[0] + 1)
+
+    def close(self, *, unlink: bool) -> None:
+        """Unmap and let go of the ownership; `unlink` (owner only) removes the name first. Twice is fine.
+
+        Where views of the mapping are still held the memory stays mapped until they are gone; the name does not.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        _open_segments.discard(self)
+        self._finalizer.detach()
+        self._hold.keep = not unlink
+        self._life.release()
+        self.board.release()
+        with contextlib.suppress(BufferError):
+            self.buffer.release()
+        with contextlib.suppress(BufferError):
+            self.map.close()
+        self._hold.let_go()
+
+
+@dataclass(slots=True)
+class _Hold:
+    """The descriptor with the lock, and what to do about the name at the end."""
+
+    fd: int
+    path: str
+    owner: bool
+    pid: int
+    keep: bool = False
+
+    def let_go(self) -> None:
+        if self.fd < 0 or self.pid != os.getpid():
+            return  # a forked child: nothing of this is its own
+        if self.owner and not self.keep and _still_named(self.fd, self.path):
+            os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_AT + 24)  # sealed, for those who still map it
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        os.close(self.fd)
+        self.fd = -1
+
+    def forked(self) -> None:
+        """In a forked child: give up the shared file description, so that the lock dies with the parent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.owner = False
+
+
+def _after_fork_in_child() -> None:
+    global forks
+    forks += 1
+    for segment in list(_open_segments):
+        segment._hold.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks since boot at which the process began: with its number it names a process for good. None: no such."""
+    try:
+        raw = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(raw.rpartition(")")[2].split()[19])
+
+
+def owner_of(fd: int) -> int | None:
+    """The process that holds the `flock`, as far as /proc shows: asking by locking would disturb a new owner.
+
+    0 where somebody unknown holds it (another process namespace); None where nobody does.
+    """
+    status = os.fstat(fd)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if len(fields) > 5 and fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == status.st_ino:
+                major, minor, _ = fields[5].split(":")
+                if os.makedev(int(major, 16), int(minor, 16)) == status.st_dev:
+                    return max(int(fields[4]), 0)
+    return None
+
+
+def _allocate(fd: int, total: int, path: str) -> None:
+    try:
+        os.posix_fallocate(fd, 0, total)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        room = os.statvfs(DIRECTORY)
+        raise OutOfMemory(
+            f"{path} needs {total:,} bytes, but {DIRECTORY} has {room.f_bavail * room.f_frsize:,} free of "
+            f"{room.f_blocks * room.f_frsize:,}; make the arena smaller, run `asyncrl shm clear`, or enlarge "
+            f"{DIRECTORY} (mount -o remount,size=..., containers: --shm-size)"
+        ) from error
+
+
+def _map(fd: int, total: int) -> mmap.mmap:
+    """Python's mmap keeps a duplicate of its descriptor, which would keep the lock: so it gets another description."""
+    other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(other, total)
+    finally:
+        os.close(other)
+
+
+def _link(fd: int, path: str) -> None:
+    """Give the nameless file its name. With directory descriptors `os.link` follows the link in /proc, as it must."""
+    directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(
+            f"/proc/self/fd/{fd}",
+            os.path.basename(path),
+            src_dir_fd=directory,
+            dst_dir_fd=directory,
+            follow_symlinks=True,
+        )
+    finally:
+        os.close(directory)
+
+
+def _open(path: str) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if os.fstat(fd).st_uid != os.geteuid():
+        os.close(fd)
+        raise TransportError(f"{path} belongs to another user; choose another name")
+    return fd
+
+
+def _still_named(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _taken(name: str, *, locked: bool = False) -> TransportError:
+    path = path_of(name)
+    try:
+        fd = _open(path)
+    except FileNotFoundError:
+        return ArenaOwned(f"{path} was taken a moment ago and is gone again; try again")
+    try:
+        pid = owner_of(fd)
+    finally:
+        os.close(fd)
+    if pid is None and not locked:
+        return TransportError(
+            f"{path} exists and nobody owns it: adopt it, or remove it with `asyncrl shm clear {name}`"
+        )
+    who = f"process {pid}" if pid else "a process that cannot be seen from here"
+    return ArenaOwned(f"{path} is owned by {who}, which lives (perhaps stopped); use another name or end it")
+
+
+def _header(geometry: Geometry) -> bytes:
+    g = geometry
+    static = _STATIC.pack(MAGIC, VERSION, HEADER_BYTES, g.total, g.blocks, g.table, g.data, g.run, g.created_ns)
+    static = static.ljust(_CRC_AT, b"\0")
+    return static + zlib.crc32(static).to_bytes(4, "little")
+
+
+def _read_header(fd: int, path: str) -> Geometry:
+    raw = os.pread(fd, _CRC_AT + 4, 0)
+    size = os.fstat(fd).st_size
+    if len(raw) < _CRC_AT + 4:
+        raise TransportError(f"{path} is no segment of asyncrl: it has {size} bytes")
+    magic, version, header_bytes, total, blocks, table, data, run, created = _STATIC.unpack_from(raw)
+    if magic != MAGIC:
+        raise TransportError(f"{path} is no segment of asyncrl: it begins with {magic:#x}")
+    if version != VERSION or header_bytes != HEADER_BYTES:
+        raise TransportError(
+            f"{path} has layout version {version}, this program reads {VERSION}: use the same asyncrl on both sides"
+        )
+    if zlib.crc32(raw[:_CRC_AT]) != int.from_bytes(raw[_CRC_AT:], "little"):
+        raise TransportError(f"{path}: the CRC32 of its header is wrong; remove it with `asyncrl shm clear`")
+    if size != total or not HEADER_BYTES <= table <= data <= total or table + blocks * 32 > data:
+        raise TransportError(f"{path}: geometry {total} bytes, table {table}, data {data} does not fit {size} bytes")
+    return Geometry(total, blocks, table, data, run, created)

@@ -1,0 +1,282 @@
+"""The tensor queue on a device: the contract of `queue.py`, with items in a slab (CUDA IPC between processes).
+
+    process A: async with share_device_queue("batches", capacity=4, size=1 << 30) as sender:
+                   await sender.put({"tokens": tokens, "logprobs": logprobs})       # one copy, on the device
+    process B: async with await attach_device_queue("batches") as receiver:
+                   async for item in receiver:
+                       with item:                                                  # no copy: views of the slab
+                           train(item["tokens"])
+
+An item is a mapping of names to CUDA or CPU tensors or numpy arrays; what comes out lies on the slab's device. Beside the
+contract of `tensor_queue`:
+
+* Nobody waits for the device: a put launches copies and records an event, a get makes the receiver's stream wait for it,
+  a release records another one, and the memory is written again behind that. (A put of CPU tensors does wait for its
+  copies: put what lies on the device.)
+* Streams: `put` reads its tensors behind the stream that is current where it is called, and that stream waits for the
+  copies: changing a tensor after `put` is safe. An item belongs to the stream that is current where `get` is called;
+  join other streams that look at it before its release (torch's own rule for freeing a tensor).
+* The memory is the sender's and dies with it. So a sender that leaves in good order waits, at most `linger_s`, until the
+  receiver closed and the last of its tensors is gone; a sender that must leave earlier keeps the slab, as long as
+  its process lives, until that happens. If its process dies, `get` raises `anyio.BrokenResourceError` at once, and
+  items that the receiver still has must not be looked at.
+* In one process nothing is opened: the receiver looks at the sender's memory.
+* `device="cpu"` is the same queue with shared memory behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import numpy as np
+import torch
+
+from .. import rendezvous
+from ..memory.handles import Handle, dtype_name
+from ..memory.slab import FENCE_BYTES, DeviceMemory, Slab, SlabLease, torch_dtype
+from .queue import wait_in
+from .tensor_receive import Inbox, Received, TensorReceiver, attach
+from .tensor_send import Outbox, TensorSender, serve
+from .tensor_wire import (
+    ALIGNMENT,
+    CLOSED,
+    LARGEST,
+    SLAB,
+    item_message,
+    number_of,
+    release_message,
+)
+
+if TYPE_CHECKING:
+    from ...telemetry.recorder import Recorder
+    from ...telemetry.records import Cause
+
+__all__ = ["ReceivedTensors", "attach_device_queue", "share_device_queue"]
+
+_TAIL = struct.Struct(f"<I{FENCE_BYTES}s")  # of an item: its slot, the fence behind which it is written
+# Memory that a receiver in another process may still look at after its queue ended here, and the line that tells.
+_kept: list[tuple[socket.socket, DeviceMemory]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    values: torch.Tensor
+    dtype: str
+    offset: int
+
+
+class ReceivedTensors(Received):
+    """An item: tensors by name, views of the slab that are the receiver's to read and write until the release."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self[name]
+        return found
+
+
+class _DeviceOutbox(Outbox):
+    kind = SLAB
+    room: Slab
+
+    def __init__(self, room: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(room, capacity, recorder, cause)
+        self._memory = room.memory
+        self._read: list[bytes] = []  # fences of releases whose memory may be written next
+
+    def lay_out(self, item: Mapping[str, Any]) -> tuple[dict[str, _Piece], int]:
+        """Errors: TypeError for what is no tensor on the CPU or a CUDA device, ValueError for other numbers."""
+        pieces: dict[str, _Piece] = {}
+        size = 0
+        for name, value in item.items():
+            values = _as_tensor(name, value)
+            pieces[name] = _Piece(values, dtype_name(values.dtype), size)
+            size += -(-values.nbytes // ALIGNMENT) * ALIGNMENT
+        return pieces, max(size, ALIGNMENT)
+
+    def fill(self, lease: Any, pieces: Mapping[str, Any]) -> bytes:
+        assert isinstance(lease, SlabLease)
+        handles = {name: lease.handle(p.dtype, tuple(p.values.shape), offset=p.offset) for name, p in pieces.items()}
+        slot = lease.block.index
+        message = item_message(self.moved, handles, room=LARGEST - _TAIL.size)  # before anything is launched
+        with self._memory.writing() as stream:
+            self._wait_for_readers(stream)
+            for piece in pieces.values():
+                target = lease.tensor(piece.dtype, tuple(piece.values.shape), offset=piece.offset)
+                target.copy_(piece.values, non_blocking=target.is_cuda and piece.values.is_cuda)
+            fence = self._memory.record(2 * slot, stream)
+        return message + _TAIL.pack(slot, fence)
+
+    def _wait_for_readers(self, stream: Any) -> None:
+        while self._read:
+            try:
+                self._memory.wait(self._read[-1], stream)
+            except RuntimeError as error:  # the event went with the process that recorded it
+                self.gone = True
+                raise anyio.BrokenResourceError from error
+            self._read.pop()
+
+    def take(self, message: bytes) -> None:
+        if message == CLOSED:
+            self.gone = True
+            return
+        block = self.outstanding.pop(number_of(message), None)
+        if block is not None:
+            self._read.append(message[-FENCE_BYTES:])
+            self.room.free(block)
+
+    async def wait_let_go(self) -> None:
+        while self._others_look:
+            await wait_in(self.waiters)
+
+    @property
+    def _others_look(self) -> bool:
+        return self.line is not None and self.line.open and not self.same_process
+
+    def close(self) -> None:
+        if self._others_look:
+            assert self.line is not None
+            connection = self.line.detach()
+            connection.shutdown(socket.SHUT_WR)  # the other side hears the end; its own end is still to come
+            _kept.append((connection, self._memory))
+        del self._memory
+        super().close()
+
+
+class _DeviceInbox(Inbox):
+    kind = SLAB
+    room: Slab
+
+    def __init__(self, room: Slab, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(room, connection, recorder, cause)
+        self._bound: dict[int, tuple[int, Any]] = {}  # item -> its slot, and the stream it belongs to
+        self._ending: socket.socket | None = None
+        self._same_process = rendezvous.peer(connection)[0] == os.getpid()
+
+    @staticmethod
+    def attach(name: str) -> Slab:
+        return Slab.attach(name)
+
+    def opened(self) -> None:
+        _ = self.room.memory  # a device that cannot be opened is an error of `attach_device_queue`
+
+    def look(self, handle: Handle, claim: object) -> torch.Tensor:
+        return self.room.view(handle, keep=claim)
+
+    def take(self) -> Received:
+        self.exchange()  # a sender that died took the memory with it
+        if not self.items:
+            raise anyio.BrokenResourceError
+        number, handles, message = self.items[0]
+        slot, fence = _TAIL.unpack_from(message, len(message) - _TAIL.size)
+        memory = self.room.memory
+        stream = memory.stream()
+        try:
+            memory.wait(fence, stream)
+        except RuntimeError as error:  # its event went with the process that recorded it, and is known no more
+            self.broken = True
+            self.items.clear()
+            raise anyio.BrokenResourceError from error
+        self._bound[number] = slot, stream
+        received = ReceivedTensors(self, number, handles)
+        self.items.popleft()
+        self.moved += 1
+        self.depth(len(self.items))
+        return received
+
+    def release(self, number: int) -> None:
+        slot, stream = self._bound.pop(number)
+        if self.line.open:
+            fence = self.room.memory.record(2 * slot + 1, stream)
+            self.line.send(release_message(number) + fence)
+
+    def hung_up(self) -> None:
+        """What was not taken is gone with its memory. What was taken may still be looked at where the sender lives."""
+        if self.broken:
+            self.items.clear()
+        self._end()
+
+    def close(self) -> None:
+        if self.line.open:
+            self.line.send(CLOSED)
+            self._end()
+        self.items.clear()
+        connection, self._ending = self._ending, None
+        if connection is not None:
+            if self.room.opened:
+                self.room.memory.after(connection.close)  # hangs up when the last tensor is gone
+            else:
+                connection.close()
+        self.room.close()
+
+    def _end(self) -> None:
+        if self._same_process:
+            self.line.close()  # tensors keep the very memory that the sender has
+        elif self.line.open:
+            self._ending = self.line.detach()
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, np.ndarray):
+        torch_dtype(dtype_name(value.dtype))
+        plain = value if value.flags.writeable and all(step >= 0 for step in value.strides) else value.copy()
+        return torch.from_numpy(plain)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"tensor {name!r} is a {type(value).__name__}; expected a torch tensor or a numpy array")
+    if value.device.type not in ("cpu", "cuda") or value.layout != torch.strided:
+        raise TypeError(
+            f"tensor {name!r} lies on {value.device} as {value.layout}; expected a dense one on CUDA or CPU"
+        )
+    return value.detach()
+
+
+@asynccontextmanager
+async def share_device_queue(
+    name: str,
+    capacity: int,
+    size: int,
+    recorder: Recorder | None = None,
+    *,
+    device: str | torch.device = "cuda",
+    cause: Cause = "group",
+    linger_s: float = 30.0,
+) -> AsyncIterator[TensorSender]:
+    """The sending side: a slab `name` of `size` bytes on `device`, and its first send end.
+
+    At the end every item is handed over first, and the receiver has to close and let go of its tensors, all within
+    `linger_s`. Errors: as `share_queue`; PlatformError where the device has no IPC.
+    """
+    _sweep()
+    create = partial(Slab.create, name, size, device=device, blocks=max(1, capacity))
+    async with serve(create, _DeviceOutbox, name, capacity, recorder, cause, linger_s) as sender:
+        yield sender
+
+
+async def attach_device_queue(
+    name: str, recorder: Recorder | None = None, *, cause: Cause = "group", timeout_s: float = 30.0
+) -> TensorReceiver:
+    """The receive end of a queue that another process shares, or will share within `timeout_s`.
+
+    Errors: as `attach_queue`; PlatformError where this process cannot open the slab's device.
+    """
+    return TensorReceiver(await attach(_DeviceInbox, name, recorder, cause, timeout_s))
+
+
+def _sweep() -> None:
+    """Give back the memory of ended queues whose receivers have let go since."""
+    for entry in list(_kept):
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while entry[0].recv(LARGEST):
+                    pass
+            except ConnectionResetError:
+                pass
+            entry[0].close()
+            _kept.remove(entry)

@@ -1,0 +1,217 @@
+"""What travels beside the arena for a tensor queue between processes: short messages over one AF_UNIX socket.
+
+sender -> receiver   I, number, (name, handle) of every tensor      E: nothing more comes      H, kind of memory
+receiver -> sender   R, number: the item was released, its memory and its credit go back
+
+A slab on a device adds: to I the slot and the fence behind which the item is written, to R the fence behind which it was
+read, and C from a receiver that takes nothing more but may still look at what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..memory.handles import BFLOAT16, Handle, dtype_name, numpy_dtype
+
+if TYPE_CHECKING:
+    from ...telemetry.recorder import Recorder
+    from ...telemetry.records import Cause
+
+LARGEST = 65_536  # bytes of a message: some 400 tensors an item
+ALIGNMENT = 64
+HELLO, END, CLOSED = b"H", b"E", b"C"
+ARENA, SLAB = b"arena", b"slab"  # what a greeting says about the memory
+_NUMBER = struct.Struct("<cQ")
+_COUNT = struct.Struct("<H")
+_PART = struct.Struct("<HH")  # bytes of the name, bytes of the handle
+
+
+def item_message(number: int, handles: Mapping[str, Handle], room: int = LARGEST) -> bytes:
+    """Errors: ValueError for more tensors than one message of `room` bytes names."""
+    parts = [_NUMBER.pack(b"I", number), _COUNT.pack(len(handles))]
+    for name, handle in handles.items():
+        encoded, raw = name.encode(), handle.encode()
+        parts += [_PART.pack(len(encoded), len(raw)), encoded, raw]
+    message = b"".join(parts)
+    if len(message) > room:
+        raise ValueError(f"an item of {len(handles)} tensors needs {len(message)} bytes of handles; at most {room}")
+    return message
+
+
+def release_message(number: int) -> bytes:
+    return _NUMBER.pack(b"R", number)
+
+
+def number_of(message: bytes) -> int:
+    return int(_NUMBER.unpack_from(message)[1])
+
+
+def handles_of(message: bytes) -> dict[str, Handle]:
+    """Errors: StaleHandle for bytes that are no handle."""
+    [count], start = _COUNT.unpack_from(message, _NUMBER.size), _NUMBER.size + _COUNT.size
+    handles = {}
+    for _ in range(count):
+        name, raw = _PART.unpack_from(message, start)
+        start += _PART.size
+        handles[message[start : start + name].decode()] = Handle.decode(message[start + name : start + name + raw])
+        start += name + raw
+    return handles
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of an item, and where in the item's block it goes."""
+
+    values: npt.NDArray[Any]
+    dtype: str
+    offset: int
+
+
+def lay_out(item: Mapping[str, Any]) -> tuple[dict[str, Piece], int]:
+    """The tensors of an item one after the other, 64-byte aligned; and the bytes they take.
+
+    Takes numpy arrays and torch tensors on the CPU. Errors: TypeError for anything else, ValueError for arrays of objects.
+    """
+    pieces: dict[str, Piece] = {}
+    size = 0
+    for name, value in item.items():
+        values, dtype = _as_array(name, value)
+        pieces[name] = Piece(values, dtype, size)
+        size += -(-(math.prod(values.shape) * numpy_dtype(dtype).itemsize) // ALIGNMENT) * ALIGNMENT
+    return pieces, max(size, ALIGNMENT)
+
+
+def _as_array(name: str, value: Any) -> tuple[npt.NDArray[Any], str]:
+    if isinstance(value, np.ndarray):
+        return value, dtype_name(value.dtype)
+    if type(value).__module__.split(".")[0] != "torch" or not hasattr(value, "detach"):
+        raise TypeError(f"tensor {name!r} is a {type(value).__name__}; expected a numpy array or a torch tensor")
+    if value.device.type != "cpu":
+        raise TypeError(f"tensor {name!r} lies on {value.device}; a queue through shared memory carries CPU tensors")
+    dtype = dtype_name(value.dtype)
+    plain = value.detach()
+    if dtype == BFLOAT16:
+        import torch
+
+        plain = plain.contiguous().view(torch.uint16)
+    return plain.numpy(), dtype
+
+
+class Line:
+    """One end of the connection: whole messages in and out, never blocking, in order."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connection: socket.socket,
+        on_readable: Callable[[], None],
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_sent`: what had to wait for the other side to read has gone out."""
+        connection.setblocking(False)
+        self._on_sent = on_sent
+        self._loop = loop
+        self._socket = connection
+        self._waiting: deque[bytes] = deque()
+        self._writing = False
+        self._reset = False
+        self.open = True
+        loop.add_reader(connection.fileno(), on_readable)
+
+    @property
+    def unsent(self) -> int:
+        return len(self._waiting)
+
+    def send(self, message: bytes) -> None:
+        """Now, or as soon as the other side has read something. To a closed line: nothing (its reader hears of it)."""
+        self._waiting.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self.open and self._waiting:
+            try:
+                self._socket.send(self._waiting[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                    raise
+                self._waiting.clear()
+                return
+            self._waiting.popleft()
+        if self.open and bool(self._waiting) != self._writing:
+            self._writing = bool(self._waiting)
+            if self._writing:
+                self._loop.add_writer(self._socket.fileno(), self._flush)
+            else:
+                self._loop.remove_writer(self._socket.fileno())
+                self._on_sent()
+
+    def receive(self) -> tuple[list[bytes], bool]:
+        """The messages that are here, and whether the other side has hung up after them."""
+        messages: list[bytes] = []
+        while self.open:
+            try:
+                message = self._socket.recv(LARGEST)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                # The other side closed while something of ours lay unread with it. The kernel says so once, before the
+                # messages that it sent earlier: those are still here.
+                if self._reset:
+                    return messages, True
+                self._reset = True
+                continue
+            if not message:
+                return messages, True
+            messages.append(message)
+        return messages, False
+
+    def close(self) -> None:
+        if self.open:
+            self.detach().close()
+
+    def detach(self) -> socket.socket:
+        """The line ends here, but not for the other side: it does when the returned socket is closed."""
+        self.open = False
+        self._loop.remove_reader(self._socket.fileno())
+        if self._writing:
+            self._loop.remove_writer(self._socket.fileno())
+        return self._socket
+
+
+class Side:
+    """Counters, waiters and waits of one side."""
+
+    def __init__(self, name: str, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+        self.name, self.capacity = name, capacity
+        self.loop = asyncio.get_running_loop()
+        self.waiters: deque[asyncio.Future[None]] = deque()
+        self.ends = 0  # open clones
+        self.moved = 0  # items that were put, or got
+        self.most_depth = 0
+        self._recorder, self._cause = recorder, cause
+
+    def depth(self, now: int) -> None:
+        self.most_depth = max(self.most_depth, now)
+        if self._recorder is not None:
+            self._recorder.gauge(f"queue/{self.name}/depth", now)
+
+    def waiting(self, what: str, on: str) -> AbstractContextManager[object]:
+        if self._recorder is None:
+            return nullcontext()
+        task = asyncio.current_task()
+        who = task.get_name() if task else "?"
+        return self._recorder.wait(who, what, on=f"{on} of queue {self.name}", cause=self._cause)

@@ -1,0 +1,205 @@
+"""The producer's protocol without any waiting: one try to attach, one try to put. `producer` waits between the tries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+from dataclasses import dataclass
+from enum import Enum
+
+from ...errors import LifecycleError, RingDetached, RingFull
+from ...records.write import Plan
+from .. import rendezvous
+from ..memory import segment as segments
+from ..memory.segment import Segment, path_of
+from ..memory.words import fault
+from ..rendezvous import Attachment
+from .ring import RingMemory, RingWriter
+
+VERSION_WORD = 0  # of the segment's board: policy version + 1, 0 while unknown
+
+
+class Need(Enum):
+    """What a put waits for."""
+
+    NOTHING = "nothing"  # it was accepted
+    SPACE = "space"
+    OWNER = "owner"
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerStatistics:
+    puts: int
+    bytes: int
+    waits: int  # puts that found the ring full
+    attached: bool
+    attachments: int
+    records_held: int  # accepted and not yet released
+    bytes_held: int
+    capacity: int  # bytes
+
+
+class Core:
+    """The protocol without waiting. Not thread-safe: the two classes below lock."""
+
+    def __init__(self, name: str) -> None:
+        path_of(name)  # a bad name is an error here
+        self.name = name
+        self.identity = secrets.token_bytes(16)
+        self.closed = False
+        self.unannounced = False  # a record was accepted that perhaps no owner knows of
+        self.puts = self.bytes = self.waits = self.attachments = 0
+        self._segment: Segment | None = None
+        self._writer: RingWriter | None = None
+        self._attachment: Attachment | None = None
+        self._heard = False  # that the owner ended
+        self._poll = select.poll()
+        self._forks = segments.forks
+        self._checksum = False
+
+    def check(self) -> None:
+        if self.closed:
+            raise LifecycleError(f"the producer of ring {self.name!r} is closed")
+        if self._forks != segments.forks:
+            raise LifecycleError(
+                f"the producer of ring {self.name!r} was made before a fork; each process attaches by itself, because a ring "
+                "has one writer"
+            )
+
+    def attach(self, deadline: float) -> Attachment | None:
+        """One try. None where nobody owns a ring of this name now. Errors: RingDetached where the owner refuses."""
+        self.check()
+        self._forget_attachment()
+        segment = self._segment
+        if segment is None or segment.sealed:
+            segment = Segment.attach(self.name)
+        try:
+            found = rendezvous.attach(segment, self.identity, deadline)
+        except BaseException:
+            self._drop_unless_current(segment)
+            raise
+        if found is None:
+            self._drop_unless_current(segment)
+            return None
+        self._attachment = found
+        self._heard = False
+        self.unannounced = False  # whoever lets us in looks at the ring
+        self._checksum = found.checksum
+        self.attachments += 1
+        self._poll = select.poll()
+        self._poll.register(found.connection, select.POLLIN)
+        if segment is not self._segment or found.fresh or self._writer is None:
+            self._forget_ring()
+            self._segment = segment
+            segment.populate(found.offset, found.size)
+            self._writer = RingWriter(RingMemory(segment.buffer[found.offset : found.offset + found.size]))
+        return found
+
+    def advance(self, plan: Plan, *, ownerless: bool) -> Need:
+        """One try to put. `ownerless`: nobody listens now, so put into the ring as it lies there, if it may be kept."""
+        self.check()
+        writer, segment, attachment = self._writer, self._segment, self._attachment
+        if writer is None or segment is None or segment.sealed:
+            return Need.OWNER
+        if attachment is None and not ownerless:
+            return Need.OWNER
+        if not writer.try_put(plan, checksum=self._checksum):
+            return Need.OWNER if attachment is None else Need.SPACE
+        fault("producer.notify")
+        self.unannounced = True
+        if attachment is not None:
+            os.eventfd_write(attachment.data, 1)
+            # Looked at after the record was there: an owner that lived until now was told, or the next one will look.
+            self.unannounced = self._owner_left()
+        if segment.sealed:  # the owner may have looked before the record was there: put it again, elsewhere
+            return Need.OWNER
+        self.puts += 1
+        self.bytes += plan.size
+        return Need.NOTHING
+
+    def space(self) -> list[int]:
+        """The descriptors that become readable when there may be room, or when the owner is gone."""
+        attachment = self._attachment
+        return [] if attachment is None else [attachment.space, attachment.connection.fileno()]
+
+    def drain(self) -> None:
+        """Before looking for room again: what is signalled from here on is news."""
+        if self._attachment is not None and not self._owner_left():
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._attachment.space)
+
+    def hear_end(self) -> None:
+        """Errors: RingDetached where the owner closed in good order, once for each end: the next put waits for another one."""
+        if self._segment is not None and self._segment.sealed and not self._heard:
+            self._heard = True
+            raise RingDetached(
+                f"the owner of ring {self.name!r} ended in good order and takes no records any more; what it accepted is "
+                "trained, dropped or kept for the next owner. Put this one again to wait for that"
+            )
+
+    def late(self, plan: Plan, timeout: float) -> RingFull | RingDetached:
+        """The error of a put whose time is up."""
+        if self._segment is not None and self._segment.sealed:
+            return RingDetached(
+                f"nobody owns ring {self.name!r}: its owner ended in good order, and no other came within {timeout:g} s. "
+                "Put this one again once the next run is there"
+            )
+        records, used = self._writer.used() if self._writer is not None else (0, 0)
+        slots = self._writer.memory.slots if self._writer is not None else 0
+        capacity = self._writer.capacity if self._writer is not None else 0
+        owner = "attached" if self._attachment is not None else "gone"
+        return RingFull(
+            f"ring {self.name!r}: no room for {plan.size:,} bytes within {timeout:g} s; {records} of {slots} records and "
+            f"{used:,} of {capacity:,} bytes wait to be trained or dropped (owner: {owner}). Nothing was put"
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """The version the owner last made known; -1 before it did."""
+        self.check()
+        return -1 if self._segment is None else self._segment.board[VERSION_WORD] - 1
+
+    def statistics(self) -> ProducerStatistics:
+        records, used = self._writer.used() if self._writer is not None else (0, 0)
+        capacity = self._writer.capacity if self._writer is not None else 0
+        return ProducerStatistics(
+            self.puts, self.bytes, self.waits, self._attachment is not None, self.attachments, records, used, capacity
+        )
+
+    def close(self) -> None:
+        """What was accepted stays. Twice is fine."""
+        if self.closed or self._forks != segments.forks:
+            self.closed = True
+            return
+        self.closed = True
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._forget_attachment()
+        self._forget_ring()
+
+    def _owner_left(self) -> bool:
+        """The owner speaks only by going away."""
+        if self._attachment is None or not self._poll.poll(0):
+            return False
+        self._forget_attachment()
+        return True
+
+    def _forget_attachment(self) -> None:
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+
+    def _forget_ring(self) -> None:
+        if self._writer is not None:
+            self._writer.release_views()
+            self._writer = None
+        if self._segment is not None:
+            self._segment.close(unlink=False)
+            self._segment = None
+
+    def _drop_unless_current(self, segment: Segment) -> None:
+        if segment is not self._segment:
+            segment.close(unlink=False)

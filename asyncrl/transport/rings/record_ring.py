@@ -1,0 +1,400 @@
+"""The owner's side of the record rings: many producers in other processes, one consumer in this event loop.
+
+    async with RecordRing("my-run", trained=identities_of_the_last_checkpoint) as ring:
+        async for delivery in ring:                 # a leased record: views of shared memory
+            ...                                     # stash it; when its group was trained or dropped:
+            delivery.release()
+
+Guarantees
+* A record that some `put` returned for is delivered, to this owner or, if that one dies first, to the next: it leaves the
+  ring by `release` only. A new owner gets everything that was not released, oldest first, then what is new.
+* A member is delivered once: duplicates by (epoch, group, member), among them those in `trained`, are released and counted.
+* Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
+  once its records were released. A stopped producer is not dead: its ring waits for it.
+* Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
+* `end_intake` lets producers go. So does `close`, which keeps the segment for the next owner where records are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from ...concurrency.shield import wait_shielded
+from ...errors import LifecycleError, OutOfMemory, RecordError, TransportError
+from ...records.read import Identity, Record
+from .. import rendezvous
+from ..memory.arena import Arena
+from ..queues.queue import wait_in, wake_all, wake_one
+from .link import Link
+from .producer_core import VERSION_WORD
+from .ring import TAG
+from .types import Memory, RingCounters, RingSettings, RingStatistics
+
+if TYPE_CHECKING:
+    from ...telemetry.recorder import Recorder
+
+_GONE = -1  # in the place of a slot: the producer is gone, and all that it put was taken
+
+
+class Delivery:
+    """A leased record. Its arrays are views: valid until `release`, or until `copy` was asked of them."""
+
+    __slots__ = ("_link", "_ring", "_slot", "fresh", "record", "released")
+
+    def __init__(self, ring: RecordRing, link: Link, slot: int, record: Record, fresh: tuple[int, ...]) -> None:
+        self.record = record
+        self.fresh = fresh  # positions of the members that had not come before
+        self.released = False
+        self._ring = ring
+        self._link = link
+        self._slot = slot
+
+    def release(self) -> None:
+        """Its group was trained or dropped: the record leaves the ring. Twice is fine."""
+        if not self.released:
+            self.released = True
+            self._ring._release(self._link, self._slot, self.record)
+
+
+class RecordRing:
+    """See the module. Opened by `async with`, closed in the same loop; one consumer."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: RingSettings | None = None,
+        *,
+        trained: Iterable[Identity] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.name = name
+        self.settings = settings or RingSettings()
+        self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
+        self.recorder = recorder
+        self._known = Memory(self.settings.remembered)
+        for epoch, group, member in trained:
+            self._known.leave((epoch, group), (member,))
+        self._counts = RingCounters()
+        self._links: dict[bytes, Link] = {}
+        self._visitors: set[socket.socket] = set()  # connected, not yet introduced
+        self._ready: deque[tuple[Link, int, int]] = deque()
+        self._getters: deque[asyncio.Future[None]] = deque()
+        self._arena: Arena | None = None
+        self._door: socket.socket | None = None
+        self._state = "new"
+
+    # -- life
+
+    async def __aenter__(self) -> RecordRing:
+        if self._state != "new":
+            raise LifecycleError(f"record ring {self.name!r} was opened before; make a new one")
+        self._loop = asyncio.get_running_loop()
+        # Allocation fills the pages with zeros: too long for the loop.
+        opening = self._loop.run_in_executor(None, lambda: Arena.create_or_adopt(self.name, self.settings.size))
+        cancelled = await wait_shielded(opening)
+        if cancelled is not None:
+            if opening.exception() is None:
+                opening.result().close(keep=bool(opening.result().blocks()))
+            raise cancelled
+        self._arena = opening.result()
+        try:
+            self._open(self._arena)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self, arena: Arena) -> None:
+        self._state = "open"
+        arena.segment.keep_at_exit(True)
+        self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._door = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
+        self._loop.add_reader(self._data, self._on_data)
+        self._loop.add_reader(self._door.fileno(), self._on_door)
+        found = []
+        for block in arena.blocks():
+            if block.tag != TAG:
+                continue
+            link = Link.adopt(arena, block)
+            self._links[link.producer] = link
+            found += [(sequence, link, slot) for slot, sequence in link.reader.replay()]
+        found.sort(key=lambda one: one[0])
+        self._ready.extend((link, slot, sequence) for sequence, link, slot in found)
+        self._counts.replayed = len(found)
+        for link in list(self._links.values()):
+            self._watch(link)
+            self._tell_if_gone(link)
+            self._free_if_done(link)  # closed in good order while nobody owned it, and nothing left in it
+
+    def end_intake(self) -> None:
+        """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
+        if self._arena is None or self._door is None:
+            return
+        for link in self._links.values():
+            self._gather(link)
+        # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
+        self._arena.segment.seal()
+        for connection in list(self._visitors):
+            self._dismiss(connection)
+        self._loop.remove_reader(self._door.fileno())
+        self._door.close()
+        self._door = None
+        for link in self._links.values():
+            link.disconnect(self._loop)
+
+    def close(self, *, discard: bool = False) -> bool:
+        """Stop. True where records were left for the next owner (`discard` drops them instead). Twice is fine."""
+        if self._state != "open" or self._arena is None:
+            if self._arena is not None:
+                self._arena.close(keep=not discard)
+            self._state = "closed"
+            return False
+        self.end_intake()
+        self._state, arena = "closed", self._arena
+        keep = not discard and any(link.reader.poll() or link.reader.outstanding for link in self._links.values())
+        for link in self._links.values():
+            link.close(self._loop)
+        self._loop.remove_reader(self._data)
+        os.close(self._data)
+        wake_all(self._getters)
+        arena.close(keep=keep)
+        return keep
+
+    # -- records
+
+    def get_nowait(self) -> Delivery:
+        """Errors: anyio.WouldBlock where nothing is there, anyio.ClosedResourceError."""
+        while True:
+            self._check_open()
+            if not self._ready:
+                raise anyio.WouldBlock
+            link, slot, sequence = self._ready.popleft()
+            if slot == _GONE:
+                if self.on_gone is not None:
+                    self.on_gone(link.producer)
+                continue
+            try:
+                record = link.reader.take(slot, sequence, checksum=self.settings.checksum)
+            except RecordError:
+                self._counts.torn += 1
+                self._let_go(link, slot, sequence)
+                continue
+            members = tuple(record.members.tolist())
+            fresh = self._known.fresh((record.epoch, record.group), members)
+            self._counts.duplicates += len(members) - len(fresh)
+            if fresh:
+                self._counts.records += 1
+                return Delivery(self, link, slot, record, fresh)
+            self._let_go(link, slot, sequence)
+
+    def get(self) -> Coroutine[Any, Any, Delivery]:
+        """Wait for a record. A cancelled get took nothing. Errors: anyio.ClosedResourceError."""
+        return self._next(anyio.ClosedResourceError)
+
+    def __aiter__(self) -> RecordRing:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, Delivery]:
+        return self._next(StopAsyncIteration)
+
+    async def _next(self, ended: type[Exception]) -> Delivery:
+        """One coroutine for both: each more is resumed at every record."""
+        while True:
+            if self._ready or self._state != "open":
+                try:
+                    return self.get_nowait()
+                except anyio.WouldBlock:  # of what was there nothing was new
+                    pass
+                except anyio.ClosedResourceError:
+                    raise ended from None
+            if self.recorder is None:
+                await wait_in(self._getters)
+            else:
+                with self._waiting(self.recorder):
+                    await wait_in(self._getters)
+
+    def publish_version(self, version: int) -> None:
+        """Let every producer know the policy version."""
+        self._check_open()
+        assert self._arena is not None
+        self._arena.segment.board.store(VERSION_WORD, version + 1)
+
+    def statistics(self) -> RingStatistics:
+        return self._counts.statistics(self._links.values())
+
+    # -- inside
+
+    def _check_open(self) -> None:
+        if self._state == "new":
+            raise LifecycleError(f"record ring {self.name!r} is not open: `async with RecordRing(...) as ring`")
+        if self._state == "closed":
+            raise anyio.ClosedResourceError
+
+    def _waiting(self, recorder: Recorder) -> AbstractContextManager[object]:
+        who = task.get_name() if (task := asyncio.current_task()) else "?"
+        return recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
+
+    def _release(self, link: Link, slot: int, record: Record) -> None:
+        if self._state != "open":
+            return  # the next owner gets it again
+        self._known.leave((record.epoch, record.group), tuple(record.members.tolist()))
+        self._counts.released += 1
+        self._let_go(link, slot, record.sequence)
+
+    def _let_go(self, link: Link, slot: int, sequence: int) -> None:
+        link.reader.release(slot, sequence)
+        if link.space is not None:
+            os.eventfd_write(link.space, 1)
+        self._free_if_done(link)
+
+    def _on_data(self) -> None:
+        try:  # noqa: SIM105 - `suppress` is a third of what this costs
+            os.eventfd_read(self._data)
+        except BlockingIOError:
+            pass
+        for link in self._links.values():
+            self._gather(link)
+
+    def _gather(self, link: Link) -> None:
+        if self._door is None:  # the intake ended
+            return
+        for slot, sequence in link.reader.poll():
+            self._ready.append((link, slot, sequence))
+            wake_one(self._getters)
+
+    # -- producers come and go
+
+    def _on_door(self) -> None:
+        while self._door is not None:
+            try:
+                connection, _ = self._door.accept()
+            except OSError:  # nobody waits any more, or gave up already
+                return
+            connection.setblocking(False)
+            if rendezvous.peer(connection)[1] == os.geteuid():
+                self._visitors.add(connection)
+                self._loop.add_reader(connection.fileno(), self._on_hello, connection)
+            else:
+                self._counts.refused += 1
+                connection.close()
+
+    def _on_hello(self, connection: socket.socket) -> None:
+        try:
+            message, fds = rendezvous.receive(connection)
+            for fd in fds:
+                os.close(fd)
+            link = self._admit(connection, message)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):
+            self._dismiss(connection)
+            return
+        except TransportError as error:
+            self._counts.refused += 1
+            with contextlib.suppress(OSError):
+                rendezvous.send(connection, {"error": str(error)[:2000]})
+            self._dismiss(connection)
+            return
+        self._loop.remove_reader(connection.fileno())
+        self._visitors.discard(connection)
+        link.connect(self._loop, connection, self._on_connection)
+        self._gather(link)  # what was put while nobody owned the ring
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        self._loop.remove_reader(connection.fileno())
+        self._visitors.discard(connection)
+        connection.close()
+
+    def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
+        """The ring of this producer: the one it had, or a new one. Answers it. Errors: TransportError to send back."""
+        assert self._arena is not None
+        if message.get("protocol") != rendezvous.PROTOCOL:
+            raise TransportError(
+                f"protocol {message.get('protocol')!r}; this owner speaks {rendezvous.PROTOCOL}: use the same asyncrl on both sides"
+            )
+        try:
+            producer = bytes.fromhex(str(message["producer"]))
+            if len(producer) != 16:
+                raise ValueError("16 bytes expected")
+        except (KeyError, ValueError) as error:
+            raise TransportError(f"a producer introduces itself by 16 bytes in hexadecimal: {error}") from error
+        link = self._links.get(producer)
+        fresh = link is None
+        if link is None:
+            s, pid = self.settings, rendezvous.peer(connection)[0]
+            try:
+                link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes, s.first_position)
+            except OutOfMemory as error:
+                raise OutOfMemory(
+                    f"no room for one more producer ({len(self._links)} have a part; door.ring_mib, door.producer_mib): {error}"
+                ) from None
+            self._links[producer] = link
+            self._watch(link)
+            if link.dead:
+                raise TransportError("the producer died at the door")
+        offset, size = link.block.offset, link.block.size
+        answer = {"offset": offset, "size": size, "checksum": self.settings.checksum, "fresh": fresh}
+        rendezvous.send(connection, answer, [self._data, link.open_space()])
+        return link
+
+    def _watch(self, link: Link) -> None:
+        if not link.watch(self._loop, self._on_death):
+            self._on_death(link)
+
+    def _on_connection(self, link: Link) -> None:
+        """The producer closed its end, or died: a producer never speaks here."""
+        connection = link.connection
+        if connection is None:
+            return
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if connection.recv(1):
+                return
+        link.disconnect(self._loop)
+        self._gather(link)
+        if link.ended():
+            self._tell_if_gone(link)
+            self._free_if_done(link)
+        elif link.invisible:
+            self._on_death(link)
+
+    def _on_death(self, link: Link) -> None:
+        """The process is gone: nothing will be stored any more, so this look is the last."""
+        link.died(self._loop)
+        self._gather(link)
+        if not link.closed_well:
+            self._counts.deaths += 1
+            self._counts.half_written += link.memory.unpublished()
+        self._tell_if_gone(link)
+        self._free_if_done(link)
+
+    def _tell_if_gone(self, link: Link) -> None:
+        """Behind its last record, so that who takes records hears of it in order."""
+        if link.ended() and not link.told:
+            link.told = True
+            self._ready.append((link, _GONE, 0))
+            wake_one(self._getters)
+
+    def _free_if_done(self, link: Link) -> None:
+        if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
+            return
+        if self._door is None:  # the intake ended: what was not looked at may lie in it
+            return
+        assert self._arena is not None
+        self._counts.passed_over += link.reader.counts.passed_over
+        self._counts.torn += link.reader.counts.lost
+        del self._links[link.producer]
+        link.close(self._loop)
+        self._arena.free(link.block)
+        self._counts.reclaimed += 1
