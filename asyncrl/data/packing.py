@@ -16,15 +16,19 @@ Shape legend as in `types`: T packed tokens, S scored tokens, B sequences, G mem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import DataError
 from asyncrl.types import Group, Microbatch, Trajectory
+
+from .store import OLD, REFERENCE, Column
+
+Columns: TypeAlias = Mapping[str, Column]  # of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,28 @@ class _Row:
     advantage: float
     scored: npt.NDArray[np.int64]
     forward: int
+    place: int  # in its group
+    columns: Columns
 
 
 @dataclass(slots=True)
 class _Tree:
     """A prompt and the completions that share it in one microbatch. `prefix` is empty where no token is scored."""
 
-    prefix: npt.NDArray[np.int64]
+    prefix: npt.NDArray[Any]
     rows: list[_Row] = field(default_factory=list)
 
 
-def pack_groups(groups: Sequence[tuple[Group, npt.ArrayLike]], tokens_per_microbatch: int) -> list[Microbatch]:
+def pack_groups(
+    groups: Sequence[tuple[Group, npt.ArrayLike]],
+    tokens_per_microbatch: int,
+    columns: Sequence[Columns] | None = None,
+) -> list[Microbatch]:
     """`groups`: (group, advantages [G] in member order). Every trajectory lands in exactly one microbatch.
+
+    columns: of each group the columns that were written for it (`data/store.py`): `REFERENCE` and `OLD`, [G] of [s], become
+    `reference_logprobs` and `old_logprobs` where every group has them. What a token brings is copied once, to its place in
+    the microbatch.
 
     A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a single prompt with one
     completion is longer. Errors: DataError where advantages and members do not fit, or a prompt token is to be scored
@@ -56,9 +70,9 @@ def pack_groups(groups: Sequence[tuple[Group, npt.ArrayLike]], tokens_per_microb
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; it must be at least 1")
     microbatches: list[list[_Tree]] = []
     used = 0  # packed tokens of the open microbatch
-    for group, advantages in groups:
+    for (group, advantages), written in zip(groups, columns or [{}] * len(groups), strict=True):
         tree: _Tree | None = None
-        for row in _rows(group, advantages):
+        for row in _rows(group, advantages, written):
             prefix = _prefix(row)
             if tree is not None and prefix.size and tree.prefix.size and not np.array_equal(prefix, tree.prefix):
                 tree = None  # an environment gave this member another prompt: nothing can be shared
@@ -68,7 +82,7 @@ def pack_groups(groups: Sequence[tuple[Group, npt.ArrayLike]], tokens_per_microb
                 used, tree = 0, None
                 cost = row.forward + prefix.size
             if tree is None:
-                tree = _Tree(np.zeros(0, np.int64))
+                tree = _Tree(row.trajectory.tokens[:0])
                 microbatches[-1].append(tree)
             if prefix.size and tree.prefix.size == 0:
                 tree.prefix = prefix
@@ -77,7 +91,7 @@ def pack_groups(groups: Sequence[tuple[Group, npt.ArrayLike]], tokens_per_microb
     return [_assemble(trees) for trees in microbatches]
 
 
-def _rows(group: Group, advantages: npt.ArrayLike) -> list[_Row]:
+def _rows(group: Group, advantages: npt.ArrayLike, columns: Columns) -> list[_Row]:
     """The group's trajectories, longest forward part first (equal lengths in member order)."""
     values = np.asarray(advantages, dtype=np.float64).reshape(-1)
     if values.size != len(group.trajectories):
@@ -85,7 +99,7 @@ def _rows(group: Group, advantages: npt.ArrayLike) -> list[_Row]:
             f"group {group.group_id}: {values.size} advantages for {len(group.trajectories)} trajectories; one each"
         )
     rows = []
-    for trajectory, advantage in zip(group.trajectories, values.tolist(), strict=True):
+    for place, (trajectory, advantage) in enumerate(zip(group.trajectories, values.tolist(), strict=True)):
         scored = np.flatnonzero(trajectory.mask)
         if scored.size and scored[0] < max(trajectory.prompt_length, 1):
             raise DataError(
@@ -93,61 +107,84 @@ def _rows(group: Group, advantages: npt.ArrayLike) -> list[_Row]:
                 f"prompt has {trajectory.prompt_length} tokens; only what follows a prompt can be trained"
             )
         forward = int(scored[-1]) - trajectory.prompt_length if scored.size else 0
-        rows.append(_Row(trajectory, advantage, scored, forward))
+        rows.append(_Row(trajectory, advantage, scored, forward, place, columns))
     return sorted(rows, key=lambda row: -row.forward)
 
 
-def _prefix(row: _Row) -> npt.NDArray[np.int64]:
-    if not row.scored.size:
-        return np.zeros(0, np.int64)
-    return row.trajectory.tokens[: row.trajectory.prompt_length].astype(np.int64)
+def _prefix(row: _Row) -> npt.NDArray[Any]:
+    """A view of the prompt; nothing where no token is scored."""
+    return row.trajectory.tokens[: row.trajectory.prompt_length if row.scored.size else 0]
 
 
 def _assemble(trees: list[_Tree]) -> Microbatch:
-    tokens: list[npt.NDArray[np.int64]] = []
-    positions: list[npt.NDArray[np.int64]] = []
+    rows = [row for tree in trees for row in tree.rows]
+    lengths = [row.scored.size for row in rows]
+    packed = sum(tree.prefix.size + sum(row.forward for row in tree.rows) for tree in trees)
+    tokens, positions = np.empty(packed, np.int64), np.empty(packed, np.int64)
+    source = np.empty(sum(lengths), np.int64)
     prefixes: list[tuple[int, int]] = []
     suffixes: list[tuple[int, int, int]] = []
-    sources: list[npt.NDArray[np.int64]] = []
-    rows: list[_Row] = []
-    cursor = 0
+    cursor = scored = 0
+
+    def lay(part: npt.NDArray[Any], position: int) -> None:
+        nonlocal cursor
+        end = cursor + part.size
+        tokens[cursor:end] = part
+        positions[cursor:end] = np.arange(position, position + part.size)
+        cursor = end
+
     for index, tree in enumerate(trees):
-        prompt = tree.prefix.size
-        prefix_start = cursor
+        prompt, prefix_start = tree.prefix.size, cursor
         prefixes.append((prefix_start, prompt))
-        tokens.append(tree.prefix)
-        positions.append(np.arange(prompt))
-        cursor += prompt
+        lay(tree.prefix, 0)
         for row in tree.rows:
             suffixes.append((cursor, row.forward, index))
-            tokens.append(row.trajectory.tokens[prompt : prompt + row.forward].astype(np.int64))
-            positions.append(np.arange(prompt, prompt + row.forward))
             offset = row.scored - prompt - 1  # of the predicting token inside the suffix; -1: the last prompt token
-            sources.append(np.where(offset >= 0, cursor + offset, prefix_start + prompt - 1))
-            rows.append(row)
-            cursor += row.forward
+            last = prefix_start + prompt - 1
+            source[scored : scored + offset.size] = np.where(offset >= 0, cursor + offset, last)
+            scored += offset.size
+            lay(row.trajectory.tokens[prompt : prompt + row.forward], prompt)
     prefix_table = np.array(prefixes, np.int64).reshape(-1, 2)
     suffix_table = np.array(suffixes, np.int64).reshape(-1, 3)
-    lengths = [row.scored.size for row in rows]
     return Microbatch(
-        tokens=_join(tokens, np.int64),
-        positions=_join(positions, np.int64),
+        tokens=tokens,
+        positions=positions,
         prefix_start=prefix_table[:, 0].copy(),
         prefix_length=prefix_table[:, 1].copy(),
         suffix_start=suffix_table[:, 0].copy(),
         suffix_length=suffix_table[:, 1].copy(),
         suffix_tree=suffix_table[:, 2].copy(),
-        source=_join(sources, np.int64),
-        target=_join([row.trajectory.tokens[row.scored] for row in rows], np.int64),
+        source=source,
+        target=_scored(rows, "tokens", np.int64),
         sequence=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
-        sampler_logprobs=_join([row.trajectory.logprobs[row.scored] for row in rows], np.float32),
+        sampler_logprobs=_scored(rows, "logprobs", np.float32),
         temperature=np.repeat(np.array([row.trajectory.temperature for row in rows], np.float32), lengths),
         advantages=np.repeat(np.array([row.advantage for row in rows], np.float32), lengths),
-        versions=_join([row.trajectory.versions[row.scored] for row in rows], np.int32),
+        versions=_scored(rows, "versions", np.int32),
         group_ids=np.array([row.trajectory.group_id for row in rows], np.int64),
         members=np.array([row.trajectory.member for row in rows], np.int64),
+        old_logprobs=_written(rows, OLD),
+        reference_logprobs=_written(rows, REFERENCE),
     )
 
 
-def _join(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+def _scored(rows: Sequence[_Row], name: str, dtype: Any) -> npt.NDArray[Any]:
+    """[S]: the scored tokens' part of a per-token column, each number copied once."""
+    joined = np.empty(sum(row.scored.size for row in rows), dtype)
+    start = 0
+    for row in rows:
+        column, part = getattr(row.trajectory, name), joined[start : start + row.scored.size]
+        if column.dtype == part.dtype:
+            np.take(column, row.scored, out=part, mode="clip")  # any other mode would buffer
+        else:
+            part[:] = column[row.scored]
+        start += part.size
+    return joined
+
+
+def _written(rows: Sequence[_Row], name: str) -> npt.NDArray[np.float32] | None:
+    """[S] of a written column; None where a row that has scored tokens lacks it."""
+    scored = [row for row in rows if row.scored.size]
+    if not scored or any(name not in row.columns for row in scored):
+        return None
+    return np.concatenate([row.columns[name][row.place] for row in scored]).astype(np.float32, copy=False)

@@ -32,6 +32,8 @@ from asyncrl.records.quick import quick
 from asyncrl.records.trajectories import whole_group
 from asyncrl.types import Trajectory
 
+from .store import nbytes
+
 C = TypeVar("C")
 TOMBSTONES = 65_536  # ended groups remembered; more than any pipeline holds at once
 
@@ -171,12 +173,16 @@ class Stash(Generic[C]):
 
     # -- in ------------------------------------------------------------------------------------------------------
 
-    def add(self, trajectory: Trajectory, context: C, *, lease: Any = None, epoch: int = 0) -> Arrival[C]:
+    def add(
+        self, trajectory: Trajectory, context: C, *, lease: Any = None, epoch: int = 0, group: int | None = None
+    ) -> Arrival[C]:
         """Take one trajectory. `lease` comes back with its group; of a duplicate or late one the caller keeps it.
+
+        `group`: what its producer calls the group, where the trajectory has another id already.
 
         Errors: StashRefused for a member, a size or a content that contradicts the group, or a cap that is reached.
         """
-        key = GroupKey(epoch, trajectory.group_id)
+        key = GroupKey(epoch, trajectory.group_id if group is None else group)
         if key in self._ended:
             self._late += 1
             return Arrival(Status.LATE)
@@ -204,13 +210,20 @@ class Stash(Generic[C]):
         return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE), evicted)
 
     def add_whole(
-        self, trajectories: Sequence[Trajectory], context: C, *, lease: Any = None, epoch: int = 0
+        self,
+        trajectories: Sequence[Trajectory],
+        context: C,
+        *,
+        lease: Any = None,
+        epoch: int = 0,
+        group: int | None = None,
     ) -> StashedGroup[C] | None:
         """All members of one group that came together, as `add` of each would yield them. None, with nothing changed,
         where `add` has to look at each (some wait here, or a cap counts). Errors: ValueError for several groups."""
         if not whole_group(trajectories):
             return None
-        key, size = GroupKey(epoch, trajectories[0].group_id), len(trajectories)
+        key = GroupKey(epoch, trajectories[0].group_id if group is None else group)
+        size = len(trajectories)
         capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
         if capped or key in self._ended or key in self._waiting:
             return None
@@ -371,12 +384,6 @@ class Stash(Generic[C]):
         self._ended[key.epoch, key.group_id] = None  # equal to it, and garbage collections stop looking at it
         if len(self._ended) > self._tombstones:
             self._ended.popitem(last=False)
-
-
-def nbytes(trajectory: Trajectory) -> int:
-    """Bytes of its per-token columns."""
-    t = trajectory
-    return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:

@@ -1,48 +1,84 @@
-"""The column store: rows of a batch by id, column by column; who may read them, and when they are gone.
+"""The data plane: the rows of every group, from the moment it is whole until it was trained or dropped.
 
-    put --> rows, by (partition, id) --> claim (a task's cursor) --> get --> clear
-    put (more columns of the same rows, such as advantages) -^
+    put ──▶ rows of a whole group ──▶ score ──▶ ready ──▶ claim ──▶ write advantages, log-probs ──▶ packed ──▶ clear
+             a lease beside them      rewards             ▲   unclaim (the step was aborted)  │                rows, lease
+                                                          └──────────────────────────────────┘
+
+A row is a trajectory; a column holds one value a row. A stage reads the columns that it needs and writes those that it makes
+(`REWARDS`, `ADVANTAGES`, `REFERENCE`, `OLD`).
 
 Guarantees
-* A row is ready for a task when the columns that the task requires are there: presence is the only readiness signal.
-  Each task claims a row once, in the order in which rows were first put; tasks do not see each other's cursors.
-* `put` happens as a whole or not at all, whatever is wrong with its last column. A put into a full store clears nothing.
-* Nothing is aliased: rows are copied in and out, or handed out as read-only arrays (`rows`).
-* Bytes and rows are accounted for, an overwritten column once; after `clear` of everything both are 0, and the ids may
-  be used again by every task.
+* Presence is readiness: a group can be claimed once its rows have every required column, once, in the order in which they
+  became ready. A step that was aborted gives its groups back, behind the others.
+* What a caller may still write to is copied in. Rows under a lease are not: their arrays are views of shared memory, which
+  stay as they are until the lease ends.
+* One `clear` ends rows, columns and leases. Afterwards nothing of the group is held here.
 * One event an operation to every observer, errors included; an observer that fails is counted and breaks nothing.
 
-Columns that nobody declared pass through. Used from the loop's thread only; only `wait_claim` waits.
+Used from the loop's thread only; nothing waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias
 
-import anyio
+import numpy as np
+import numpy.typing as npt
 
 from asyncrl.errors import DataError, LifecycleError
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Group, Ticket, Trajectory
 
-from .batch_meta import BatchMeta, Scalar
-from .columns import Columns, clone, nbytes
-from .partition import Field, Partition, StoreFull
+TOKEN_DTYPES = {
+    "tokens": np.int32,
+    "mask": np.bool_,
+    "logprobs": np.float32,
+    "sampled_logprobs": np.float32,
+    "versions": np.int32,
+}
+REWARDS = "rewards"  # [G] float or None; there once the group is scored, shaped and through the filters
+ADVANTAGES = "advantages"  # [G] float64
+REFERENCE = "reference_logprobs"  # [G] of [s] float32: of the scored tokens, under the reference
+OLD = "old_logprobs"  # [G] of [s] float32: of the scored tokens, under the policy before the batch's first update
+Column: TypeAlias = Sequence[Any] | npt.NDArray[Any]  # one value a member
+Status: TypeAlias = Literal["ok", "error"]
 
-__all__ = ["Field", "Store", "StoreEvent", "StoreFull", "StoreStatistics"]
 
-Status: TypeAlias = Literal["ok", "error", "timeout"]
+class Lease(Protocol):
+    """Somebody else's memory, in which rows lie."""
+
+    def release(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of one group, members in order."""
+
+    group: Group
+    columns: dict[str, Column] = field(default_factory=dict)
+    leases: tuple[Lease, ...] = ()
+    claimed: bool = False
+
+    @property
+    def group_id(self) -> int:
+        return self.group.group_id
+
+    @property
+    def bytes(self) -> int:
+        """Of the per-token columns of the trajectories, and of what was written."""
+        return sum(nbytes(t) for t in self.group.trajectories) + sum(map(_bytes, self.columns.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
-    op: str  # register, put, claim, unclaim, get, consumption, clear, close
-    partition: str
+    op: str  # put, score, write, claim, unclaim, clear, close
+    group_id: int  # -1: of several
     rows: int
-    bytes: int  # moved by the operation
+    bytes: int  # of the rows that the operation touched
     seconds: float
     status: Status
     held_rows: int  # in the store, after it
@@ -53,66 +89,38 @@ class StoreEvent:
 class StoreStatistics:
     rows: int
     bytes: int
-    most_rows: int
-    most_bytes: int
-    largest_row: int  # bytes, ever seen
-    operations: dict[str, int]
-    errors: dict[str, int]  # by operation, timeouts included
+    claimed: int  # rows
     observer_failures: int
     observer_failure: str | None  # the last one
-
-
-@dataclass(slots=True)
-class _Probe:
-    """What an operation says about itself in its event."""
-
-    rows: int = 0
-    bytes: int = 0
 
 
 class Store:
     def __init__(
         self,
         observers: Sequence[Callable[[StoreEvent], None]] = (),
+        *,
+        required: Sequence[str] = (REWARDS,),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`required`: the columns without which a group cannot be claimed."""
         self._observers = list(observers)
+        self._required = frozenset(required)
         self._clock = clock
-        self._partitions: dict[str, Partition] = {}
-        self._changed = anyio.Event()
+        self._held: dict[int, Rows] = {}  # by group id
+        self._ready: dict[int, Ticket] = {}  # of those that can be claimed, in order
+        self._rows = self._bytes = 0
         self._closed = False
-        self._most_rows = self._most_bytes = self._largest_row = 0
-        self._operations: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
         self._observer_failures = 0
         self._observer_failure: str | None = None
 
-    # -- life --------------------------------------------------------------------------------------------------------
-
-    def register(
-        self,
-        partition: str,
-        fields: Sequence[Field] = (),
-        tasks: Sequence[str] = (),
-        *,
-        max_rows: int | None = None,
-        max_bytes: int | None = None,
-    ) -> None:
-        """Open a partition. Doing it again in the same words is fine. Errors: DataError for other words."""
-        with self._observed("register", partition):
-            wanted = Partition(partition, fields, tasks, max_rows, max_bytes)
-            if self._partitions.setdefault(partition, wanted).declaration != wanted.declaration:
-                raise DataError(f"partition {partition!r} is registered already, with other fields, tasks or capacity")
-
     def close(self) -> None:
-        """Forget everything; whoever waits hears LifecycleError. Closing twice is fine."""
-        if self._closed:
-            return
-        with self._observed("close", "") as probe:
-            probe.rows, probe.bytes = self._totals()
-            self._partitions.clear()
+        """Forget everything; leases are not ended. Closing twice is fine."""
+        if not self._closed:
+            with self._observed("close", -1, self._rows, self._bytes):
+                self._held.clear()
+                self._ready.clear()
+                self._rows = self._bytes = 0
             self._closed = True
-            self._notify()
 
     def __enter__(self) -> Store:
         return self
@@ -122,208 +130,137 @@ class Store:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def put(
-        self,
-        partition: str,
-        ids: Sequence[str],
-        columns: Mapping[str, Any],
-        *,
-        lengths: Sequence[int] | None = None,
-        tags: Sequence[Mapping[str, Scalar]] | None = None,
-    ) -> BatchMeta:
-        """Write these columns of these rows; a column that is there is replaced, other columns of the row stay.
+    def put(self, group: Group, leases: Sequence[Lease] = ()) -> Group:
+        """The rows of a whole group, and the group as it lies here. With `leases` its arrays are not copied.
 
-        lengths: tokens of each row; known from the first jagged per-token column, or from an earlier put, without it.
-        Returns the rows with every field that all of them have now. Errors: KeyError for an unknown partition; DataError
-        for columns that do not fit the rows, the declaration or what was put before; TypeError; StoreFull.
+        Errors: DataError for a group that is here, or a column that is not as long as its tokens.
         """
-        with self._observed("put", partition) as probe:
-            part = self._partition(partition)
-            put = part.prepare(ids, columns, lengths, tags)
-            part.commit(put)
-            probe.rows, probe.bytes = len(put.ids), put.bytes
-            rows, size = self._totals()
-            self._most_rows, self._most_bytes = max(self._most_rows, rows), max(self._most_bytes, size)
-            self._largest_row = max(self._largest_row, part.largest_row)
-            self._notify()
-            return part.meta(put.ids)
+        with self._observed("put", group.group_id) as touched:
+            if group.group_id in self._held:
+                raise DataError(f"group {group.group_id} is in the store already")
+            members = tuple(_checked(t, group.group_id, copy=not leases) for t in group.trajectories)
+            rows = self._held[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
+            touched(rows)
+            self._rows += len(members)
+            self._bytes += rows.bytes
+            return rows.group
 
-    @contextmanager
-    def cleared_on_error(self, partition: str, ids: Sequence[str]) -> Iterator[None]:
-        """Whatever these rows become inside, they are gone if the block fails or is cancelled: a producer that could not
-        finish its group, a worker that died. Where clearing fails as well, both errors are raised together."""
-        try:
-            yield
-        except BaseException as error:
-            try:
-                part = self._partition(partition)
-                self.clear(partition, [name for name in ids if name in part])
-            except Exception as second:
-                raise BaseExceptionGroup("rows could not be drained after a failure", [error, second]) from error
-            raise
+    def score(self, group: Group) -> None:
+        """Rewards and components are final: `group` takes the place of what was put. Errors: KeyError, DataError."""
+        with self._observed("score", group.group_id) as touched:
+            rows = self._of(group.group_id)
+            if len(group.trajectories) != len(rows.group.trajectories):
+                raise DataError(f"group {group.group_id}: another number of members was scored than was put")
+            with self._accounted(rows):
+                rows.group = group
+                rows.columns[REWARDS] = [t.reward for t in group.trajectories]
+            touched(rows)
+            self._look(rows)
+
+    def write(self, group_id: int, column: str, values: Column) -> None:
+        """One value a member; a column that is there is replaced. Errors: KeyError, DataError."""
+        with self._observed("write", group_id) as touched:
+            rows = self._of(group_id)
+            if len(values) != len(rows.group.trajectories):
+                raise DataError(
+                    f"group {group_id}: {len(values)} values of {column} for {len(rows.group.trajectories)} members"
+                )
+            with self._accounted(rows):
+                rows.columns[column] = values
+            touched(rows)
+            self._look(rows)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def claim(
-        self,
-        partition: str,
-        task: str,
-        required: Sequence[str] = (),
-        *,
-        min_rows: int = 1,
-        max_rows: int | None = None,
-        among: Iterable[str] | None = None,
-    ) -> BatchMeta | None:
-        """Rows with all `required` columns that `task` has not claimed yet, oldest first; None for fewer than `min_rows`.
+    def ready(self) -> list[Ticket]:
+        """Of the groups that have every required column and are not claimed, in the order in which they became ready."""
+        return list(self._ready.values())
 
-        among: only these ids. Errors: KeyError for an unknown partition or task.
-        """
-        with self._observed("claim", partition) as probe:
-            found = self._partition(partition).claim(task, required, min_rows, max_rows, among)
-            probe.rows = 0 if found is None else len(found)
-            return found
+    def claim(self, group_id: int) -> Rows:
+        """Errors: KeyError for a group that is not ready."""
+        with self._observed("claim", group_id) as touched:
+            del self._ready[group_id]
+            rows = self._held[group_id]
+            rows.claimed = True
+            touched(rows)
+            return rows
 
-    async def wait_claim(
-        self,
-        partition: str,
-        task: str,
-        required: Sequence[str] = (),
-        *,
-        min_rows: int = 1,
-        max_rows: int | None = None,
-        timeout_s: float | None = None,
-    ) -> BatchMeta:
-        """As `claim`, but waits for the rows. Errors: also TimeoutError, and LifecycleError where the store is closed."""
-        with self._observed("claim", partition) as probe:
-            try:
-                with anyio.fail_after(timeout_s):
-                    while True:
-                        changed = self._changed
-                        found = self._partition(partition).claim(task, required, min_rows, max_rows, None)
-                        if found is not None:
-                            break
-                        await changed.wait()
-            except TimeoutError:
-                raise TimeoutError(
-                    f"task {task!r} waited {timeout_s} s for {min_rows} rows of {partition!r} with {list(required)}"
-                ) from None
-            probe.rows = len(found)
-            return found
+    def unclaim(self, group_id: int) -> None:
+        """Its step was aborted: what the step wrote is forgotten, and the group is ready again. Errors: KeyError."""
+        with self._observed("unclaim", group_id) as touched:
+            rows = self._of(group_id)
+            with self._accounted(rows):
+                for column in (ADVANTAGES, OLD):
+                    rows.columns.pop(column, None)
+            rows.claimed = False
+            touched(rows)
+            self._look(rows)
 
-    def unclaim(self, meta: BatchMeta, task: str) -> None:
-        """The task did not use these rows after all: it may claim them again. KeyError for a row it did not claim."""
-        with self._observed("unclaim", meta.partition) as probe:
-            consumed = self._partition(meta.partition).consumed(task)
-            missing = [name for name in meta.ids if name not in consumed]
-            if missing:
-                raise KeyError(f"task {task!r} has not claimed the rows {missing[:5]} of {meta.partition!r}")
-            consumed.difference_update(meta.ids)
-            probe.rows = len(meta)
-            self._notify()
+    def clear(self, group_ids: Iterable[int], *, release: bool = True) -> int:
+        """Forget the rows of these groups, those that are here, and end their leases; `release` False: only forget, the
+        owner of the memory keeps what nobody trained. Returns how many rows."""
+        found = [rows for group_id in group_ids if (rows := self._held.pop(group_id, None)) is not None]
+        if not found:
+            return 0
+        count, size = sum(len(rows.group.trajectories) for rows in found), sum(rows.bytes for rows in found)
+        with self._observed("clear", found[0].group_id if len(found) == 1 else -1, count, size):
+            self._rows -= count
+            self._bytes -= size
+            for rows in found:
+                self._ready.pop(rows.group_id, None)
+                for lease in rows.leases if release else ():
+                    lease.release()
+        return count
 
-    def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
-        """Copies of these columns (all that `meta` knows of, without `fields`), rows in the order of `meta`.
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._held
 
-        Moves no cursor. Errors: KeyError for a row or a column that is not there; DataError where nothing was named.
-        """
-        with self._observed("get", meta.partition) as probe:
-            part = self._partition(meta.partition)
-            columns: Columns = {}
-            for name in _selected(meta, fields):
-                values = part.values(meta.ids, name)
-                columns[name] = part.column(values, name)
-                probe.bytes += sum(nbytes(value) for value in values)
-            probe.rows = len(meta)
-            return columns
-
-    def rows(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The same row by row, and without a copy: arrays are the store's own, read-only. Containers are copied."""
-        with self._observed("get", meta.partition) as probe:
-            part = self._partition(meta.partition)
-            found: list[dict[str, Any]] = [{} for _ in meta.ids]
-            for name in _selected(meta, fields):
-                values = part.values(meta.ids, name)
-                probe.bytes += sum(map(nbytes, values))
-                for row, value in zip(found, map(clone, values) if part.is_object(name) else values, strict=True):
-                    row[name] = value
-            probe.rows = len(meta)
-            return found
-
-    def meta(self, partition: str, ids: Sequence[str] | None = None) -> BatchMeta:
-        """These rows (all, without `ids`), with every field that all of them have. KeyError for one that is not there."""
-        part = self._partition(partition)
-        return part.meta(part.ids() if ids is None else ids)
-
-    def consumption(self, partition: str, task: str) -> tuple[int, int]:
-        """(rows that the task has claimed, rows) of the partition."""
-        with self._observed("consumption", partition):
-            part = self._partition(partition)
-            return len(part.consumed(task)), len(part)
-
-    def clear(self, partition: str, ids: Iterable[str] | None = None) -> int:
-        """Forget these rows (all, without `ids`); their ids may be used again. Returns how many.
-
-        Errors: KeyError where one of them is not there; then none is cleared.
-        """
-        with self._observed("clear", partition) as probe:
-            part = self._partition(partition)
-            names = part.ids() if ids is None else tuple(dict.fromkeys(ids))
-            probe.bytes = part.clear(names)
-            probe.rows = len(names)
-            return len(names)
+    def rows(self, group_id: int) -> Rows:
+        """Errors: KeyError."""
+        return self._of(group_id)
 
     def statistics(self) -> StoreStatistics:
-        rows, size = self._totals()
-        return StoreStatistics(
-            rows=rows,
-            bytes=size,
-            most_rows=self._most_rows,
-            most_bytes=self._most_bytes,
-            largest_row=self._largest_row,
-            operations=dict(self._operations),
-            errors=dict(self._errors),
-            observer_failures=self._observer_failures,
-            observer_failure=self._observer_failure,
-        )
+        claimed = sum(len(rows.group.trajectories) for rows in self._held.values() if rows.claimed)
+        return StoreStatistics(self._rows, self._bytes, claimed, self._observer_failures, self._observer_failure)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _partition(self, name: str) -> Partition:
-        if self._closed:
-            raise LifecycleError("the store is closed")
-        if name not in self._partitions:
-            raise KeyError(f"the store has no partition {name!r}; registered are {list(self._partitions)}")
-        return self._partitions[name]
+    def _of(self, group_id: int) -> Rows:
+        if group_id not in self._held:
+            raise KeyError(f"group {group_id} is not in the store")
+        return self._held[group_id]
 
-    def _totals(self) -> tuple[int, int]:
-        parts = self._partitions.values()
-        return sum(len(part) for part in parts), sum(part.bytes for part in parts)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+    def _look(self, rows: Rows) -> None:
+        if not rows.claimed and self._required <= rows.columns.keys():
+            self._ready.setdefault(rows.group_id, rows.group.ticket)
 
     @contextmanager
-    def _observed(self, op: str, partition: str) -> Iterator[_Probe]:
+    def _accounted(self, rows: Rows) -> Iterator[None]:
+        self._bytes -= rows.bytes
+        try:
+            yield
+        finally:
+            self._bytes += rows.bytes
+
+    @contextmanager
+    def _observed(self, op: str, group_id: int, rows: int = 0, size: int = 0) -> Iterator[Callable[[Rows], None]]:
         if self._closed:
             raise LifecycleError("the store is closed")
-        probe, started = _Probe(), self._clock()
+        started = self._clock()
         status: Status = "ok"
+        moved = [rows, size]
+
+        def touched(found: Rows) -> None:
+            moved[:] = len(found.group.trajectories), found.bytes
+
         try:
-            yield probe
-        except TimeoutError:
-            status = "timeout"
-            raise
+            yield touched
         except BaseException:
-            status = "error"
+            status, moved[:] = "error", (0, 0)
             raise
         finally:
-            self._operations[op] += 1
-            if status != "ok":
-                self._errors[op] += 1
-                probe = _Probe()  # it moved nothing
             seconds = self._clock() - started
-            self._tell(StoreEvent(op, partition, probe.rows, probe.bytes, seconds, status, *self._totals()))
+            self._tell(StoreEvent(op, group_id, moved[0], moved[1], seconds, status, self._rows, self._bytes))
 
     def _tell(self, event: StoreEvent) -> None:
         for observer in self._observers:
@@ -334,8 +271,52 @@ class Store:
                 self._observer_failure = f"{type(error).__name__}: {error}"
 
 
-def _selected(meta: BatchMeta, fields: Sequence[str] | None) -> Sequence[str]:
-    names = meta.fields if fields is None else fields
-    if isinstance(names, str) or not names:
-        raise DataError(f"get from {meta.partition!r}: name the fields; the batch knows of {list(meta.fields)}")
-    return names
+def owned(group: Group) -> Group:
+    """With arrays of its own: for whoever keeps a group longer than its lease."""
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(t, **{name: getattr(t, name).copy() for name in TOKEN_DTYPES}) for t in group.trajectories
+        ),
+    )
+
+
+def nbytes(trajectory: Trajectory) -> int:
+    """Bytes of its per-token columns."""
+    t = trajectory
+    return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes
+
+
+def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory:
+    """With the dtypes of `types.Trajectory`, read-only where it is a copy."""
+    columns: dict[str, Any] = {}
+    for name, kind in TOKEN_DTYPES.items():
+        given = getattr(trajectory, name)
+        if np.shape(given) != np.shape(trajectory.tokens):
+            raise DataError(
+                f"group {group_id}, member {trajectory.member}: {name} has shape {np.shape(given)}, tokens "
+                f"{np.shape(trajectory.tokens)}"
+            )
+        if copy or given.dtype != kind:
+            columns[name] = np.array(given, dtype=kind)
+            columns[name].flags.writeable = False
+    return replace(trajectory, **columns) if columns else trajectory
+
+
+def _bytes(column: Column) -> int:
+    if isinstance(column, np.ndarray):
+        return column.nbytes
+    return sum(value.nbytes if isinstance(value, np.ndarray) else 8 for value in column)
+
+
+def store_metrics(recorder: Recorder) -> Callable[[StoreEvent], None]:
+    """An observer that puts every operation into the metrics of the step."""
+
+    def observe(event: StoreEvent) -> None:
+        recorder.gauge("queue/store/depth", event.held_rows)
+        recorder.observe("store/bytes", event.held_bytes, reduce="max")
+        recorder.observe(f"store/{event.op}_ms", 1e3 * event.seconds)
+        if event.status != "ok":
+            recorder.count(f"store/{event.op}_{event.status}")
+
+    return observe

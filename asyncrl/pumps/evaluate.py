@@ -6,39 +6,51 @@ differ by the weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import anyio
 import numpy as np
 
+from asyncrl.config.schema import EvaluateConfig
+from asyncrl.ports import Engine, Environment, Reward
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
-from .pipeline import Rooms
+
+@dataclass(frozen=True, slots=True)
+class EvaluateParts:
+    """What the evaluate pump works with."""
+
+    recorder: Recorder
+    environment: Callable[[], Environment]
+    engine: Engine
+    reward: Reward
+    settings: EvaluateConfig
 
 
 class EvaluatePump:
-    def __init__(self, rooms: Rooms, prompts: Sequence[Prompt], name: str) -> None:
-        self._rooms = rooms
+    def __init__(self, parts: EvaluateParts, prompts: Sequence[Prompt], name: str) -> None:
+        self._parts = parts
         self._name = name
         self.progress: tuple[int, int] | None = None  # (completions that are scored, all of them) while it runs
-        limit = rooms.config.evaluate.limit
+        limit = parts.settings.limit
         self._prompts = [
             replace(prompt, group_id=-1 - row) for row, prompt in enumerate(prompts[:limit] if limit else prompts)
         ]
 
     def due(self, version: int, last: bool = False) -> bool:
-        every = self._rooms.config.evaluate.every
+        every = self._parts.settings.every
         return every is not None and (last or version % every == 0)
 
     async def run(self, version: int) -> dict[str, float]:
         """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means and the mean length in tokens."""
-        samples = self._rooms.config.evaluate.samples
+        samples = self._parts.settings.samples
         scored: dict[tuple[int, int], Trajectory] = {}
         self.progress = 0, len(self._prompts) * samples
         with (
-            self._rooms.recorder.span("evaluate", track="evaluate", version=version),
-            self._rooms.recorder.wait("evaluate pump", "held-out rollouts", on="engine", cause="evaluate"),
+            self._parts.recorder.span("evaluate", track="evaluate", version=version),
+            self._parts.recorder.wait("evaluate pump", "held-out rollouts", on="engine", cause="evaluate"),
         ):
             async with anyio.create_task_group() as tasks:
                 for row, prompt in enumerate(self._prompts):
@@ -48,19 +60,19 @@ class EvaluatePump:
         return self._metrics(scored, samples)
 
     async def _one(self, prompt: Prompt, row: int, sample: int, scored: dict[tuple[int, int], Trajectory]) -> None:
-        rooms = self._rooms
+        parts = self._parts
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
-        trajectory = await rooms.environment.run(prompt, sample, rooms.config.evaluate.samples, self._generate)
+        trajectory = await parts.environment().run(prompt, sample, parts.settings.samples, self._generate)
         if trajectory.reward is None:
-            [trajectory] = await rooms.reward.score(prompt, [trajectory])
+            [trajectory] = await parts.reward.score(prompt, [trajectory])
         scored[row, sample] = trajectory
-        self.progress = len(scored), len(self._prompts) * rooms.config.evaluate.samples
+        self.progress = len(scored), len(self._prompts) * parts.settings.samples
 
     async def _generate(self, request: GenerationRequest) -> Generation:
-        temperature = self._rooms.config.evaluate.temperature
+        temperature = self._parts.settings.temperature
         if temperature is not None:
             request = replace(request, sampling=replace(request.sampling, temperature=temperature))
-        return await self._rooms.engine.generate(request)
+        return await self._parts.engine.generate(request)
 
     def _metrics(self, scored: dict[tuple[int, int], Trajectory], samples: int) -> dict[str, float]:
         rows = len(self._prompts)
@@ -79,7 +91,7 @@ class EvaluatePump:
             np.mean([trajectory.completion_length for trajectory in scored.values()])
         )
         if known.size:
-            passed = np.nanmax(known, axis=1) >= self._rooms.config.evaluate.pass_reward
+            passed = np.nanmax(known, axis=1) >= self._parts.settings.pass_reward
             metrics[f"{prefix}/avg@{samples}"] = float(np.nanmean(known))
             metrics[f"{prefix}/pass@{samples}"] = float(passed.mean())
         return metrics

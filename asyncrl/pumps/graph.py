@@ -1,20 +1,21 @@
 """The wiring of the pumps: who hands what to whom, and who waits for whom.
 
-              (1) slots           (3) scoring          (5) groups            (6) publications
-    prompts ---------> rollout ------------> score ------------> train ---------------------> publish
-                         pump                 pump       ^         pump                         pump
-                           | (2) requests                | submit                                |
-                           v                             |                                       |
-                         engine                     embedding                                    |
-                                                                                                 |
-    slots released together  <-------- evaluation, checkpoint, every sink acknowledged ----------'
+              (1) slots           (3) scoring                                     (6) publications
+    prompts ---------> rollout ------------> score                       train ---------------------> publish
+                         pump                 pump                        pump                         pump
+                           | (2) requests        |    (4) the way in       ^  (5) ready rows             |
+                           v                     '----> intake ---> store -'                             |
+                         engine                           ^                                              |
+                                    Runtime.submit, doors |                                              |
+                                                                                                         |
+    slots released together  <-------- evaluation, checkpoint, every sink acknowledged ------------------'
 
 | edge | bounded by | the producer waits for | ends when |
 |---|---|---|---|
 | 1 | slots | a slot (the publish pump gives them back) | the prompts or the needed steps ran out |
 | 2 | slots x group_size | its own reply | the engine closes: every request fails |
 | 3 | one trajectory a scorer | a free scorer | the last rollout is handed on |
-| 5 | slots | nothing: every group has a slot, so the buffer cannot overflow | rollouts scored, nobody may submit |
+| 4, 5 | slots | nothing: every group has a slot before it has rows | the ledger is exhausted and no group is left |
 | 6 | one publish in flight | the publish before it | the train pump is done |
 
 Whoever ends closes its own end of an edge; the next pump's `async for` then ends. No sentinels, no flags.
@@ -23,26 +24,32 @@ Whoever ends closes its own end of an edge; the next pump's `async for` then end
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 import anyio
 
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.config.resolve import slots, versions_per_batch
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import DataError, LifecycleError
+from asyncrl.errors import LifecycleError
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
-from asyncrl.types import Group, Prompt, Ticket, Trajectory
+from asyncrl.types import Prompt, Trajectory
 
 from .evaluate import EvaluatePump
-from .pipeline import Publication, Rooms, Scoring, StepReport
+from .intake import Intake
+from .pipeline import Publication, Scoring, StepReport
 from .publish import PublishPump
-from .reference import ReferenceAhead
-from .reroll import Reroll
 from .rollout import RolloutPump
 from .score import ScorePump
-from .train import TrainPump
+from .wiring import (
+    Rooms,
+    evaluate_parts,
+    make_claims,
+    make_intake,
+    make_reroll,
+    make_train,
+    publish_parts,
+    rollout_parts,
+)
 
 T = TypeVar("T")
 Edge: TypeAlias = tuple[QueueSender[T], QueueReceiver[T]]
@@ -59,20 +66,17 @@ class Graph:
         at_version: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepReport], None],
     ) -> None:
-        config, recorder = rooms.config, rooms.recorder
         self._rooms = rooms
         self._prompts = prompts
-        groups: Edge[Group] = open_queue("groups", slots(config), recorder)
-        publications: Edge[Publication] = open_queue("publications", 1, recorder)
-        self._groups_in, groups_out = groups
+        publications: Edge[Publication] = open_queue("publications", 1, rooms.recorder)
         publications_in, publications_out = publications
-        self._reroll = Reroll(rooms, prompts)
-        self._reference = ReferenceAhead(rooms)
-        self._publish = PublishPump(rooms, publications_out, at_version)
-        self._train = TrainPump(
-            rooms, groups_out, publications_in, self._publish.published, on_step, self._reroll, self._reference
-        )
-        self._evaluate = EvaluatePump(rooms, held_out, config.rollout.environment) if held_out else None
+        reroll = make_reroll(rooms, prompts)
+        self.intake = make_intake(rooms, reroll)
+        self._publish = PublishPump(publish_parts(rooms), publications_out, at_version)
+        self._claims = make_claims(rooms)
+        self._train = make_train(rooms, self._claims, reroll, publications_in, self._publish.published, on_step)
+        environment = rooms.config.rollout.environment
+        self._evaluate = EvaluatePump(evaluate_parts(rooms), held_out, environment) if held_out else None
         self._finished = anyio.Event()  # no step can come any more, the last one is published
         self._generated = anyio.Event()  # no rollout and no scorer is left
         self._generation_scope = anyio.CancelScope()
@@ -97,10 +101,12 @@ class Graph:
                 callback()
 
     async def _train_to_the_end(self) -> None:
-        await self._train.run()
-        # In the same step of the loop in which edge 5 closed: a scorer that still wants to hand a group on is cancelled,
-        # where it would otherwise end the run with "broken resource" (time limit, slow last publish).
-        self._generation_scope.cancel()
+        try:
+            await self._train.run()
+        finally:
+            self._rooms.book.no_more_steps()
+            self.intake.close("the training ended")
+        self._generation_scope.cancel()  # what is still generated or scored can be in no step
 
     def when_finished(self, callback: Callable[[], None]) -> None:
         """Call back once no step can come any more; at once if that is so."""
@@ -128,7 +134,7 @@ class Graph:
             if self._prompts is None:
                 await self.drain()
             elif self._rooms.ranks == 1:  # several have to agree on the last step: see `stop_at`
-                self._train.stop_after_step()
+                self._claims.stop_after_step()
             await self._finished.wait()
         await self._generated.wait()  # else a group could be admitted after the others were ended
         self._generating = False
@@ -136,7 +142,7 @@ class Graph:
 
     def stop_at(self, turn: int) -> None:
         """Begin no step of this turn or a later one. Every rank says the same turn, none that has begun anywhere."""
-        self._train.stop_at(turn)
+        self._claims.stop_at(turn)
 
     async def _generation(self) -> None:
         assert self._prompts is not None
@@ -145,11 +151,8 @@ class Graph:
         try:
             with self._generation_scope:
                 async with anyio.create_task_group() as pumps:
-                    self._rollout = rollout = RolloutPump(self._rooms, self._prompts, scoring_in)
-                    score = ScorePump(
-                        self._rooms, scoring_out, self._groups_in.clone(), self._reroll.saw, self._reference
-                    )
-                    self._groups_in.close()  # a run owns the edge: embedding may not submit beside it
+                    self._rollout = rollout = RolloutPump(rollout_parts(self._rooms), self._prompts, scoring_in)
+                    score = ScorePump(self.intake, scoring_out, self._rooms.config.reward.workers)
                     pumps.start_soon(rollout.run, name="rollout pump")
                     pumps.start_soon(score.run, name="score pump")
         finally:
@@ -158,62 +161,21 @@ class Graph:
     async def drain(self) -> None:
         """No more groups will be submitted: train what is here, then end. Returns when the training half ended."""
         if not self._finished.is_set():
-            self._groups_in.close()
+            self.intake.close("the Runtime takes no more groups")
             await self._rooms.ledger.exhaust()
             await self._finished.wait()
 
     # -- embedding -------------------------------------------------------------------------------------------------
 
-    async def submit(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> bool:
-        """A whole scored group from outside; waits for a slot. False where the ledger finds it too old.
-
-        Errors: LifecycleError where no step can come any more, also while it waits; DataError for a group that was
-        submitted before or does not fit together. None of them keeps the slot.
-        """
-        rooms = self._rooms
+    def open_intake(self) -> Intake:
+        """For groups from outside. Errors: LifecycleError where this rank runs its own prompts."""
         if self._generating:
             raise LifecycleError("submit: this Runtime runs its own prompts")
-        versions = [t.oldest_version for t in trajectories if t.oldest_version >= 0]
-        # None, where no token says its age: it counts as of the version that has room for it.
-        oldest = min(versions) // versions_per_batch(rooms.config) if versions else None
-        ticket = await self._admit(prompt.group_id, oldest)
-        if ticket is None:
-            rooms.counters["staleness/dropped"] += 1
-            return False
-        rooms.book.open(ticket)
-        try:
-            group = await rooms.hooks.rewarded(self._whole(ticket, trajectories, prompt), rooms.limits)
-            await self._groups_in.put(group)
-        except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await rooms.book.end(prompt.group_id, "dropped", "was not handed on")
-            if isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)):
-                raise LifecycleError("submit: the training ended") from error
-            raise
-        return True
+        return self.intake
 
-    async def _admit(self, group_id: int, oldest: int | None) -> Ticket | None:
-        """As `Ledger.admit`, but not for longer than slots can come free. Errors: LifecycleError."""
-        with anyio.CancelScope() as scope:
-            self.when_finished(scope.cancel)
-            try:
-                await anyio.lowlevel.checkpoint_if_cancelled()
-                return await self._rooms.ledger.admit(group_id, oldest)
-            finally:
-                if scope.cancel in self._callbacks:
-                    self._callbacks.remove(scope.cancel)
-        raise LifecycleError("submit: the training ended")
-
-    def _whole(self, ticket: Ticket, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> Group:
-        group: Group | None = None
-        for trajectory in trajectories:
-            group = self._rooms.book.add(ticket, prompt, replace(trajectory, group_id=prompt.group_id))
-        if group is None:
-            raise DataError(
-                f"submit: group {prompt.group_id} does not become whole: it ended before, or its {len(trajectories)} "
-                f"trajectories are not the members 0 to {len(trajectories) - 1}; a group is submitted once"
-            )
-        return group
+    async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> bool:
+        """A whole group from outside: see `Intake.submit`."""
+        return await self.open_intake().submit(trajectories, prompt)
 
     # -- what the facade asks --------------------------------------------------------------------------------------
 
@@ -232,7 +194,7 @@ class Graph:
         """The version in hand is the last one."""
         config, ledger = self._rooms.config, self._rooms.ledger
         reached = config.train.max_steps is not None and ledger.turn >= config.train.max_steps
-        return reached or ledger.finished or self._train.stopping
+        return reached or ledger.finished or self._claims.stopping
 
     @property
     def in_hand(self) -> int | None:
@@ -246,4 +208,4 @@ class Graph:
 
     @property
     def scored(self) -> float:
-        return float(self._rooms.stash.statistics().accepted)
+        return float(self.intake.scored)

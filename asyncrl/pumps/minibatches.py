@@ -13,17 +13,15 @@ from dataclasses import replace
 from asyncrl.training.accumulators import kind
 from asyncrl.types import Group, StepResult
 
-from .pipeline import Rooms
+from .metrics import Gather
 
 
-async def part_of_each(rooms: Rooms, groups: Sequence[Group]) -> list[int]:
+async def part_of_each(groups: Sequence[Group], count: int, gather: Gather, rank: int) -> list[int]:
     """Of each of this rank's groups, the part of the batch that it belongs to, from 0. A collective where there are several
     parts and several ranks."""
-    count = rooms.config.algorithm.minibatches
     if count == 1:
         return [0] * len(groups)
-    mine = [group.group_id for group in groups]
-    return parts_of_rank(await rooms.gather(mine) if rooms.ranks > 1 else [mine], rooms.rank, count)
+    return parts_of_rank(await gather([group.group_id for group in groups]), rank, count)
 
 
 def parts_of_rank(ids: Sequence[Sequence[int]], rank: int, count: int) -> list[int]:

@@ -11,29 +11,42 @@ still sample from old weights. It has slots for k - 1 such steps more (`config.r
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import anyio
 
-from asyncrl.ports import WeightSink
+from asyncrl.ports import Ledger, WeightSink
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver
 
-from .pipeline import Publication, Rooms
+from .pipeline import Publication
+
+
+@dataclass(frozen=True, slots=True)
+class PublishParts:
+    """What the publish pump works with."""
+
+    recorder: Recorder
+    ledger: Ledger
+    sinks: Sequence[WeightSink]
+    interval: int  # `rollout.weight_sync_interval`, in steps
+    warmup_steps: int
 
 
 class PublishPump:
     def __init__(
         self,
-        rooms: Rooms,
+        parts: PublishParts,
         publications: QueueReceiver[Publication],
         at_version: Callable[[int], Awaitable[None]],
     ) -> None:
         """`at_version(version)` does what is due at that version: evaluation, checkpoint."""
-        self._rooms = rooms
+        self._parts = parts
         self._publications = publications
         self._at_version = at_version
-        self._done_turn = rooms.ledger.turn  # turns below this one are published
-        self._synced_turn = rooms.ledger.turn  # the engines hold the weights that follow the turn before this one
+        self._done_turn = parts.ledger.turn  # turns below this one are published
+        self._synced_turn = parts.ledger.turn  # the engines hold the weights that follow the turn before this one
         self._owed: Publication | None = None  # the newest one, where the engines do not have it
         self._advanced = anyio.Event()
 
@@ -50,36 +63,36 @@ class PublishPump:
             if self._owed is not None:
                 last = self._owed
                 await self.sync()
-                await self._rooms.ledger.release(last.turn)
+                await self._parts.ledger.release(last.turn)
 
     async def _publish(self, publication: Publication) -> None:
-        rooms = self._rooms
+        parts = self._parts
         self._owed = publication
         if self._due(publication.turn):
             await self.sync()
         await self._at_version(publication.version)
         if self._owed is None:
-            await rooms.ledger.release(publication.turn)  # and with it every earlier turn that was not
+            await parts.ledger.release(publication.turn)  # and with it every earlier turn that was not
         self._done_turn = publication.turn + 1
         self._advanced.set()
         self._advanced = anyio.Event()
 
     def _due(self, turn: int) -> bool:
-        rollout = self._rooms.config.rollout
-        return turn < rollout.sync_warmup_steps or turn + 1 - self._synced_turn >= rollout.weight_sync_interval
+        parts = self._parts
+        return turn < parts.warmup_steps or turn + 1 - self._synced_turn >= parts.interval
 
     async def sync(self) -> None:
         """Hand the newest published version to every engine now, unless they have it."""
         if self._owed is None:
             return
-        rooms, version = self._rooms, self._owed.version
-        with rooms.recorder.span("publish", track="publish pump", version=version):
-            with rooms.recorder.wait("publish pump", f"version {version}", on="the engines", cause="publish"):
+        parts, version = self._parts, self._owed.version
+        with parts.recorder.span("publish", track="publish pump", version=version):
+            with parts.recorder.wait("publish pump", f"version {version}", on="the engines", cause="publish"):
                 started = anyio.current_time()
                 async with anyio.create_task_group() as sinks:
-                    for sink in rooms.sinks:
+                    for sink in parts.sinks:
                         sinks.start_soon(self._hand_over, sink, version)
-                rooms.recorder.observe("time/weight_sync", anyio.current_time() - started)
+                parts.recorder.observe("time/weight_sync", anyio.current_time() - started)
         self._synced_turn, self._owed = self._owed.turn + 1, None
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:

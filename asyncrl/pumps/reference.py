@@ -1,61 +1,53 @@
-"""The reference model's log-probs of a group, computed while its rewards are still being scored.
+"""The reference model's log-probs of whole groups, as a column of their rows.
 
 They depend on the tokens alone, so nothing can make them stale; log-probs of the policy would be another matter, and stay
-in the step. The reward workers are other processes: without this the lane would wait for them, and they for it.
+in the step. The reward workers are other processes: computed beside them, the lane does not wait for them, nor they for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from asyncrl.data.packing import pack_groups
-from asyncrl.types import Float32Array, Group, Microbatch, Prompt, Ticket, Trajectory
+from asyncrl.data.store import REFERENCE
+from asyncrl.ports import Trainer
+from asyncrl.types import Float32Array, Group
 
-from .pipeline import Rooms
+from .book import GroupBook
+
+_NONE = np.zeros(0, np.float32)
+
+
+async def logprob_columns(
+    trainer: Trainer, groups: Sequence[Group], tokens_per_microbatch: int, model: Literal["policy", "reference"]
+) -> list[list[Float32Array]]:
+    """[G] of [s] for each group: log-probs of its scored tokens. Errors: those of the trainer."""
+    columns = [[_NONE] * len(group.trajectories) for group in groups]
+    place = {group.group_id: index for index, group in enumerate(groups)}
+    for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], tokens_per_microbatch):
+        if not batch.scored:
+            continue
+        logprobs_S = await trainer.compute_logprobs(batch, model)
+        ends = np.cumsum(np.bincount(batch.sequence, minlength=batch.sequences))[:-1]
+        parts = np.split(np.asarray(logprobs_S), ends)
+        for group_id, member, part in zip(batch.group_ids.tolist(), batch.members.tolist(), parts, strict=True):
+            columns[place[group_id]][member] = part
+    return columns
 
 
 class ReferenceAhead:
-    """Columns of whole groups by (group id, member), from scoring until their step is over. Used from the loop."""
+    """Computes the column while the rewards of a group are scored. Used from the loop."""
 
-    def __init__(self, rooms: Rooms) -> None:
-        self._rooms = rooms
-        algorithm = rooms.config.algorithm
-        needed = rooms.loss.needs_reference or rooms.reward_penalty is not None
-        self.wanted = needed and algorithm.reference_ahead and rooms.score_groups
-        self._columns: dict[int, dict[int, Float32Array]] = {}
+    def __init__(self, trainer: Trainer, book: GroupBook, tokens_per_microbatch: int, *, wanted: bool) -> None:
+        self._trainer = trainer
+        self._book = book
+        self._size = tokens_per_microbatch
+        self.wanted = wanted
 
-    async def compute(self, ticket: Ticket, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """All members of a group. Errors: those of the trainer."""
-        if not self.wanted:
-            return
-        group = Group(ticket, prompt, tuple(trajectories))
-        size = self._rooms.config.train.tokens_per_microbatch
-        columns: dict[int, Float32Array] = {}
-        for batch in pack_groups([(group, np.zeros(len(trajectories)))], size):
-            if not batch.scored:
-                continue
-            reference_S = await self._rooms.trainer.compute_logprobs(batch, "reference")
-            for sequence, member in enumerate(batch.members.tolist()):
-                columns[member] = reference_S[batch.sequence == sequence]
-        self._columns[group.group_id] = columns
-
-    async def column(self, batch: Microbatch) -> Float32Array:
-        """[S] of a microbatch: what is known already, else computed now, for all of it."""
-        lengths = np.bincount(batch.sequence, minlength=batch.sequences)
-        parts = []
-        for group_id, member, length in zip(batch.group_ids.tolist(), batch.members.tolist(), lengths, strict=True):
-            part = self._columns.get(group_id, {}).get(member)
-            if length and (part is None or part.size != length):
-                return await self._rooms.trainer.compute_logprobs(batch, "reference")
-            if length and part is not None:
-                parts.append(part)
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-    def keep_only(self, group_ids: Collection[int]) -> None:
-        """Forget the groups that were trained or dropped."""
-        self._columns = {g: columns for g, columns in self._columns.items() if g in group_ids}
-
-    def __len__(self) -> int:
-        return len(self._columns)
+    async def compute(self, group: Group) -> None:
+        """All members of a group whose rows are in the store. Errors: those of the trainer."""
+        [column] = await logprob_columns(self._trainer, [group], self._size, "reference")
+        self._book.write(group.group_id, REFERENCE, column)

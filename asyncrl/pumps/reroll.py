@@ -12,32 +12,39 @@ the cursor has come to its end are not played again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from asyncrl.config.schema import RerollConfig
 from asyncrl.data.prompts import MAX_FAILED, PromptSource, attempt_of
+from asyncrl.ports import Ledger
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group
 
-from .pipeline import Rooms
+
+@dataclass(frozen=True, slots=True)
+class RerollRules:
+    """What the re-roll works with."""
+
+    settings: RerollConfig
+    steps: float | None  # of the whole run; `resolve` has seen to it that they are known where prompts are played again
+    ledger: Ledger
+    recorder: Recorder
+    counters: Counter[str]
 
 
 class Reroll:
     """The policy; the queue is the cursor's. Without prompts (embedding), or with fraction 1, it does nothing."""
 
-    def __init__(self, rooms: Rooms, prompts: PromptSource | None) -> None:
-        self._rooms = rooms
-        self._config = rooms.config.reroll
+    def __init__(self, rules: RerollRules, prompts: PromptSource | None) -> None:
+        self._rules = rules
+        self._config = rules.settings
         self._prompts = prompts if self._config.start_fraction < 1 else None
         self._start = 0
         if self._prompts is not None:
-            self._start = max(1, int(self._config.start_fraction * self._steps(self._prompts)))
-
-    def _steps(self, prompts: PromptSource) -> float:
-        """Steps of the whole run; `resolve` has seen to it that one of the two limits is set."""
-        train = self._rooms.config.train
-        if train.max_steps is not None:
-            return train.max_steps
-        assert train.max_epochs is not None
-        return train.max_epochs * len(prompts) / self._rooms.config.rollout.groups_per_step
+            assert rules.steps is not None
+            self._start = max(1, int(self._config.start_fraction * rules.steps))
 
     def saw(self, group: Group) -> None:
         """A scored group has ended."""
@@ -54,13 +61,13 @@ class Reroll:
         """A step was committed: look at its groups, and let some of the failed prompts in. Never waits."""
         for group in groups:
             self.saw(group)
-        if self._prompts is not None and self._rooms.ledger.turn >= self._start:
+        if self._prompts is not None and self._rules.ledger.turn >= self._start:
             self._count("reroll/admitted", len(self._prompts.reroll(self._config.groups_per_step)))
 
     def _count(self, name: str, number: int) -> None:
         if number:
-            self._rooms.counters[name] += number
-            self._rooms.recorder.count(name, number)
+            self._rules.counters[name] += number
+            self._rules.recorder.count(name, number)
 
     def sums(self, groups: Iterable[Group]) -> dict[str, float]:
         """`reroll/groups`: groups of the step whose prompt was played before; `reroll/waiting`: failed prompts that wait to

@@ -8,30 +8,51 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass
 
 import anyio
 
-from asyncrl.config.resolve import slots
+from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import AsyncrlError, DataError, EngineClosed, GenerationError
-from asyncrl.records.check import check_trajectory
+from asyncrl.ports import Engine, Environment, Ledger
+from asyncrl.records.check import Limits, check_trajectory
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Prompt, Ticket, Trajectory
 
-from .pipeline import Rooms, Scoring, hand_on
+from .book import GroupBook
+from .hooks import Hooks
+from .pipeline import Scoring, hand_on
 
 
 class _EpisodeError(Exception):
     """One member's environment failed; the cause says how."""
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """What the rollout pump works with."""
+
+    recorder: Recorder
+    ledger: Ledger
+    book: GroupBook
+    engine: Engine
+    environment: Environment
+    hooks: Hooks
+    limits: Limits
+    rollout: RolloutConfig
+    max_steps: int | None
+    at_once: int | None  # groups of this rank that are played at a time; None: as many as have slots
+    whole_groups: bool  # a group is handed on once its last member is done, not member by member
+
+
 class RolloutPump:
-    def __init__(self, rooms: Rooms, prompts: PromptSource, scoring: QueueSender[Scoring]) -> None:
-        self._rooms = rooms
+    def __init__(self, parts: RolloutParts, prompts: PromptSource, scoring: QueueSender[Scoring]) -> None:
+        self._parts = parts
         self._prompts = prompts
         self._scoring = scoring
-        # Of several ranks each plays its share of the slots: else the first to start would take all into its queue.
-        self._playing = None if rooms.ranks == 1 else anyio.Semaphore(-(-slots(rooms.config) // rooms.ranks))
+        self._playing = None if parts.at_once is None else anyio.Semaphore(parts.at_once)
         self.in_hand: int | None = None  # a prompt taken from the cursor that waits for its slot: a checkpoint keeps it
 
     async def run(self) -> None:
@@ -40,7 +61,7 @@ class RolloutPump:
             while (admitted := await self._admit()) is not None:
                 ticket, prompt = admitted
                 groups.start_soon(self._play, ticket, prompt, name=f"rollout group {ticket.group_id}")
-            await self._rooms.ledger.exhaust()
+            await self._parts.ledger.exhaust()
 
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
         """The next group, as soon as it has a slot. None: no more are needed, or there are no more prompts.
@@ -50,26 +71,26 @@ class RolloutPump:
         still enter the engine in the same turn: `sync` depends on no timing.)
         """
         if self._playing is not None:
-            with self._rooms.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
+            with self._parts.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
                 await self._playing.acquire()
         prompt = self._prompts.next() if await self._wanted() else None
         if prompt is None:
             return None
-        with self._rooms.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
+        with self._parts.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
             self.in_hand = prompt.group_id  # also after a cancellation: the cursor is past it and nobody played it
-            ticket = await self._rooms.ledger.admit(prompt.group_id)
+            ticket = await self._parts.ledger.admit(prompt.group_id)
         self.in_hand = None
         assert ticket is not None, "a fresh group always gets a ticket"
-        self._rooms.book.open(ticket)
+        self._parts.book.open(ticket)
         return ticket, prompt
 
     async def _wanted(self) -> bool:
         """Whether another group is needed to reach `max_steps`; waits while that depends on groups that may still fail."""
-        max_steps = self._rooms.config.train.max_steps
+        max_steps = self._parts.max_steps
         if max_steps is None:
             return True
-        ledger = self._rooms.ledger
-        limit = (max_steps - ledger.first_turn) * self._rooms.config.rollout.groups_per_step
+        ledger = self._parts.ledger
+        limit = (max_steps - ledger.first_turn) * self._parts.rollout.groups_per_step
         while True:
             seen = ledger.changes
             books = ledger.statistics()
@@ -77,21 +98,21 @@ class RolloutPump:
                 return True
             if books.live == 0:
                 return False
-            with self._rooms.recorder.wait("rollout pump", "the last groups", on="train pump", cause="group"):
+            with self._parts.recorder.wait("rollout pump", "the last groups", on="train pump", cause="group"):
                 await ledger.wait_changed(seen)
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
-        rooms = self._rooms
+        parts = self._parts
         done: dict[int, Trajectory] = {}
         try:
-            prompt = await rooms.hooks.prompt(prompt)
+            prompt = await parts.hooks.prompt(prompt)
             async with anyio.create_task_group() as members:
-                for member in range(rooms.config.rollout.group_size):
+                for member in range(parts.rollout.group_size):
                     members.start_soon(self._member, ticket, prompt, member, done)
         except* _EpisodeError as failures:
             await self._failed(ticket, failures)
         else:
-            if rooms.score_groups:
+            if parts.whole_groups:
                 await hand_on(self._scoring, Scoring(ticket, prompt, tuple(done[member] for member in sorted(done))))
         finally:
             if self._playing is not None:
@@ -99,25 +120,25 @@ class RolloutPump:
 
     async def _member(self, ticket: Ticket, prompt: Prompt, member: int, done: dict[int, Trajectory]) -> None:
         trajectory = await self._episode(prompt, member)
-        if self._rooms.score_groups:
+        if self._parts.whole_groups:
             done[member] = trajectory
         else:  # an error here is the score pump's end, not ours
             await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
 
     async def _episode(self, prompt: Prompt, member: int) -> Trajectory:
         """Errors: EngineClosed, as the run is ending then; _EpisodeError, with the environment's own as its cause."""
-        rooms, group_id = self._rooms, prompt.group_id
-        group_size = rooms.config.rollout.group_size
+        parts, group_id = self._parts, prompt.group_id
+        group_size = parts.rollout.group_size
         try:
-            with rooms.recorder.span("rollout", track="rollout", group=group_id, member=member):
-                trajectory = await rooms.environment.run(prompt, member, group_size, rooms.engine.generate)
+            with parts.recorder.span("rollout", track="rollout", group=group_id, member=member):
+                trajectory = await parts.environment.run(prompt, member, group_size, parts.engine.generate)
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
                 raise GenerationError(
                     f"the environment was asked for member {member} of {group_size} of group {group_id} and returned "
                     f"member {trajectory.member} of {trajectory.group_size} of group {trajectory.group_id}"
                 )
             try:
-                check_trajectory(trajectory, rooms.limits)
+                check_trajectory(trajectory, parts.limits)
             except DataError as error:
                 raise GenerationError(
                     f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
@@ -138,7 +159,7 @@ class RolloutPump:
             raise _EpisodeError from error
 
     async def _failed(self, ticket: Ticket, failures: BaseExceptionGroup[_EpisodeError]) -> None:
-        book, limit = self._rooms.book, self._rooms.config.rollout.max_failed_groups
+        book, limit = self._parts.book, self._parts.rollout.max_failed_groups
         error = failures.exceptions[0].__cause__
         assert error is not None
         while isinstance(error, BaseExceptionGroup):

@@ -9,15 +9,16 @@ kept, so that a task that is solved, or hopeless, still ends its steps. (verl's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 
 from asyncrl.algorithms.advantages import soft_overlong
-from asyncrl.config.schema import RewardConfig
+from asyncrl.config.schema import RewardConfig, RolloutConfig
+from asyncrl.ports import Ledger
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group, Trajectory
 
-from .pipeline import Rooms
-from .signal import group_rewards
+from .signal import RewardReader
 
 OVERLONG = "overlong"  # the component that shaping adds
 NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
@@ -36,36 +37,40 @@ def shaped(trajectory: Trajectory, reward: RewardConfig, max_tokens: int) -> Tra
 
 
 class Screen:
-    """Drops the scored groups of configured runs that are not worth a place. Used from the loop thread."""
+    """Says which scored groups of any source are not worth a place. Used from the loop thread."""
 
-    def __init__(self, rooms: Rooms, saw: Callable[[Group], None] = lambda group: None) -> None:
-        """`saw` hears of every group that is dropped here (the re-roll wants to know of failed prompts)."""
-        self._rooms = rooms
-        self._saw = saw
-        self._turn = rooms.ledger.turn
+    def __init__(
+        self, rollout: RolloutConfig, ledger: Ledger, reader: RewardReader, counters: Counter[str], recorder: Recorder
+    ) -> None:
+        self._rollout = rollout
+        self._ledger = ledger
+        self._reader = reader
+        self._counters = counters
+        self._recorder = recorder
+        self._turn = ledger.turn
         self._dropped = 0  # in this turn
 
-    async def passes(self, group: Group) -> bool:
-        """False: the group was dropped and counted, its slot is free again."""
+    def refuses(self, group: Group) -> str | None:
+        """Why the group is to be dropped; None where it is kept, which may be because the step dropped enough of them."""
         reason = self.reason(group)
         if reason is None:
-            return True
-        rooms, rollout = self._rooms, self._rooms.config.rollout
-        if rooms.ledger.turn != self._turn:
-            self._turn, self._dropped = rooms.ledger.turn, 0
-        if self._dropped >= rollout.max_refills * rollout.groups_per_step:
-            rooms.counters["filter/kept"] += 1
-            rooms.recorder.count("filter/kept")
-            return True
+            return None
+        if self._ledger.turn != self._turn:
+            self._turn, self._dropped = self._ledger.turn, 0
+        if self._dropped >= self._rollout.max_refills * self._rollout.groups_per_step:
+            self._counters["filter/kept"] += 1
+            self._recorder.count("filter/kept")
+            return None
         self._dropped += 1
-        if await rooms.book.end(group.group_id, "dropped", reason):
-            rooms.counters[f"filter/{reason}"] += 1
-            self._saw(group)
-        return False
+        return reason
+
+    def dropped(self, reason: str) -> None:
+        """The group was dropped for it."""
+        self._counters[f"filter/{reason}"] += 1
 
     def reason(self, group: Group) -> str | None:
         """Why the filters refuse the group; None where they do not."""
-        rollout = self._rooms.config.rollout
+        rollout = self._rollout
         if rollout.dynamic_sampling and not self._has_signal(group):
             return NO_SIGNAL
         whole = rollout.filter_by == "reward"
@@ -81,8 +86,8 @@ class Screen:
         return None
 
     def _has_signal(self, group: Group) -> bool:
-        rooms, name = self._rooms, self._rooms.config.rollout.filter_by
+        name = self._rollout.filter_by
         if name == "reward":
-            return rooms.advantage.has_signal(group_rewards(group, rooms.weights, rooms.config.reward.scale_adv_by_len))
+            return self._reader.has_signal(group)
         values = {t.components.get(name) for t in group.trajectories} - {None}
         return len(values) > 1

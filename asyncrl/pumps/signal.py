@@ -12,6 +12,7 @@ are the same to the last bit however the groups lie on the ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from asyncrl.algorithms.advantages import Estimator, GroupRewards
 from asyncrl.types import Group, Microbatch
 
-from .pipeline import Rooms
+from .metrics import Gather
 
 Advantages = dict[int, npt.NDArray[np.float64]]  # by group id, [G]
 
@@ -63,22 +64,32 @@ def counted_only(groups: Sequence[Group]) -> Microbatch:
     )
 
 
-def step_advantages(
-    estimator: Estimator, groups: Sequence[Group], weights: Mapping[str, float], scale_by_length: bool = False
-) -> Advantages:
-    """Advantages of `groups`: all groups of the step where the estimator needs the whole step, else any of them.
+@dataclass(frozen=True, slots=True)
+class RewardReader:
+    """How this run reads rewards."""
 
-    A member whose metadata says `set_advantage_to_zero` gets 0; the others keep what the comparison with it gave them.
-    """
-    return _by_group(groups, estimator.of_step([group_rewards(group, weights, scale_by_length) for group in groups]))
+    estimator: Estimator
+    weights: Mapping[str, float]  # of the components, by name
+    scale_by_length: bool  # `reward.scale_adv_by_len`
 
+    def numbers(self, group: Group) -> GroupRewards:
+        return group_rewards(group, self.weights, self.scale_by_length)
 
-async def advantages_over_ranks(rooms: Rooms, groups: Sequence[Group]) -> Advantages:
-    """As `step_advantages`, where the estimator needs the whole step and `groups` are those of this rank, perhaps none. A
-    collective. Errors: whatever it raises when a rank is gone."""
-    scale = rooms.config.reward.scale_adv_by_len
-    mine = [(group.group_id, group_rewards(group, rooms.weights, scale)) for group in groups]
-    return _by_group(groups, of_rank(rooms.advantage, await rooms.gather(mine), rooms.rank))
+    def has_signal(self, group: Group) -> bool:
+        return self.estimator.has_signal(self.numbers(group))
+
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
+        """Of `groups`: all groups of the step where the estimator needs the whole step, else any of them.
+
+        A member whose metadata says `set_advantage_to_zero` gets 0; the others keep what the comparison with it gave them.
+        """
+        return _by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
+
+    async def advantages_over_ranks(self, groups: Sequence[Group], gather: Gather, rank: int) -> Advantages:
+        """The same, where the estimator needs the whole step and `groups` are those of this rank, perhaps none. A
+        collective. Errors: whatever it raises when a rank is gone."""
+        mine = [(group.group_id, self.numbers(group)) for group in groups]
+        return _by_group(groups, of_rank(self.estimator, await gather(mine), rank))
 
 
 def of_rank(

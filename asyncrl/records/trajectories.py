@@ -68,10 +68,10 @@ def draft_of(
     return Draft(group, [t.member for t in trajectories], size, sections, epoch, policy_version, producer)
 
 
-def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
-    """The members as trajectories, in the record's order. `copy=False`: the columns are views under the
-    record's lease (but for a mask of integers, which only a foreign writer makes), so what a call costs does not depend on
-    their length.
+def trajectories_of(record: Record, *, copy: bool = True, group: int | None = None) -> list[Trajectory]:
+    """The members as trajectories, in the record's order. `group`: what its reader calls the group. `copy=False`: the columns
+    are views under the record's lease (but for a mask of integers, which only a foreign writer makes), so what a call costs
+    does not depend on their length.
 
     Columns that a foreign producer left out: mask all ones behind the prompt, log-probs NaN (not known: ratio 1) and versions
     the record's policy version where the mask is 1, temperature 1.
@@ -79,7 +79,7 @@ def trajectories_of(record: Record, *, copy: bool = True) -> list[Trajectory]:
     arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)
     columns = (
-        record.group,
+        record.group if group is None else group,
         record.members.tolist(),
         record.group_size,
         arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else 0,

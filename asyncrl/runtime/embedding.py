@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
 from asyncrl.ports import Environment, Generate
-from asyncrl.records.check import Limits, check_trains, check_trajectory
 from asyncrl.types import Prompt, Trajectory
 
 
@@ -49,9 +48,12 @@ async def play(environment: Environment, prompt: Prompt, n: int, generate: Gener
 
 
 def as_group(
-    trajectories: Sequence[Trajectory], rewards: Sequence[float], tokenizer: Any, limits: Limits
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    columns: Mapping[str, Any],
+    decode: Callable[[Sequence[int]], str],
 ) -> tuple[tuple[Trajectory, ...], Prompt]:
-    """A whole scored group and its prompt. Errors: ValueError (DataError) that names the member and the field."""
+    """The trajectories with their rewards, and their prompt. Errors: ValueError (DataError)."""
     if not trajectories or len(trajectories) != len(rewards):
         raise DataError(
             f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"
@@ -59,26 +61,15 @@ def as_group(
     group_ids = {t.group_id for t in trajectories}
     if len(group_ids) != 1:
         raise DataError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
-    size = len(trajectories)
-    scored = []
-    for index, (given, reward) in enumerate(zip(trajectories, rewards, strict=True)):
-        if given.group_size != size:
+    for index, reward in enumerate(rewards):
+        if reward is not None and not math.isfinite(reward):
             raise DataError(
-                f"submit: group_size of trajectory {index} is {given.group_size}, and {size} were given; a group is "
-                "submitted as a whole"
+                f"submit: reward {index} is {reward}; rewards are finite numbers, or None: the run scores it"
             )
-        if not math.isfinite(reward):
-            raise DataError(f"submit: reward {index} is {reward}; rewards are finite numbers")
-        scored.append(replace(given, reward=float(reward)))
-    members = [t.member for t in scored]
-    if sorted(members) != list(range(size)):
-        raise DataError(f"submit: the fields member are {members}; expected each of 0 to {size - 1} once")
-    for trajectory in scored:
-        try:
-            check_trajectory(trajectory, limits)
-            check_trains(trajectory)
-        except DataError as error:
-            raise DataError(f"submit: {error}") from None
-    first = scored[0]
+    members = tuple(
+        replace(given, reward=None if reward is None else float(reward))
+        for given, reward in zip(trajectories, rewards, strict=True)
+    )
+    first = members[0]
     ids = first.tokens[: first.prompt_length]
-    return tuple(scored), Prompt(group_id=first.group_id, ids=ids, prompt=tokenizer.decode(ids.tolist()))
+    return members, Prompt(first.group_id, ids, decode(ids.tolist()), columns)

@@ -13,12 +13,10 @@ import torch
 from asyncrl.algorithms.numbers import NAMES as NUMBERS
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane
-from asyncrl.config.resolve import slots, turns_bound
+from asyncrl.config.resolve import turns_bound
 from asyncrl.config.schema import Config
-from asyncrl.data.group_rows import store_metrics
 from asyncrl.data.replay import ReplayBuffer
-from asyncrl.data.stash import Stash
-from asyncrl.data.store import Store
+from asyncrl.data.store import Store, store_metrics
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.distributed.world import World
@@ -27,11 +25,13 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
+from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.hooks import Hooks, StoreWatch
+from asyncrl.pumps.intake import GroupIds
 from asyncrl.pumps.metrics import Gather, alone
-from asyncrl.pumps.pipeline import Admitted, GroupBook, Rooms
 from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
+from asyncrl.pumps.wiring import Rooms
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards, TextModel
 from asyncrl.rewards.pool import RewardPool, RewardSpec
@@ -124,7 +124,8 @@ class Builder:
         self.stack = stack
         self.say = say
 
-    async def build(self, overrides: Overrides, turn: int, version: int) -> Built:
+    async def build(self, overrides: Overrides, turn: int, version: int, first_group: int) -> Built:
+        """`turn`, `version`: where a resumed run goes on. `first_group`: the first id for groups without a prompt of ours."""
         dry = self.config.train.kind == "dry_run"
         if dry != (self.config.engine.kind == "dry_run"):
             raise ConfigError(
@@ -143,7 +144,6 @@ class Builder:
             sampling=sampling_params(self.config),
             seed=self.config.seed,
         )
-        stash: Stash[Admitted] = Stash(max_groups=slots(self.config))
         address = self.config.hooks
         hooks = (overrides.hooks or (Hooks() if address is None else Hooks.load(address))).check()
         watch = None if hooks.on_store is None else self.stack.enter_context(StoreWatch(hooks.on_store))
@@ -154,7 +154,6 @@ class Builder:
             config=self.config,
             recorder=self.recorder,
             ledger=ledger,
-            stash=stash,
             store=store,
             engine=parts.engine,
             environment=environment,
@@ -164,7 +163,9 @@ class Builder:
             loss=build_loss(algorithm.loss, **numbers),
             reward_penalty=build_reward_penalty(**numbers),
             advantage=build_advantage(algorithm.advantage),
-            book=GroupBook(ledger, stash, store),
+            book=GroupBook(ledger, store),
+            ids=GroupIds(first_group, self.world.world_size),
+            scores=bool(overrides.rewards or self.config.reward.functions or parts.reward_models),
             ranks=self.world.world_size,
             rank=self.world.rank,
             gather=self._gather(parts.lanes[0]),

@@ -30,7 +30,9 @@ from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.ports import Environment
 from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.hooks import Hooks
+from asyncrl.pumps.intake import Intake
 from asyncrl.pumps.pipeline import StepReport
+from asyncrl.records.check import Limits
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
@@ -78,7 +80,6 @@ class Runtime:
         self._hard_exit = hard_exit
         self._state = State.NEW
         self._task: asyncio.Task[Any] | None = None
-        self._next_group = EMBEDDED_GROUPS
         self._listeners: WeakSet[Listener[StepReport]] = WeakSet()
         self._steps_over = False
         self._stop_agreed = False
@@ -162,7 +163,8 @@ class Runtime:
         stack.callback(world.close)
         await offload(lambda: meet(world, settled), "rendezvous")
         builder = Builder(config, world, self._device, recorder, stack, self._journal.live.status)
-        self.built: Built = await builder.build(self._overrides, turn, version)
+        first_group = EMBEDDED_GROUPS + world.rank if saved is None else saved.next_group(world.rank)
+        self.built: Built = await builder.build(self._overrides, turn, version, first_group)
         self._journal.rates = self.built.rates
         self._watched.extend(self.built.lanes)  # only now: loading a model may take longer than any closure may later
         self._rooms = rooms = self.built.rooms
@@ -171,7 +173,6 @@ class Runtime:
             self._prompts, held_out = await offload(
                 lambda: load_prompts(config, self.built.tokenizer, world, self._rows), "prompts"
             )
-        self._next_group = EMBEDDED_GROUPS + world.rank if saved is None else saved.next_group(world.rank)
         if saved is not None:
             await self._checkpointer.restore(saved, self._prompts)
         self._journal.reserve = self._checkpointer.bytes_needed()
@@ -284,7 +285,7 @@ class Runtime:
         """
         await self._profiler.at(version)
         await self._agree_on_time()
-        await self._checkpointer.say(version, self._prompts, self._graph.in_hand, self._next_group)
+        await self._checkpointer.say(version, self._prompts, self._graph.in_hand, self._rooms.ids.next)
         last = self._graph.nothing_left()
         await self._journal.write(version, await self._graph.evaluate(version, last))
         if self._checkpointer.due(version, last):
@@ -300,7 +301,7 @@ class Runtime:
             self._graph.stop_at(self._rooms.ledger.turn + 1)
 
     def _books(self) -> dict[str, Any]:
-        return self._checkpointer.books(self._prompts, self._graph.in_hand, self._next_group)
+        return self._checkpointer.books(self._prompts, self._graph.in_hand, self._rooms.ids.next)
 
     async def _finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
@@ -338,8 +339,7 @@ class Runtime:
         Each call has a group id of its own, which keys its randomness. Errors: `GenerationError`, `LifecycleError`.
         """
         self._check_open("generate")
-        group_id, self._next_group = self._next_group, self._next_group + self.world.world_size
-        prepared = as_prompt(prompt, group_id, columns or {}, self.config.data, self.tokenizer)
+        prepared = as_prompt(prompt, self._rooms.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await self._rooms.hooks.prompt(prepared)
         generate = self._rooms.engine.generate
         if sampling is not None:
@@ -349,15 +349,22 @@ class Runtime:
 
         return await play(self._rooms.environment, prepared, n, generate)
 
-    async def submit(self, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> bool:
-        """Hand over a whole group with one reward each. Waits for a slot (backpressure).
+    async def submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        rewards: Sequence[float | None],
+        *,
+        columns: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Hand over a whole group with one reward each; None: the run's reward functions score that member, with `columns`
+        as the columns of its prompt. Waits for a slot (backpressure). Shaping and filters act as on the run's own groups.
 
         False: its oldest token is too old to be trained within `max_staleness`; it is counted and not trained.
         Errors: DataError (a ValueError) that names the member and the field that cannot be trained; LifecycleError.
         """
         self._check_open("submit")
-        scored, prompt = as_group(trajectories, rewards, self.tokenizer, self._rooms.limits)
-        return await self._graph.submit(scored, prompt)
+        members, prompt = as_group(trajectories, rewards, columns or {}, self.tokenizer.decode)
+        return await self._graph.submit(members, prompt)
 
     async def finish(self) -> RunSummary:
         """No more groups will be submitted: train what is here (a smaller last step included); `steps()` ends."""
@@ -382,6 +389,17 @@ class Runtime:
     @property
     def version(self) -> int:
         return self._rooms.trainer.version
+
+    @property
+    def intake(self) -> Intake:
+        """Where doors hand over groups of other processes. Errors: LifecycleError where this Runtime runs its own prompts."""
+        self._check_open("intake")
+        return self._graph.open_intake()
+
+    @property
+    def limits(self) -> Limits:
+        """What a trajectory of this run may hold."""
+        return self._rooms.limits
 
     @property
     def tokenizer(self) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import anyio
 
 from asyncrl.pumps.graph import Graph
-from asyncrl.pumps.pipeline import Rooms
+from asyncrl.pumps.wiring import Rooms
 
 Say = Callable[[str], None]  # `LiveView.status`
 _EVERY_S = 1.0

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -34,14 +35,14 @@ from asyncrl.algorithms.registry import build_advantage, build_loss
 from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.config.resolve import slots
 from asyncrl.data.replay import ReplayBuffer
-from asyncrl.data.stash import Stash
 from asyncrl.data.store import Store
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.graph import Graph
-from asyncrl.pumps.pipeline import Admitted, Rooms, StepReport
+from asyncrl.pumps.intake import GroupIds
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.pumps.wiring import Rooms
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams
@@ -50,8 +51,11 @@ from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams
 class House:
     """One life of the pumps. Made by `live`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, ports: Mapping[str, Any] | None = None) -> None:
+        """`ports`: of the rank, others than those made here."""
         self.plan = plan
+        self.ports = ports or {}
+        self.store_operations: Counter[str] = Counter()
         self.config = plan.config()
         self.log: list[Event] = []
         self.tokens_trained: list[tuple[int, Microbatch]] = []  # (trainer's version then, batch)
@@ -106,15 +110,13 @@ class House:
         if plan.engine:
             await stack.enter_async_context(engine)
             environment = SingleTurn(_NoWords(), SamplingParams(max_tokens=TOKENS), config.seed)
-        self.stash: Stash[Admitted] = Stash(slots(config))
-        self.store = Store()
-        self.book = RecordingBook(self, self.ledger, self.stash, self.store)
+        self.store = Store([lambda event: self.store_operations.update([event.op])])
+        self.book = RecordingBook(self, self.ledger, self.store)
         algorithm = config.algorithm
         self.rooms = Rooms(
             config=config,
             recorder=recorder,
             ledger=self.ledger,
-            stash=self.stash,
             store=self.store,
             engine=engine,
             environment=environment,
@@ -129,9 +131,11 @@ class House:
             ),
             advantage=Estimator("scripted", plan.advantage) if plan.advantage else build_advantage(algorithm.advantage),
             book=self.book,
+            ids=GroupIds(1 << 40, 1),
             score_groups=plan.score_groups,
             replay=ReplayBuffer(config.replay.size, config.replay.max_age) if config.replay.size else None,
         )
+        self.rooms = replace(self.rooms, **self.ports)
         self.prompts: Any = plan.cursor() if plan.cursor else Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]
         self.graph = Graph(self.rooms, self.prompts, held_out, self._at_version, self.reports.append)  # type: ignore[arg-type]
@@ -170,12 +174,9 @@ class House:
         books = self.ledger.audit()
         live = [ticket.group_id for ticket in self.ledger.live_groups() if ticket.group_id in self.book]
         assert self.book.live() == live and len(live) == books.live, (self.book.live(), live, books)
-        stash = self.stash.statistics()
-        held = len(self.store.meta(self.book.PARTITION).ids)
-        claimed, _ = self.store.consumption(self.book.PARTITION, self.book.TASK)
-        size = self.config.rollout.group_size
-        assert stash.waiting_groups + held // size <= books.live + books.claimed
-        assert claimed == books.claimed * size, "the store's cursor and the open step differ"
+        held, size = self.store.statistics(), self.config.rollout.group_size
+        assert self.graph.intake.incomplete + held.rows // size <= books.live + books.claimed
+        assert held.claimed == books.claimed * size, "the store's claims and the open step differ"
 
     def check_over(self) -> None:
         """After every end, good or bad: no open step, every admitted group ended exactly once or waits for its publish."""
@@ -185,8 +186,6 @@ class House:
         assert not self.trainer.step_open, "a train step is still open"
         endings = Counter({group: len(ends) for group, ends in self.ledger.endings.items()})
         assert endings == self.ledger.admissions, "an admitted group ended twice, or never"
-        stash = self.stash.statistics()
-        assert stash.waiting_groups == 0, f"trajectories left in the stash: {stash}"
         store = self.store.statistics()
         assert store.rows == store.bytes == 0, f"rows left in the store: {store}"
         applied = -(-self.trainer.version // self.plan.versions)  # a batch cut off half-way counts
@@ -206,6 +205,7 @@ def live(
     plan: Plan,
     *,
     body: Callable[[House, Supervisor], Any] | None = None,
+    ports: Mapping[str, Any] | None = None,
     cancel_at_tick: int | None = None,
     native_cancel: bool = False,
 ) -> House:
@@ -214,7 +214,7 @@ def live(
     cancel_at_tick: cancel the run in that iteration of the event loop, through a cancel scope around it or, with
     `native_cancel`, by `Task.cancel` as a signal handler or a foreign loop does.
     """
-    house = House(plan)
+    house = House(plan, ports)
 
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.resolve import turns_bound
 from asyncrl.config.schema import Config
-from asyncrl.data.stash import Stash
 from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
-from asyncrl.pumps.pipeline import Admitted, GroupBook
+from asyncrl.pumps.book import GroupBook
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import ClaimState, LedgerStatistics, Microbatch, StepResult, Ticket
 
@@ -76,16 +75,16 @@ class RecordingTrainer:
 class RecordingBook(GroupBook):
     """The real book; the groups whose rows are cleared after their step are written down."""
 
-    def __init__(self, house: House, ledger: LocalLedger, stash: Stash[Admitted], store: Store) -> None:
-        super().__init__(ledger, stash, store)
+    def __init__(self, house: House, ledger: LocalLedger, store: Store) -> None:
+        super().__init__(ledger, store)
         self.house = house
 
     def trained(self, group_ids: Iterable[int]) -> None:
         ids = tuple(group_ids)
         self.house.note("clear", *ids)
-        rows = self._store.statistics().rows
+        rows = self.store.statistics().rows
         super().trained(ids)
-        assert rows - self._store.statistics().rows == len(ids) * self.house.config.rollout.group_size
+        assert rows - self.store.statistics().rows == len(ids) * self.house.config.rollout.group_size
 
 
 class AuditedLedger(LocalLedger):

@@ -111,7 +111,6 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
     async def body(house: House, supervisor: object) -> None:
         rooms = house.rooms
         scoring_in, scoring_out = open_queue("scoring", 4)
-        groups_in, groups_out = open_queue("groups", 4)
         for group, members in ((0, 2), (1, 1)):
             ticket = await rooms.ledger.admit(group)
             assert ticket is not None
@@ -120,14 +119,12 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
                 trajectory = make_trajectory(group, member, 2, [0])
                 await scoring_in.put(Scoring(ticket, make_prompt(group), (trajectory,)))
         scoring_in.close()
-        await ScorePump(rooms, scoring_out, groups_in).run()
-        assert [group.group_id async for group in groups_out] == [0]
-        assert house.books.live == 1 and house.books.dropped == 1
-        assert await rooms.book.end(0, "dropped", "nobody trains here")
+        await ScorePump(house.graph.intake, scoring_out, workers=1).run()
+        assert house.books.live + house.books.claimed == 1 and house.books.dropped == 1
 
     house = live(Plan(), body=body)
 
-    assert house.error is None
+    assert house.error is None and house.trained() == [[0]]
     assert house.book.reasons["dropped: incomplete at the end of the rollouts"] == 1
 
 
@@ -220,11 +217,10 @@ def test_members_without_a_reward_are_trained_with_advantage_zero() -> None:
 
 def test_a_mismatch_beyond_the_gate_ends_the_run_after_its_step_was_booked() -> None:
     plan = Plan(prompts=8)
+    config = plan.config()
+    gated = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"mismatch_gate": 0.1})})
 
     async def body(house: House, supervisor: object) -> None:
-        house.rooms.config = house.config.model_copy(
-            update={"algorithm": house.config.algorithm.model_copy(update={"mismatch_gate": 0.1})}
-        )
         finish = house.trainer.inner.finish_train_step
 
         async def mismatched():  # type: ignore[no-untyped-def]
@@ -234,7 +230,7 @@ def test_a_mismatch_beyond_the_gate_ends_the_run_after_its_step_was_booked() -> 
         house.trainer.inner.finish_train_step = mismatched  # type: ignore[method-assign]
         await house.graph.run(supervisor)  # type: ignore[arg-type]
 
-    house = live(plan, body=body)
+    house = live(plan, body=body, ports={"config": gated})
 
     assert isinstance(house.error, DivergenceError)
     assert len(house.reports) == 2 and house.books.turn == 2

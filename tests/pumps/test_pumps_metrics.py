@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pumps_house import House, live
+from pumps_house import live
 from pumps_plan import Plan
 
 from asyncrl.pumps.metrics import GroupRows, Row, StepPart, step_metrics
@@ -87,8 +87,8 @@ def test_a_part_travels() -> None:
     assert pickle.loads(pickle.dumps(part)) == part
 
 
-def with_another_rank(house: House, gathered: list[StepPart], fails_at: int | None = None) -> None:
-    """A run whose gathering answers for a second rank that has one group of its own in every step."""
+def with_another_rank(gathered: list[StepPart], fails_at: int | None = None) -> dict[str, Any]:
+    """Ports of a run whose gathering answers for a second rank that has one group of its own in every step."""
     theirs = StepPart((GroupRows(10_000, 0, (Row(10.0, {}, 2, 2, False, False),)),), {"staleness/dropped": 3.0})
 
     async def gather(part: StepPart) -> list[StepPart]:
@@ -97,18 +97,17 @@ def with_another_rank(house: House, gathered: list[StepPart], fails_at: int | No
         gathered.append(part)
         return [part, theirs]
 
-    house.rooms.gather = gather
+    return {"gather": gather}
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_one_gathering_for_each_committed_step(updates: int) -> None:
     gathered: list[StepPart] = []
 
-    async def body(house: House, supervisor: Any) -> None:
-        with_another_rank(house, gathered)
-        await house.graph.run(supervisor)
-
-    house = live(Plan(groups_per_step=2, max_steps=4, updates_per_batch=updates, reward=lambda g, m: 1.0), body=body)
+    house = live(
+        Plan(groups_per_step=2, max_steps=4, updates_per_batch=updates, reward=lambda g, m: 1.0),
+        ports=with_another_rank(gathered),
+    )
     assert house.error is None
     assert [[group.group_id for group in part.groups] for part in gathered] == house.trained()
     for report in house.reports:
@@ -122,10 +121,6 @@ def test_a_gathering_that_fails_ends_the_run_with_its_step_in_the_books() -> Non
     """`live` checks the books: the step was applied, so its groups are trained."""
     gathered: list[StepPart] = []
 
-    async def body(house: House, supervisor: Any) -> None:
-        with_another_rank(house, gathered, fails_at=1)
-        await house.graph.run(supervisor)
-
-    house = live(Plan(groups_per_step=2, max_steps=4), body=body)
+    house = live(Plan(groups_per_step=2, max_steps=4), ports=with_another_rank(gathered, fails_at=1))
     assert isinstance(house.error, ConnectionError)
     assert house.trainer.version == house.books.turn == 2 and len(house.reports) == 1

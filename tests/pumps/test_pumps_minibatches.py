@@ -82,11 +82,9 @@ def test_several_ranks_agree_on_the_parts_and_one_without_rows_joins_each_step()
         told.append(part)
         return [part, [100, 101, 102, 103]] if isinstance(part, list) else [part]
 
-    async def body(house: House, supervisor: Any) -> None:
-        house.rooms.ranks, house.rooms.gather = 2, gather
-        await house.graph.run(supervisor)
-
-    house = live(Plan(preset="one_off", groups_per_step=3, prompts=3, minibatches=3), body=body)
+    house = live(
+        Plan(preset="one_off", groups_per_step=3, prompts=3, minibatches=3), ports={"ranks": 2, "gather": gather}
+    )
     assert house.error is None and house.trainer.version == 3
     assert [part for part in told if isinstance(part, list)] == [[0, 1, 2]]
     assert groups_by_version(house) == {0: {0, 1, 2}}

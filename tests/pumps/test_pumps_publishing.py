@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from pumps_house import House, live
+from pumps_house import live
 from pumps_plan import TOKENS, Plan
 
 
@@ -64,14 +62,10 @@ def test_evaluation_metrics_know_avg_and_pass() -> None:
 def test_with_several_ranks_no_step_is_surveyed_before_the_publish_of_the_last_one_is_through(ranks: int) -> None:
     """Both may be collectives: in whatever order they came on each rank, so they would cross."""
 
-    async def body(house: House, supervisor: Any) -> None:
-        house.rooms.ranks = ranks
-        await house.graph.run(supervisor)
-
     plan = Plan(
         preset="one_off", max_steps=4, algorithm={"top_entropy_quantile": 0.5}, publish_s=lambda version, sink: 9.0
     )
-    house = live(plan, body=body)
+    house = live(plan, ports={"ranks": ranks})
     assert house.error is None and house.books.turn == 4
     order = house.names("survey", "weights taken")
     after_each_other = ["survey", "weights taken"] * 4

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pumps_house import House, live
+from pumps_house import live
 from pumps_plan import Plan
 
 import asyncrl
@@ -99,12 +99,8 @@ def test_the_train_pump_tells_its_rewards_and_hears_the_others(name: str) -> Non
         told.append(part)
         return [part, [theirs]] if isinstance(part, list) else [part]
 
-    async def body(house: House, supervisor: Any) -> None:
-        house.rooms.ranks, house.rooms.gather = 2, gather
-        await house.graph.run(supervisor)
-
     rest = {"groups_per_step": 2, "group_size": 2, "prompts": 4, "reward": lambda group, member: float(group + member)}
-    house = live(Plan(preset="one_off", advantage_name=name, **rest), body=body)  # type: ignore[arg-type]
+    house = live(Plan(preset="one_off", advantage_name=name, **rest), ports={"ranks": 2, "gather": gather})  # type: ignore[arg-type]
     assert house.error is None and len(house.reports) == 2
     rewards = [part for part in told if isinstance(part, list)]
     assert [[group_id for group_id, _ in part] for part in rewards] == house.trained()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ from pumps_house import live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
 from asyncrl.data.packing import pack_groups
-from asyncrl.pumps.reference import ReferenceAhead
+from asyncrl.data.store import REFERENCE
+from asyncrl.pumps.reference import logprob_columns
 from asyncrl.types import Float32Array, Group, Microbatch, Ticket
 
 
@@ -63,7 +63,7 @@ def test_groups_that_are_dropped_leave_nothing_behind() -> None:
         )
     )
     assert house.error is None and house.rooms.counters["filter/no signal"] >= 3
-    assert len(house.graph._reference) == 0
+    assert house.store.statistics().bytes == 0
 
 
 class Hashing:
@@ -81,30 +81,21 @@ class Hashing:
 
 
 async def test_whatever_the_packing_every_token_gets_its_own() -> None:
-    trainer = Hashing()
-    rooms: Any = SimpleNamespace(
-        loss=SimpleNamespace(needs_reference=True),
-        reward_penalty=None,
-        score_groups=True,
-        trainer=trainer,
-        config=Plan(tokens_per_microbatch=8).config(),
-    )
-    ahead = ReferenceAhead(rooms)
+    trainer: Any = Hashing()
     groups = []
     for group_id in range(3):
         members = [make_trajectory(group_id, m, 3, [0] * (1 + (group_id + m) % 3), reward=0.0) for m in range(3)]
         if group_id == 1:
             members[2] = replace(members[2], mask=np.zeros_like(members[2].mask))
         groups.append(Group(Ticket(group_id, 0, 2), make_prompt(group_id), tuple(members)))
-        await ahead.compute(groups[-1].ticket, groups[-1].prompt, members)
-    before = trainer.calls
+    columns = [{REFERENCE: column} for column in await logprob_columns(trainer, groups, 8, "reference")]
+    assert trainer.calls > 1
+    weighed = [(group, np.zeros(3)) for group in groups]
     for budget in (4, 9, 1000):
-        for batch in pack_groups([(group, np.zeros(3)) for group in groups[::-1]], budget):
-            found = await ahead.column(batch)
-            assert trainer.calls == before
-            np.testing.assert_array_equal(found, await trainer.compute_logprobs(batch, "reference"))
-            trainer.calls = before
-    ahead.keep_only({0, 2})  # a microbatch with a token that is not known is computed as a whole
-    [batch] = pack_groups([(group, np.zeros(3)) for group in groups], 1000)
-    np.testing.assert_array_equal(await ahead.column(batch), await Hashing().compute_logprobs(batch, "reference"))
-    assert trainer.calls == before + 1
+        for batch in pack_groups(weighed[::-1], budget, columns[::-1]):
+            if batch.scored:
+                assert batch.reference_logprobs is not None and batch.old_logprobs is None
+                expected = await trainer.compute_logprobs(batch, "reference")
+                np.testing.assert_array_equal(batch.reference_logprobs, expected)
+    [batch] = pack_groups(weighed, 1000, [columns[0], {}, columns[2]])
+    assert batch.reference_logprobs is None, "a column that a group lacks is no column of the microbatch"

@@ -9,7 +9,7 @@ from pumps_house import live
 from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
 from asyncrl.algorithms.registry import build_advantage
-from asyncrl.pumps.signal import group_rewards, step_advantages
+from asyncrl.pumps.signal import RewardReader, group_rewards
 from asyncrl.types import Group, Ticket, Trajectory
 
 
@@ -27,13 +27,15 @@ def test_rewards_times_lengths_before_the_group_is_compared() -> None:
     found = group_rewards(group, {"a": 0.5}, scale_by_length=True)
     assert found.rewards == [3.0, 10.0, None] and found.components == {"a": [6.0, None, None]}
     assert found.lengths == [3, 5, 4] and found.weights == {"a": 0.5}
-    advantages = step_advantages(build_advantage("dr_grpo"), [group], {}, scale_by_length=True)
+    advantages = RewardReader(build_advantage("dr_grpo"), {}, True).advantages([group])
     assert advantages[0].tolist() == [-3.5, 3.5, 0.0]
 
 
 def test_set_advantage_to_zero_comes_after_the_comparison() -> None:
     silent = scored(4.0, metadata={"set_advantage_to_zero": True})
-    advantages = step_advantages(build_advantage("dr_grpo"), [group_of(scored(1.0), silent, scored(4.0))], {})
+    advantages = RewardReader(build_advantage("dr_grpo"), {}, False).advantages(
+        [group_of(scored(1.0), silent, scored(4.0))]
+    )
     assert advantages[0].tolist() == [-2.0, 0.0, 1.0]  # the mean is of all three
 
 
@@ -45,7 +47,7 @@ def test_a_statistic_of_the_step_sees_every_group_of_it_once(name: str) -> None:
     house = live(plan)
     assert house.error is None and len(house.reports) == 2
     for report in house.reports:
-        expected = step_advantages(build_advantage(name), report.groups, {})
+        expected = RewardReader(build_advantage(name), {}, False).advantages(report.groups)
         assert {g: a.tolist() for g, a in report.advantages.items()} == {g: a.tolist() for g, a in expected.items()}
 
 

@@ -1,0 +1,225 @@
+"""Groups of other processes, whose members come one by one, until they are whole: then the intake takes them.
+
+    add ──▶ stash, by (epoch, group) ──whole──▶ queue ──▶ Intake.submit (waits for a slot) ──▶ trained or dropped
+              │ time is up, epoch over, too old: dropped and counted
+
+* A full queue of whole groups is nothing to fear: what lies in it holds its place in its producer's ring.
+* A group of known versions for which no place is left within `rollout.max_staleness` is dropped and counted at once: its
+  producer can play a new one with the weights of today. One that says no version waits for its slot.
+* An incomplete group ends by `door.timeout_s` from its first member (`door.on_timeout`: drop it, train what came, or end the
+  run), `door.reconnect_s` after the last producer of its epoch went, or when a member of it is too old to be trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+
+from asyncrl.config.schema import DoorConfig
+from asyncrl.data.stash import TOMBSTONES, Ending, GroupKey, Stash, StashedGroup, StashRefused, Status
+from asyncrl.data.store import Lease
+from asyncrl.errors import DataError, LifecycleError
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
+from asyncrl.types import Prompt, Trajectory
+
+from .intake import Intake
+
+MOST_GROUPS = 4096  # incomplete groups in the stash; their bytes are bounded by the rings
+MOST_WHOLE = 1 << 30  # whole groups that wait for slots: the rings, whose records they hold, bound them
+NOTES = 10  # refusals that are shown on the live view; all are counted
+
+
+@dataclass(slots=True)
+class DoorStatistics:
+    """All but the last count groups."""
+
+    submitted: int = 0
+    too_old: int = 0  # to be trained within `max_staleness`
+    incomplete: int = 0  # dropped: their time was up, or their epoch over
+    partial: int = 0  # submitted with the members that came in time
+    refused: int = (
+        0  # records that contradict their group, groups that cannot be trained, or not by this run; last_refusal
+    )
+    last_refusal: str = ""
+
+
+class Gathering:
+    """Of one door. `run` its tasks beside whoever calls `add`."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        settings: DoorConfig,
+        decode: Callable[[Sequence[int]], str],
+        recorder: Recorder,
+        note: Callable[[str], None],
+        statistics: DoorStatistics,
+    ) -> None:
+        """`decode`: ids to text, for reward functions that are asked about a group's prompt."""
+        self._intake = intake
+        self._reconnect_s = settings.reconnect_s
+        self._stash: Stash[Mapping[str, Any]] = Stash(
+            MOST_GROUPS, timeout_s=settings.timeout_s, on_timeout=settings.on_timeout, clock=anyio.current_time
+        )
+        self._decode = decode
+        self._recorder = recorder
+        self._note = note
+        self._counts = statistics
+        whole: tuple[QueueSender[StashedGroup[Any]], QueueReceiver[StashedGroup[Any]]] = open_queue(
+            "door", MOST_WHOLE, recorder
+        )
+        self._whole_in, self._whole = whole
+        self._names: OrderedDict[GroupKey, int] = OrderedDict()  # what this run calls the groups that were begun
+        self._feeders: dict[int, set[bytes]] = {}  # epoch -> its producers that have not gone
+        self._over: dict[int, float] = {}  # epoch without producers -> when it ends
+        self._changed = anyio.Event()
+
+    # -- what the door calls
+
+    def own_id(self, epoch: int, group: int) -> int:
+        """What this run calls a producer's group: the same for all its members."""
+        key = GroupKey(epoch, group)
+        if key not in self._names:
+            self._names[key] = self._intake.ids.take()
+            if len(self._names) > TOMBSTONES:
+                self._names.popitem(last=False)
+        return self._names[key]
+
+    def add(
+        self, epoch: int, group: int, members: Sequence[Trajectory], columns: Mapping[str, Any], lease: Lease
+    ) -> bool:
+        """Members that came together; `columns`: of their prompt, for the reward functions. False: none of them was
+        taken, and the lease is the caller's to end."""
+        whole = self._stash.add_whole(members, columns, lease=lease, epoch=epoch, group=group)
+        if whole is not None:
+            self._whole_in.put_nowait(whole)
+            return True
+        kept = False
+        for trajectory in members:
+            try:
+                arrival = self._stash.add(trajectory, columns, lease=lease, epoch=epoch, group=group)
+            except StashRefused as error:
+                self.refuse(error, epoch, group)
+                continue
+            kept |= arrival.status in (Status.WAITING, Status.WHOLE)
+            for ended in arrival.ended:
+                self._drop(ended)
+            if arrival.whole is not None:
+                self._whole_in.put_nowait(arrival.whole)
+        return kept
+
+    def discard(self, error: Exception, epoch: int, group: int) -> None:
+        """A record of the group cannot be trained: the group can never be whole."""
+        self.refuse(error, epoch, group)
+        rest = self._stash.discard(group, epoch)
+        if rest is not None:
+            _release(rest.leases)
+
+    def came(self, epoch: int, producer: bytes) -> None:
+        self._feeders.setdefault(epoch, set()).add(producer)
+        self._over.pop(epoch, None)
+
+    def gone(self, producer: bytes) -> None:
+        for epoch, feeders in list(self._feeders.items()):
+            feeders.discard(producer)
+            if not feeders:
+                del self._feeders[epoch]
+                self._over[epoch] = anyio.current_time() + self._reconnect_s
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def end_stale(self, version: int, bound: int) -> None:
+        """The policy moved to `version`; what is older than `bound` versions cannot be trained any more."""
+        for group in self._stash.evict_stale(version, bound):
+            self._drop(group)
+
+    def refuse(self, error: Exception, epoch: int, group: int) -> None:
+        self._counts.refused += 1
+        self._counts.last_refusal = f"group {group} of epoch {epoch}: {error}"
+        self._recorder.count("door/refused")
+        if self._counts.refused <= NOTES:
+            self._note(f"door: refused: {self._counts.last_refusal}")
+
+    # -- tasks
+
+    async def submit(self) -> None:
+        with contextlib.suppress(LifecycleError):  # the training ended while a group waited for its slot
+            async for group in self._whole:
+                await self._submit(group)
+                await anyio.lowlevel.checkpoint()  # many may have come together, and none of them may have to wait
+
+    async def expire(self) -> None:
+        """Errors: StallError with `on_timeout: error`."""
+        while True:
+            for group in await self._stash.wait_expired():
+                if group.trainable:
+                    self._counts.partial += 1
+                    self._whole_in.put_nowait(group)
+                else:
+                    self._drop(group)
+
+    async def end_epochs(self) -> None:
+        while True:
+            changed, now = self._changed, anyio.current_time()
+            for epoch in [epoch for epoch, at in self._over.items() if at <= now]:
+                del self._over[epoch]
+                for group in self._stash.end_epoch(epoch):
+                    self._drop(group)
+            with anyio.CancelScope(deadline=min(self._over.values(), default=math.inf)):
+                await changed.wait()
+
+    # -- inside
+
+    async def _submit(self, group: StashedGroup[Mapping[str, Any]]) -> None:
+        leases = tuple(dict.fromkeys(group.leases))
+        trajectories = group.trajectories
+        if len(trajectories) < group.size:  # some did not come in time
+            size = len(trajectories)
+            trajectories = tuple(replace(t, member=place, group_size=size) for place, t in enumerate(trajectories))
+        try:
+            accepted = await self._intake.submit(trajectories, self._prompt(group), leases)
+        except (DataError, ValueError) as error:  # VersionAhead too: what an earlier run of this name left behind
+            self.refuse(error, group.key.epoch, group.key.group_id)
+            _release(leases)
+            return
+        if accepted:
+            self._counts.submitted += 1
+        else:
+            self._too_old()
+
+    def _prompt(self, group: StashedGroup[Mapping[str, Any]]) -> Prompt:
+        first = group.trajectories[0]
+        ids = first.tokens[: first.prompt_length].copy()
+        # Only where somebody will read it: members that bring their rewards are not scored.
+        text = self._decode(ids.tolist()) if any(t.reward is None for t in group.trajectories) else ""
+        return Prompt(group_id=first.group_id, ids=ids, prompt=text, columns=group.context)
+
+    def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:
+        """An incomplete group ended."""
+        if group.ending is Ending.STALE:
+            self._too_old()
+        else:
+            self._counts.incomplete += 1
+            self._recorder.count("door/incomplete")
+        _release(group.leases)
+
+    def _too_old(self) -> None:
+        self._counts.too_old += 1
+        self._recorder.count("door/too_old")
+        if self._counts.too_old == 1:
+            self._note(
+                "door: a group was too old to be trained within rollout.max_staleness and was dropped; later ones are counted "
+                "as door/too_old"
+            )
+
+
+def _release(leases: Iterable[Lease]) -> None:
+    for lease in leases:
+        lease.release()  # twice is fine

@@ -1,0 +1,267 @@
+"""The one way in: whatever can be trained comes through here, from any source, in the same order.
+
+    own rollouts ── slot ── play ──────────────────────────────┐
+    Runtime.submit ── limits ── slot ──────────────────────────┼─▶ whole: rows ─▶ rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready
+    other processes ── limits ── gathered until whole ── slot ─┘              where a member has none                  ╲
+    (pumps/gathering.py)                                                                                         dropped: cleared
+
+* A group has its id from the first trajectory that is built for it, and no other one later (`GroupIds`).
+* A member that brings its reward keeps it; one that has none is scored by the run's reward functions. A source that gives none,
+  in a run without any, is refused.
+* A slot comes before the rewards for every source: what is scored at a time is bounded by the slots, and a group that the
+  filters drop gives its slot back like any other.
+* Shaping and filters ask nobody where a group came from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import anyio
+
+from asyncrl.config.schema import RewardConfig
+from asyncrl.data.store import Lease, owned
+from asyncrl.errors import DataError, LifecycleError
+from asyncrl.ports import Ledger, Reward
+from asyncrl.records.check import Limits, check_trains, check_trajectory
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Group, Prompt, Ticket, Trajectory
+
+from .book import GroupBook
+from .hooks import Hooks
+from .pipeline import Scoring
+from .reference import ReferenceAhead
+from .screen import Screen, shaped
+
+REMEMBERED = 65_536  # ids of groups from outside; more than any pipeline holds at once
+
+
+class GroupIds:
+    """Ids for groups that no prompt of the cursor names: those of this rank, apart from everybody else's."""
+
+    def __init__(self, first: int, stride: int) -> None:
+        self.next = first
+        self._stride = stride
+
+    def take(self) -> int:
+        taken, self.next = self.next, self.next + self._stride
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeParts:
+    """What the intake works with."""
+
+    recorder: Recorder
+    ledger: Ledger
+    book: GroupBook
+    reward: Reward
+    scores: bool  # the run has reward functions or models
+    hooks: Hooks
+    limits: Limits
+    shaping: RewardConfig
+    max_tokens: int  # of a completion
+    versions_per_turn: int
+    turns_bound: int  # largest age of a group in turns
+    counters: Counter[str]
+
+
+class Intake:
+    def __init__(
+        self,
+        parts: IntakeParts,
+        screen: Screen,
+        reference: ReferenceAhead,
+        ids: GroupIds,
+        saw: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        """`saw` hears of every scored group that the filters drop; `reference` works beside the reward workers."""
+        self._parts = parts
+        self._screen = screen
+        self._reference = reference
+        self._saw = saw
+        self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of own groups that are not whole yet
+        self._came: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, the newest ones
+        self._closed = ""
+        self._waiting: set[anyio.CancelScope] = set()
+        self._crowded: list[Lease] = []  # of groups that were too late for a place, until a group ends
+        parts.book.when_ended(self._group_ended)
+        self.ids = ids
+        self.scored = 0  # trajectories
+
+    # -- own rollouts: they have their slot ------------------------------------------------------------------------
+
+    async def take(self, item: Scoring) -> None:
+        """One played trajectory, or all of a group in member order."""
+        ticket, book = item.ticket, self._parts.book
+        if ticket.group_id not in book:  # a sibling failed meanwhile
+            return
+        if len(item.trajectories) == item.trajectories[0].group_size:
+            await self._enter(book.put(Group(ticket, item.prompt, item.trajectories)))
+            self.scored += len(item.trajectories)
+            return
+        scored = await self._rewarded(Group(ticket, item.prompt, item.trajectories))
+        if ticket.group_id not in book:
+            return
+        members = self._members.setdefault(ticket.group_id, {})
+        members |= {t.member: t for t in scored}
+        self.scored += len(scored)
+        if len(members) == scored[0].group_size:
+            del self._members[ticket.group_id]
+            whole = tuple(members[place] for place in sorted(members))
+            await self._enter(book.put(Group(ticket, item.prompt, whole)))
+        self._parts.recorder.gauge("queue/stash/depth", len(self._members))
+
+    @property
+    def incomplete(self) -> int:
+        """Own groups of which some members are scored and some are not."""
+        return len(self._members)
+
+    async def end_of_rollouts(self) -> None:
+        """Groups that can never be whole are dropped and counted."""
+        for group_id in list(self._members):
+            await self._parts.book.end(group_id, "dropped", "incomplete at the end of the rollouts")
+
+    # -- from outside ----------------------------------------------------------------------------------------------
+
+    async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, leases: Sequence[Lease] = ()) -> bool:
+        """A whole group; waits for a slot, and for the rewards of members that have none. With `leases` it lies in
+        memory of somebody else's, which is given back when the group was trained or dropped.
+
+        False where the ledger finds it too old. Its leases end then, but where the places that it could have had are taken
+        by others: in that case when one of those has ended, so that a producer that is faster than the training waits at
+        its full ring. It would otherwise push, and be dropped, as fast as the loop can read, and take the time of the
+        step that could make room. Errors: LifecycleError where no step can come any more, also while it waits; DataError
+        for a group that cannot be trained, or was submitted before. None of them keeps the slot, or ends a lease.
+        """
+        parts = self._parts
+        members = self.check(trajectories)
+        self._check_open()
+        if (group_id := prompt.group_id) in self._came and group_id not in parts.book:
+            raise DataError(f"submit: group {group_id} was submitted before; a group is submitted once")
+        versions = [t.oldest_version for t in members if t.oldest_version >= 0]
+        # None, where no token says its age: it counts as of the version that has room for it.
+        oldest = min(versions) // parts.versions_per_turn if versions else None
+        ended = parts.book.ended
+        ticket = await self._admit(group_id, oldest)
+        if ticket is None:
+            parts.counters["staleness/dropped"] += 1
+            assert oldest is not None, "what says no version is never too old"
+            if oldest + parts.turns_bound < parts.ledger.turn or ended != parts.book.ended:
+                _release(leases)  # nobody has its place (any more): no end to come would give the memory back
+            else:
+                self._crowded += leases
+            return False
+        parts.book.open(ticket)
+        try:
+            self._remember(group_id)
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            self._check_open()
+            await self._enter(parts.book.put(Group(ticket, prompt, members), leases), leased=bool(leases))
+            self.scored += len(members)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await parts.book.end(group_id, "dropped", "was not handed on", release=False)
+            raise
+        return True
+
+    def check(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """All members of one group, in order. Errors: DataError that names the member and the field."""
+        size = len(trajectories)
+        members = sorted(trajectories, key=lambda t: t.member)
+        found = [t.member for t in members]
+        if not size or found != list(range(size)) or any(t.group_size != size for t in members):
+            raise DataError(
+                f"submit: the fields member are {found} and group_size {sorted({t.group_size for t in members})}; a group is "
+                f"submitted as a whole, with each of 0 to {max(size - 1, 0)} once"
+            )
+        for trajectory in members:
+            try:
+                check_trajectory(trajectory, self._parts.limits)
+                check_trains(trajectory)
+            except DataError as error:
+                raise DataError(f"submit: {error}") from None
+            if trajectory.reward is None and not self._parts.scores:
+                raise DataError(
+                    f"submit: member {trajectory.member} came without a reward, and the run has no reward functions to score "
+                    "it (reward.functions); bring one for each member"
+                )
+        return tuple(members)
+
+    def close(self, reason: str) -> None:
+        """Nobody may submit any more; who waits for a slot hears `reason`."""
+        self._closed = self._closed or reason
+        for scope in self._waiting:
+            scope.cancel()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LifecycleError(f"submit: {self._closed}")
+
+    async def _admit(self, group_id: int, oldest: int | None) -> Ticket | None:
+        """As `Ledger.admit`, but not for longer than slots can come free. Errors: LifecycleError."""
+        with anyio.CancelScope() as scope:
+            self._waiting.add(scope)
+            try:
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                return await self._parts.ledger.admit(group_id, oldest)
+            finally:
+                self._waiting.discard(scope)
+        raise LifecycleError(f"submit: {self._closed}")
+
+    def _group_ended(self, group_ids: Sequence[int]) -> None:
+        for group_id in group_ids:
+            self._members.pop(group_id, None)
+        if not self._closed:
+            _release(self._crowded)
+            self._crowded.clear()
+
+    def _remember(self, group_id: int) -> None:
+        self._came[group_id] = None
+        if len(self._came) > REMEMBERED:
+            self._came.popitem(last=False)
+
+    # -- all alike -------------------------------------------------------------------------------------------------
+
+    async def _enter(self, group: Group, *, leased: bool = False) -> None:
+        """A whole group with its slot, its rows in the store, scored or not."""
+        parts = self._parts
+        if any(t.reward is None for t in group.trajectories):
+            scored = await self._rewarded(group)
+            group = replace(group, trajectories=scored)
+        if parts.shaping.overlong_cache is not None:
+            shape = parts.shaping, parts.max_tokens
+            group = replace(group, trajectories=tuple(shaped(t, *shape) for t in group.trajectories))
+        if group.group_id not in parts.book:
+            return
+        if parts.hooks.after_rewards is not None:
+            # What the user's own code keeps must outlive the lease.
+            group = await parts.hooks.rewarded(owned(group) if leased else group, parts.limits)
+        reason = self._screen.refuses(group)
+        if reason is None:
+            parts.book.scored(group)
+        elif await parts.book.end(group.group_id, "dropped", reason):
+            self._screen.dropped(reason)
+            self._saw(group)
+
+    async def _rewarded(self, group: Group) -> tuple[Trajectory, ...]:
+        """With rewards; those that came with one are not asked for again."""
+        parts, recorder = self._parts, self._parts.recorder
+        missing = [t for t in group.trajectories if t.reward is None]
+        scored: dict[int, Trajectory] = {}
+        if missing:
+            first = missing[0]
+            with recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(missing)):
+                async with anyio.create_task_group() as beside:
+                    if self._reference.wanted and len(group.trajectories) == first.group_size:
+                        beside.start_soon(self._reference.compute, group)
+                    with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):
+                        scored = {t.member: t for t in await parts.reward.score(group.prompt, missing)}
+        return tuple(scored.get(t.member, t) for t in group.trajectories)
+
+
+def _release(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        lease.release()

@@ -1,0 +1,168 @@
+"""Running a step: begin, microbatches and rounds, finish, commit or abort; and its report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import anyio
+import numpy as np
+
+from asyncrl.algorithms.base import Loss
+from asyncrl.data.store import ADVANTAGES, owned
+from asyncrl.ports import Ledger, Trainer
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.queues.queue import QueueSender
+from asyncrl.types import Group, Microbatch, StepResult
+
+from .book import GroupBook
+from .claims import Claims
+from .metrics import COUNTED, Gather, StepPart, check_mismatch, group_rows, step_metrics
+from .minibatches import over_parts
+from .pipeline import Publication, StepReport, hand_on
+from .replaying import Replaying
+from .reroll import Reroll
+from .rounds import Rounds
+from .step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class RunningParts:
+    """What running works with."""
+
+    updates: int  # optimizer steps of a batch
+    minibatches: int
+    mismatch_gate: float | Literal["auto"] | None
+    ranks: int
+    gather: Gather
+    loss: Loss
+    penalised: bool  # the KL is taken off the rewards
+    trainer: Trainer
+    ledger: Ledger
+    book: GroupBook
+    recorder: Recorder
+    counters: Counter[str]
+    surveys: bool  # every rank says what the loss has to know of the whole step, before each optimizer step
+    published: Callable[[], Awaitable[None]]  # until the last step is
+
+
+class Running:
+    def __init__(
+        self,
+        parts: RunningParts,
+        claims: Claims,
+        rounds: Rounds,
+        replaying: Replaying,
+        reroll: Reroll,
+        publications: QueueSender[Publication],
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        self._parts = parts
+        self._claims = claims
+        self._rounds = rounds
+        self._replaying = replaying
+        self._reroll = reroll
+        self._publications = publications
+        self._on_step = on_step
+
+    async def train(self, step: Step, batches: list[Microbatch]) -> None:
+        """Begin where that was not done, and add these microbatches. Every rank comes here once before each optimizer
+        step whose loss is surveyed, or none does: that is a collective."""
+        if self._parts.surveys:
+            if self._parts.ranks > 1:  # the publish has a collective too (time limit): in the same order on every rank
+                await self._parts.published()
+            step.loss, batches = await self._parts.trainer.survey(self._parts.loss, batches)
+        for batch in batches:
+            await self.begin(step)
+            await self._parts.trainer.train_microbatch(batch)
+
+    async def begin(self, step: Step) -> None:
+        if not step.begun:
+            step.begun = True  # before the await: a cancelled begin may still have opened the step on the lane
+            await self._parts.trainer.begin_train_step(step.loss or self._parts.loss)
+
+    async def last_published(self) -> None:
+        """Until the publish pump is done with the last step: evaluation and checkpoint read the weights of their version, so
+        the next optimizer step must not come before; and it may have a collective, in the same order on every rank."""
+        await self._parts.published()
+
+    async def finish(self, step: Step) -> None:
+        """The optimizer steps of the batch, the commit, the report, and the new version to the publish pump."""
+        parts = self._parts
+        turn = parts.ledger.turn
+        with parts.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
+            await self._parts.published()
+        results = []
+        for update in range(parts.updates):
+            if parts.updates > 1:
+                await self.train(step, step.parts[update % parts.minibatches])
+            await self.begin(step)  # where another rank did all the work of this step: the reduction needs everybody
+            await self._rounds.last()
+            results.append(await self._apply(step, update))
+        result = over_parts(results[-parts.minibatches :])
+        groups = tuple(owned(rows.group) if rows.leases else rows.group for rows in step.rows)
+        with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
+            await self._commit(step)
+            await self._report(step, groups, result)
+        for each in results:
+            check_mismatch(each, parts.mismatch_gate)
+        await hand_on(self._publications, Publication(turn=turn, version=result.version))
+
+    async def close(self, step: Step) -> None:
+        """A step that was not finished: committed where it was applied, aborted where it was not."""
+        if not step.committed and (step.rows or step.begun):
+            with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
+                await (self._commit(step) if step.applied else self._abort(step))
+
+    async def _apply(self, step: Step, update: int) -> StepResult:
+        """The optimizer step. Not cancelled half-way: it may have moved the weights, and then its result is wanted."""
+        trainer = self._parts.trainer
+        before = trainer.version
+        try:
+            with (
+                self._parts.recorder.span("train/finish", track="train pump", update=update),
+                anyio.CancelScope(shield=True),
+            ):
+                result = await trainer.finish_train_step()
+            step.begun = False
+            return result
+        finally:
+            step.applied |= trainer.version > before  # also where it failed only afterwards
+
+    async def _commit(self, step: Step) -> None:
+        if step.begun:  # a later update of the same batch was cut off
+            await self._parts.trainer.abort_train_step()
+            step.begun = False
+        await self._parts.ledger.commit()
+        step.committed = True
+        self._reroll.step_over([rows.group for rows in step.rows])
+        self._replaying.store(step.rows)  # before their rows are cleared
+        self._parts.book.trained(rows.group_id for rows in step.rows)
+
+    async def _abort(self, step: Step) -> None:
+        if step.begun:
+            await self._parts.trainer.abort_train_step()
+        await self._claims.give_back()
+
+    async def _report(self, step: Step, groups: tuple[Group, ...], result: StepResult) -> None:
+        """Every rank comes here once after each step that it committed: the gathering is a collective, like the reduction
+        before it. The next one (of the time limit, of the next step) is asked for only afterwards."""
+        seconds = anyio.current_time() - step.started
+        metrics = step_metrics(await self._parts.gather(self._part(step, groups)), step.version, result, seconds)
+        advantages = {rows.group_id: np.asarray(rows.columns[ADVANTAGES]) for rows in step.rows}
+        self._on_step(StepReport(result.version, result, metrics, groups, advantages))
+
+    def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
+        """This rank's part of the step, and what it counted since its last one."""
+        parts = self._parts
+        sums = parts.recorder.take_counts(COUNTED)
+        sums |= self._replaying.sums(step.replayed) | self._reroll.sums(groups)
+        sums["staleness/dropped"] = float(parts.counters["staleness/dropped"])
+        return StepPart(
+            group_rows(groups),
+            sums,
+            tuple(step.version - group.oldest_version for group in step.replayed.values()),
+            sum(step.kl) if parts.penalised else None,
+        )
