@@ -21,7 +21,7 @@ Policy: TypeAlias = Literal["auto", "leader_broadcast", "independent"]
 
 
 class Source(Protocol):
-    """Where rows are read: a `Store`, or whatever stands for one in this process."""
+    """Where rows are read."""
 
     def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns: ...
 

@@ -187,4 +187,10 @@ def _written(rows: Sequence[_Row], name: str) -> npt.NDArray[np.float32] | None:
     scored = [row for row in rows if row.scored.size]
     if not scored or any(name not in row.columns for row in scored):
         return None
+    for row in scored:
+        if len(row.columns[name][row.place]) != row.scored.size:
+            raise DataError(
+                f"group {row.trajectory.group_id}, member {row.trajectory.member}: {len(row.columns[name][row.place])} values "
+                f"of {name} for {row.scored.size} scored tokens; one each"
+            )
     return np.concatenate([row.columns[name][row.place] for row in scored]).astype(np.float32, copy=False)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -146,19 +146,23 @@ class Store:
             return rows.group
 
     def score(self, group: Group) -> None:
-        """Rewards and components are final: `group` takes the place of what was put. Errors: KeyError, DataError."""
+        """Rewards and components are final: `group` takes the place of what was put. Arrays that are not those that lie here
+        (of a user's own code, which may keep them) are copied in. Errors: KeyError, DataError."""
         with self._observed("score", group.group_id) as touched:
             rows = self._of(group.group_id)
             if len(group.trajectories) != len(rows.group.trajectories):
                 raise DataError(f"group {group.group_id}: another number of members was scored than was put")
+            pairs = zip(group.trajectories, rows.group.trajectories, strict=True)
+            members = tuple(t if _same_arrays(t, here) else _checked(t, group.group_id, copy=True) for t, here in pairs)
             with self._accounted(rows):
-                rows.group = group
-                rows.columns[REWARDS] = [t.reward for t in group.trajectories]
+                rows.group = replace(group, trajectories=members)
+                rows.columns[REWARDS] = [t.reward for t in members]
             touched(rows)
             self._look(rows)
 
     def write(self, group_id: int, column: str, values: Column) -> None:
-        """One value a member; a column that is there is replaced. Errors: KeyError, DataError."""
+        """One value a member, which are the store's from here on; a column that is there is replaced. Errors: KeyError,
+        DataError."""
         with self._observed("write", group_id) as touched:
             rows = self._of(group_id)
             if len(values) != len(rows.group.trajectories):
@@ -208,8 +212,8 @@ class Store:
             self._bytes -= size
             for rows in found:
                 self._ready.pop(rows.group_id, None)
-                for lease in rows.leases if release else ():
-                    lease.release()
+            if release:
+                _end([lease for rows in found for lease in rows.leases])
         return count
 
     def __contains__(self, group_id: int) -> bool:
@@ -285,6 +289,17 @@ def nbytes(trajectory: Trajectory) -> int:
     """Bytes of its per-token columns."""
     t = trajectory
     return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes
+
+
+def _end(leases: Sequence[Lease]) -> None:
+    """In this order, each of them also where one fails."""
+    with ExitStack() as ending:
+        for lease in reversed(leases):
+            ending.callback(lease.release)
+
+
+def _same_arrays(a: Trajectory, b: Trajectory) -> bool:
+    return all(getattr(a, name) is getattr(b, name) for name in TOKEN_DTYPES)
 
 
 def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory:

@@ -27,7 +27,7 @@ class GroupBook:
         self._tickets: dict[int, Ticket] = {}
         self._on_ready: list[Callable[[], None]] = []
         self._on_end: list[Callable[[Sequence[int]], None]] = []
-        self._over = False
+        self.over = False  # no step can come any more
         self.ended = 0  # groups, and steps
         self.reasons: Counter[str] = Counter()
         self.failed = 0
@@ -85,7 +85,7 @@ class GroupBook:
         ticket = self._tickets.pop(group_id, None)  # before the await: two callers cannot both end it
         if ticket is None:
             return False
-        self.store.clear([group_id], release=release and not self._over)
+        self.store.clear([group_id], release=release and not self.over)
         self.reasons[f"{outcome}: {reason}"] += 1
         self.failed += outcome == "failed"
         await self._ledger.end(ticket, outcome, reason)
@@ -103,7 +103,7 @@ class GroupBook:
 
     def no_more_steps(self) -> None:
         """What ends from here on was not trained: memory that was lent for it stays its owner's, for another run."""
-        self._over = True
+        self.over = True
 
     def live(self) -> list[int]:
         return sorted(self._tickets)

@@ -30,7 +30,7 @@ import anyio
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import LifecycleError
+from asyncrl.errors import DataError, LifecycleError
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Prompt, Trajectory
 
@@ -175,7 +175,10 @@ class Graph:
 
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> bool:
         """A whole group from outside: see `Intake.submit`."""
-        return await self.open_intake().submit(trajectories, prompt)
+        try:
+            return await self.open_intake().submit(trajectories, prompt)
+        except DataError as error:
+            raise type(error)(f"submit: {error}") from error.__cause__
 
     # -- what the facade asks --------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 
+from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import RewardConfig
 from asyncrl.data.store import Lease, owned
 from asyncrl.errors import DataError, LifecycleError
@@ -140,7 +141,7 @@ class Intake:
         members = self.check(trajectories)
         self._check_open()
         if (group_id := prompt.group_id) in self._came and group_id not in parts.book:
-            raise DataError(f"submit: group {group_id} was submitted before; a group is submitted once")
+            raise DataError(f"group {group_id} was submitted before; a group is submitted once")
         versions = [t.oldest_version for t in members if t.oldest_version >= 0]
         # None, where no token says its age: it counts as of the version that has room for it.
         oldest = min(versions) // parts.versions_per_turn if versions else None
@@ -156,11 +157,11 @@ class Intake:
             return False
         parts.book.open(ticket)
         try:
-            self._remember(group_id)
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
             await self._enter(parts.book.put(Group(ticket, prompt, members), leases), leased=bool(leases))
             self.scored += len(members)
+            self._remember(group_id)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await parts.book.end(group_id, "dropped", "was not handed on", release=False)
@@ -170,22 +171,23 @@ class Intake:
     def check(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
         """All members of one group, in order. Errors: DataError that names the member and the field."""
         size = len(trajectories)
+        for place, trajectory in enumerate(trajectories):
+            if trajectory.group_size != size:
+                raise DataError(
+                    f"group_size of trajectory {place} is {trajectory.group_size}, and {size} were given; a group is submitted "
+                    "as a whole"
+                )
         members = sorted(trajectories, key=lambda t: t.member)
-        found = [t.member for t in members]
-        if not size or found != list(range(size)) or any(t.group_size != size for t in members):
+        if not size or (found := [t.member for t in members]) != list(range(size)):
             raise DataError(
-                f"submit: the fields member are {found} and group_size {sorted({t.group_size for t in members})}; a group is "
-                f"submitted as a whole, with each of 0 to {max(size - 1, 0)} once"
+                f"the fields member are {found if size else []}; expected each of 0 to {max(size - 1, 0)} once"
             )
         for trajectory in members:
-            try:
-                check_trajectory(trajectory, self._parts.limits)
-                check_trains(trajectory)
-            except DataError as error:
-                raise DataError(f"submit: {error}") from None
+            check_trajectory(trajectory, self._parts.limits)
+            check_trains(trajectory)
             if trajectory.reward is None and not self._parts.scores:
                 raise DataError(
-                    f"submit: member {trajectory.member} came without a reward, and the run has no reward functions to score "
+                    f"member {trajectory.member} came without a reward, and the run has no reward functions to score "
                     "it (reward.functions); bring one for each member"
                 )
         return tuple(members)
@@ -214,7 +216,7 @@ class Intake:
     def _group_ended(self, group_ids: Sequence[int]) -> None:
         for group_id in group_ids:
             self._members.pop(group_id, None)
-        if not self._closed:
+        if not self._parts.book.over:
             _release(self._crowded)
             self._crowded.clear()
 
@@ -254,7 +256,7 @@ class Intake:
         if missing:
             first = missing[0]
             with recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(missing)):
-                async with anyio.create_task_group() as beside:
+                async with plain_task_group() as beside:
                     if self._reference.wanted and len(group.trajectories) == first.group_size:
                         beside.start_soon(self._reference.compute, group)
                     with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):

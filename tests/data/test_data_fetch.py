@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from asyncrl.data.batch_meta import BatchMeta
-from asyncrl.data.columns import Columns, Jagged
+from asyncrl.data.columns import Columns, Form, Jagged, join, keep, split
 from asyncrl.data.fetch import fetch, write_back
-from asyncrl.data.store import Store
 from asyncrl.distributed.replica import Coordinates, Layout, ReplicaGroup
 from asyncrl.errors import ConfigError, DataError, FetchFailed, LifecycleError
 
@@ -42,14 +41,37 @@ def siblings(size: int, work: Callable[[ReplicaGroup], T]) -> list[T | BaseExcep
         return list(pool.map(rank, range(size)))
 
 
-class Counting:
-    """A store that counts reads by thread, and fails on request."""
+class Table:
+    """A source and a sink: rows by column and id, as one process may hold them. Copies in and out."""
 
     def __init__(self) -> None:
-        self.store = Store()
-        self.store.register("p")
+        self.columns: dict[str, tuple[Form, dict[str, Any]]] = {}
+        self.puts = 0
+
+    def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta:
+        self.puts += 1
+        for name, column in columns.items():
+            form, rows = split(column, len(ids), name)
+            self.columns[name] = form, {row: keep(form, value) for row, value in zip(ids, rows, strict=True)}
+        return BatchMeta(partition, tuple(ids), tuple(self.columns))
+
+    def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
+        found: Columns = {}
+        for name in fields or meta.fields:
+            if name not in self.columns:
+                raise KeyError(f"column {name!r} of {meta.partition!r} is not there")
+            form, rows = self.columns[name]
+            found[name] = join(form, [rows[row] for row in meta.ids], name)
+        return found
+
+
+class Counting:
+    """A source that counts its reads by thread."""
+
+    def __init__(self) -> None:
+        self.table = Table()
         self.reads: Counter[str] = Counter()
-        self.meta = self.store.put(
+        self.meta = self.table.put(
             "p",
             ["a", "b", "c"],
             {
@@ -61,9 +83,9 @@ class Counting:
             },
         )
 
-    def get(self, meta: BatchMeta, fields: Any = None) -> Columns:
+    def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
         self.reads[threading.current_thread().name] += 1
-        return self.store.get(meta, fields)
+        return self.table.get(meta, fields)
 
 
 def same(a: Columns, b: Columns) -> bool:
@@ -80,7 +102,7 @@ def same(a: Columns, b: Columns) -> bool:
 
 def test_leader_broadcast_gives_what_independent_reads_give_and_reads_once() -> None:
     source = Counting()
-    expected = source.store.get(source.meta)
+    expected = source.table.get(source.meta)
 
     def together(group: ReplicaGroup) -> list[Columns]:
         return [
@@ -94,7 +116,7 @@ def test_leader_broadcast_gives_what_independent_reads_give_and_reads_once() -> 
     for result in results:
         assert isinstance(result, list), result
         assert same(result[0], expected) and same(result[1], expected)
-        assert same(result[2], source.store.get(source.meta.subset([2, 0]), ["reward", "text"]))
+        assert same(result[2], source.table.get(source.meta.subset([2, 0]), ["reward", "text"]))
     alone = siblings(3, lambda group: fetch(source, source.meta, group=group, policy="independent"))
     assert sum(source.reads.values()) == 6 and all(same(result, expected) for result in alone)  # type: ignore[arg-type]
 
@@ -105,7 +127,7 @@ def test_received_columns_are_ones_own() -> None:
     for result in results:
         assert isinstance(result, np.ndarray)
         result[0] = 99
-    assert source.store.get(source.meta, ["reward"])["reward"][0] == 0.5  # type: ignore[index]
+    assert source.table.get(source.meta, ["reward"])["reward"][0] == 0.5  # type: ignore[index]
 
 
 def test_an_error_of_the_leader_is_heard_by_everybody_and_the_group_goes_on() -> None:
@@ -119,7 +141,7 @@ def test_an_error_of_the_leader_is_heard_by_everybody_and_the_group_goes_on() ->
         return fetch(source, source.meta, group=group)
 
     for result in siblings(2, work):
-        assert isinstance(result, dict) and same(result, source.store.get(source.meta)), result
+        assert isinstance(result, dict) and same(result, source.table.get(source.meta)), result
 
 
 def test_siblings_that_ask_for_different_rows_are_told() -> None:
@@ -131,26 +153,28 @@ def test_siblings_that_ask_for_different_rows_are_told() -> None:
 
 def test_without_siblings_everybody_reads_and_leader_broadcast_is_refused() -> None:
     source = Counting()
-    assert same(fetch(source, source.meta), source.store.get(source.meta))
+    assert same(fetch(source, source.meta), source.table.get(source.meta))
     with pytest.raises(LifecycleError, match="leader_broadcast needs the replica's group"):
         fetch(source, source.meta, policy="leader_broadcast")
 
 
 RANK = """
 import sys, torch, torch.distributed as dist
+from asyncrl.data.batch_meta import BatchMeta
+from asyncrl.data.columns import Form, join
 from asyncrl.data.fetch import fetch
-from asyncrl.data.store import Store
 from asyncrl.distributed.replica import Layout
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-store = Store()
-store.register("p")
-meta = store.put("p", ["a", "b"], {"text": [f"of rank {rank}", None]})
+meta = BatchMeta("p", ("a", "b"), ("text",))
+class Source:
+    def get(self, meta, fields=None):
+        return {"text": join(Form.OBJECT, [f"of rank {rank}", None], "text")}
 assert Layout(dp=2).open_group(rank, torch.device("cpu")) is None
 group = Layout(tp=2).open_group(rank, torch.device("cpu"))
 assert group is not None and group.leads == (rank == 0)
-assert fetch(store, meta, group=group)["text"].tolist() == ["of rank 0", None]
-assert fetch(store, meta, group=group, policy="independent")["text"][0] == f"of rank {rank}"
+assert fetch(Source(), meta, group=group)["text"].tolist() == ["of rank 0", None]
+assert fetch(Source(), meta, group=group, policy="independent")["text"][0] == f"of rank {rank}"
 dist.destroy_process_group()
 print("done")
 """
@@ -187,17 +211,17 @@ def test_every_replica_has_one_writer_whatever_its_shape(layout: Layout) -> None
 
 def test_write_back_writes_once_and_tells_every_rank_the_new_fields() -> None:
     source, layout = Counting(), Layout(tp=2, pp=2)
-    before = source.store.statistics().operations["put"]
+    before = source.table.puts
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
-        sink = source.store if place.writes else None
+        sink = source.table if place.writes else None
         meta = write_back(sink, source.meta, {"old": np.arange(3.0)}, place)
         assert meta == source.meta.with_fields("old")
-    assert source.store.statistics().operations["put"] == before + 1
+    assert source.table.puts == before + 1
     for place in (Coordinates(), Coordinates(tp=1)):
         with pytest.raises(DataError, match="has 2 rows for 3 ids"):
-            write_back(source.store, source.meta, {"fine": np.arange(3), "short": np.arange(2)}, place)
-    assert "fine" not in source.store.meta("p").fields
+            write_back(source.table, source.meta, {"fine": np.arange(3), "short": np.arange(2)}, place)
+    assert "fine" not in source.table.columns
     with pytest.raises(LifecycleError, match="writes for its replica and has no store"):
         write_back(None, source.meta, {}, Coordinates())
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.data import packing
 from asyncrl.data.packing import pack_groups
+from asyncrl.data.store import OLD, REFERENCE
 from asyncrl.errors import DataError
 from asyncrl.types import FinishReason, Group, Microbatch, Prompt, Ticket, Trajectory
 
@@ -170,3 +178,111 @@ def test_errors_name_the_group() -> None:
         pack_groups([(Group(Ticket(3, 0, 2), group.prompt, (bad,)), [0.0])], 10)
     with pytest.raises(ValueError, match="at least 1"):
         pack_groups([], 0)
+
+
+# -- columns that were written -----------------------------------------------------------------------------------------
+
+
+def written(group: Group) -> dict[str, list[np.ndarray]]:
+    """Values that name the token they belong to, as the log-probs of `make_trajectory` do."""
+    names = [t.logprobs[t.mask] for t in group.trajectories]
+    return {OLD: [name - np.float32(0.25) for name in names], REFERENCE: [name + np.float32(0.5) for name in names]}
+
+
+def without(group: Group, masked: set[int]) -> Group:
+    """As groups are trained whose truncated members are masked as a whole, after their columns were written."""
+    members = tuple(replace(t, mask=np.zeros_like(t.mask)) if t.member in masked else t for t in group.trajectories)
+    return replace(group, trajectories=members)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(1, 60), st.data())
+def test_written_columns_land_at_their_tokens(groups: list, budget: int, data: st.DataObject) -> None:
+    chosen = st.sets(st.integers(0, 4))
+    trained = [(without(group, data.draw(chosen)), advantages) for group, advantages in groups]
+    columns = [written(group) for group, _ in groups]
+    plain = pack_groups(trained, budget)
+    packed = pack_groups(trained, budget, columns)
+    assert len(plain) == len(packed)
+    found = 0
+    for batch, other in zip(packed, plain, strict=True):
+        assert (batch.tokens == other.tokens).all() and (batch.target == other.target).all()
+        assert other.old_logprobs is None and other.reference_logprobs is None
+        if not batch.scored:
+            assert batch.old_logprobs is None and batch.reference_logprobs is None
+            continue
+        assert batch.old_logprobs is not None and batch.reference_logprobs is not None
+        assert batch.old_logprobs.dtype == batch.reference_logprobs.dtype == np.float32
+        assert (batch.old_logprobs == batch.sampler_logprobs - np.float32(0.25)).all()
+        assert (batch.reference_logprobs == batch.sampler_logprobs + np.float32(0.5)).all()
+        found += batch.scored
+    assert found == sum(int(t.mask.sum()) for group, _ in trained for t in group.trajectories)
+
+
+def test_a_column_is_there_where_every_scored_row_of_the_microbatch_has_it() -> None:
+    groups = [make_group(n, [1, 2], [([5] * 4, [True] * 4)] * 2) for n in range(2)]
+    silent = make_group(2, [1, 2], [([5] * 4, [False] * 4)])
+    first, second = written(groups[0][0]), {REFERENCE: written(groups[1][0])[REFERENCE]}
+    (batch,) = pack_groups([*groups, silent], 100, [first, second, {}])  # what is masked needs no column
+    assert batch.old_logprobs is None and batch.reference_logprobs is not None
+    assert batch.reference_logprobs.tolist() == (batch.sampler_logprobs + np.float32(0.5)).tolist()
+    one, other = pack_groups(groups, 8, [first, second])
+    assert one.old_logprobs is not None and other.old_logprobs is None
+    with pytest.raises(ValueError, match="shorter"):
+        pack_groups(groups, 100, [first])
+
+
+# -- a token is copied once --------------------------------------------------------------------------------------------
+
+ROWS, LENGTH, PROMPT = 16, 2_048, 32
+
+
+def allocations(work: Callable[[], Any]) -> tuple[Any, int, int, int]:
+    """What `work` returns; the most bytes that lay there at any time while the packing ran and were given up before it was
+    done; the bytes that are left; the most at any time. Looked at with each line of the packing that runs."""
+    seen = np.zeros((100_000, 2), np.int64)  # bytes now, most since the look before; itself not counted
+    looks = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != packing.__file__:
+            return None
+        nonlocal looks
+        seen[looks] = tracemalloc.get_traced_memory()
+        looks += 1
+        tracemalloc.reset_peak()
+        return trace
+
+    outer = sys.gettrace()
+    tracemalloc.start()
+    try:
+        start = tracemalloc.get_traced_memory()[0]
+        sys.settrace(trace)
+        try:
+            result = work()
+        finally:
+            sys.settrace(outer)
+        left = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    now, most = seen[:looks].T
+    lowest = np.minimum.accumulate(now[::-1])[::-1]  # from each look on
+    return result, int((most - lowest).max()), left, int(most.max()) - start
+
+
+def test_a_token_is_copied_once_on_its_way_into_the_microbatch() -> None:
+    """Beside what comes out lie the indices of the scored tokens, and at any time the temporaries of a row; never a column of
+    all rows, not even of the narrowest kind and in parts."""
+    completion, mask = [7] * (LENGTH - PROMPT), [True] * (LENGTH - PROMPT)
+    groups = [make_group(n, [n] * PROMPT, [(completion, mask)] * (ROWS // 2)) for n in range(2)]
+    columns = [written(group) for group, _ in groups]
+    pack_groups(groups, 1 << 20, columns)  # what numpy makes at its first use is made
+    (batch,), given_up, left, most = allocations(lambda: pack_groups(groups, 1 << 20, columns))
+    scored = ROWS * (LENGTH - PROMPT)
+    assert batch.scored == scored and batch.tokens.size == scored + 2 * PROMPT - ROWS
+
+    arrays = [getattr(batch, field.name) for field in fields(batch)]
+    out = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+    half_a_column, indices = 4 * scored // 2, 8 * scored
+    assert 8 * LENGTH < given_up < half_a_column
+    assert out <= left < out + half_a_column  # the arrays own what they hold, and nothing else stays
+    assert out + indices <= most < out + indices + 2 * half_a_column

@@ -247,7 +247,7 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
         ({"mask": np.array([False, False, False])}, {}, "member 0: mask trains no token"),
         ({"tokens": np.array([4, 5, -1], np.int32)}, {}, "member 0: tokens holds -1"),
         ({}, {Section.REWARDS: [math.inf]}, "member 0: reward is inf"),
-        ({}, {Section.REWARDS: [math.nan]}, "without rewards"),
+        ({}, {Section.REWARDS: [math.nan]}, "without a reward"),
         ({}, {Section.METADATA: [RAW["deep"]]}, "METADATA is no JSON"),
         ({}, {Section.METADATA: [RAW["nested"]]}, "member 0: texts or metadata are nested more than 64 levels"),
         ({}, {Section.METADATA: [RAW["surrogate"]]}, r"member 0: a text holds the lone surrogate U\+D800"),

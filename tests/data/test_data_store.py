@@ -1,0 +1,571 @@
+"""The store: what is ready and in which order, who owns which memory, and that nothing of a group is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncrl.data.store import (
+    ADVANTAGES,
+    OLD,
+    REFERENCE,
+    REWARDS,
+    TOKEN_DTYPES,
+    Rows,
+    Store,
+    StoreEvent,
+    nbytes,
+    owned,
+    store_metrics,
+)
+from asyncrl.errors import DataError, LifecycleError
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+
+A_TOKEN = 4 + 1 + 4 + 4 + 4  # bytes of its five columns
+
+
+class Counted:
+    """A lease that knows how often it was ended."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended = 0
+        self.error = error
+
+    def release(self) -> None:
+        self.ended += 1
+        if self.error is not None:
+            raise self.error
+
+
+def make_trajectory(group_id: int, member: int, size: int, length: int = 5, reward: float | None = None) -> Trajectory:
+    mask = np.arange(length) >= 2
+    return Trajectory(
+        group_id=group_id,
+        member=member,
+        group_size=size,
+        prompt_length=2,
+        tokens=np.arange(length, dtype=np.int32) + 100 * member,
+        mask=mask,
+        logprobs=np.where(mask, -1.5, 0).astype(np.float32),
+        sampled_logprobs=np.where(mask, -1.25, 0).astype(np.float32),
+        versions=np.where(mask, 3, -1).astype(np.int32),
+        temperature=1.0,
+        finish_reason=FinishReason.STOP,
+        reward=reward,
+    )
+
+
+def make_group(group_id: int, size: int = 2, length: int = 5) -> Group:
+    """Member m has `length` + m tokens."""
+    members = tuple(make_trajectory(group_id, member, size, length + member) for member in range(size))
+    return Group(Ticket(group_id, 0, 2), Prompt(group_id, np.arange(2, dtype=np.int32), ""), members)
+
+
+def rewarded(group: Group) -> Group:
+    return replace(group, trajectories=tuple(replace(t, reward=float(t.member)) for t in group.trajectories))
+
+
+def put_and_score(store: Store, *group_ids: int, leases: Sequence[Counted] = ()) -> None:
+    for group_id in group_ids:
+        store.score(rewarded(store.put(make_group(group_id), leases)))
+
+
+def ready(store: Store) -> list[int]:
+    return [ticket.group_id for ticket in store.ready()]
+
+
+def held(store: Store) -> tuple[int, int, int]:
+    found = store.statistics()
+    return found.rows, found.bytes, found.claimed
+
+
+def listening(**options: Any) -> tuple[Store, list[StoreEvent]]:
+    heard: list[StoreEvent] = []
+    return Store([heard.append], **options), heard
+
+
+def contents(rows: Rows) -> tuple[Any, ...]:
+    return rows.group, dict(rows.columns), rows.leases, rows.claimed
+
+
+# -- presence is readiness ---------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_ready_once_it_is_scored_and_in_that_order() -> None:
+    store = Store()
+    groups = {group_id: store.put(make_group(group_id)) for group_id in (5, 1, 3)}
+    assert ready(store) == [] and all(group_id in store for group_id in groups)
+    for group_id in (3, 5, 1):
+        store.score(rewarded(groups[group_id]))
+    assert ready(store) == [3, 5, 1]
+    assert [ticket.deadline for ticket in store.ready()] == [2, 2, 2]
+    store.score(rewarded(groups[3]))  # again: it keeps its place
+    store.write(5, ADVANTAGES, [0.5, 1.0])
+    assert ready(store) == [3, 5, 1]
+
+
+def test_every_required_column_has_to_be_there_whatever_comes_last() -> None:
+    store = Store(required=(REWARDS, REFERENCE))
+    a, b = store.put(make_group(1)), store.put(make_group(2))
+    column = [np.zeros(3, np.float32), np.zeros(4, np.float32)]
+    store.score(rewarded(a))
+    store.write(2, REFERENCE, column)
+    store.write(2, ADVANTAGES, [0.0, 0.0])  # nobody requires it
+    assert ready(store) == []
+    store.score(rewarded(b))
+    store.write(1, REFERENCE, column)
+    assert ready(store) == [2, 1]
+
+
+def test_scores_take_the_place_of_what_was_put() -> None:
+    store = Store()
+    put = store.put(make_group(1, size=3))
+    store.score(rewarded(put))
+    rows = store.rows(1)
+    assert rows.columns[REWARDS] == [0.0, 1.0, 2.0]
+    assert [t.reward for t in rows.group.trajectories] == [0.0, 1.0, 2.0]
+    unknown = replace(put, trajectories=tuple(replace(t, reward=None) for t in put.trajectories))
+    store.score(unknown)  # a reward that does not apply is a reward
+    assert store.rows(1).columns[REWARDS] == [None] * 3 and ready(store) == [1]
+
+
+def test_a_claim_is_exclusive() -> None:
+    store = Store()
+    put_and_score(store, 1, 2)
+    rows = store.claim(1)
+    assert (rows.group_id, rows.claimed, ready(store)) == (1, True, [2]) and 1 in store
+    for unclaimable in (1, 7):
+        with pytest.raises(KeyError, match=str(unclaimable)):
+            store.claim(unclaimable)
+    store.score(rewarded(rows.group))  # writing to a claimed group does not make it ready
+    store.write(1, ADVANTAGES, [0.5, 1.0])
+    assert ready(store) == [2] and store.rows(1) is rows
+    with pytest.raises(KeyError):
+        store.claim(1)
+    store.put(make_group(3))
+    with pytest.raises(KeyError):
+        store.claim(3)  # not scored
+    assert held(store)[2] == 2
+
+
+def test_an_aborted_step_gives_back_without_what_it_wrote_and_behind_the_others() -> None:
+    store = Store()
+    put_and_score(store, 1, 2, 3)
+    before = held(store)
+    rows = store.claim(1)
+    reference = [np.zeros(3, np.float32), np.zeros(4, np.float32)]
+    store.write(1, REFERENCE, reference)
+    with_reference = held(store)[1]
+    store.write(1, ADVANTAGES, np.array([0.5, 1.0]))
+    store.write(1, OLD, [np.zeros(3, np.float32), np.zeros(4, np.float32)])
+    assert held(store)[1] == with_reference + 16 + 28
+    store.unclaim(1)
+    assert ready(store) == [2, 3, 1] and not rows.claimed
+    assert set(rows.columns) == {REWARDS, REFERENCE}  # the tokens' alone: nothing can make it stale
+    assert held(store) == (before[0], with_reference, 0)
+    assert store.claim(1) is rows
+    with pytest.raises(KeyError, match="group 9 is not in the store"):
+        store.unclaim(9)
+
+
+# -- whose memory ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_caller_may_still_write_to_is_copied() -> None:
+    store, given_group = Store(), make_group(1)
+    put = store.put(given_group)
+    for brought, kept in zip(given_group.trajectories, put.trajectories, strict=True):
+        for name in TOKEN_DTYPES:
+            ours, theirs = getattr(kept, name), getattr(brought, name)
+            assert not np.shares_memory(ours, theirs) and (ours == theirs).all()
+            assert not ours.flags.writeable
+    given_group.trajectories[0].tokens[:] = -7
+    assert store.rows(1).group is put and put.trajectories[0].tokens.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_leased_rows_are_not_copied() -> None:
+    store, memory = Store(), make_group(1)
+    put = store.put(memory, [Counted()])
+    store.score(rewarded(put))
+    for lent, kept in zip(memory.trajectories, store.claim(1).group.trajectories, strict=True):
+        for name in TOKEN_DTYPES:
+            assert np.shares_memory(getattr(kept, name), getattr(lent, name))
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_dtypes_are_normalised_also_under_a_lease(leased: bool) -> None:
+    group = make_group(1, size=1)
+    wide = {"tokens": np.int64, "mask": np.uint8, "logprobs": np.float64, "sampled_logprobs": np.float16}
+    [member] = group.trajectories
+    odd = replace(member, **{name: getattr(member, name).astype(kind) for name, kind in wide.items()})
+    store = Store()
+    [kept] = store.put(replace(group, trajectories=(odd,)), [Counted()] if leased else ()).trajectories
+    for name, kind in TOKEN_DTYPES.items():
+        assert getattr(kept, name).dtype == kind
+        assert getattr(kept, name).tolist() == getattr(member, name).tolist()
+        assert np.shares_memory(getattr(kept, name), getattr(odd, name)) == (leased and name == "versions")
+    assert held(store) == (1, 5 * A_TOKEN, 0)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_arrays_that_somebody_else_brings_with_the_scores_are_copied(leased: bool) -> None:
+    """A hook may return a group of its own, keep it, and write to it later."""
+    store = Store()
+    put = store.put(make_group(1), [Counted()] if leased else ())
+    theirs = rewarded(owned(put))
+    store.score(theirs)
+    theirs.trajectories[1].tokens[:] = -7
+    mine = store.rows(1).group.trajectories[1]
+    assert mine.tokens.tolist() == put.trajectories[1].tokens.tolist() and mine.reward == 1.0
+    kept = [t.tokens for t in store.rows(1).group.trajectories]
+    store.score(rewarded(store.rows(1).group))  # the store's own are not copied again
+    assert all(a is t.tokens for a, t in zip(kept, store.rows(1).group.trajectories, strict=True))
+
+
+def test_owned_groups_outlive_the_lease() -> None:
+    memory = make_group(1)
+    mine = owned(memory)
+    for a, b in zip(mine.trajectories, memory.trajectories, strict=True):
+        for name in TOKEN_DTYPES:
+            assert not np.shares_memory(getattr(a, name), getattr(b, name))
+            assert getattr(a, name).tolist() == getattr(b, name).tolist()
+    assert (mine.ticket, mine.prompt) == (memory.ticket, memory.prompt)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_clear_ends_rows_columns_and_leases_exactly_once() -> None:
+    store, first, second = Store(), [Counted(), Counted()], [Counted()]
+    put_and_score(store, 1, leases=first)
+    put_and_score(store, 2, leases=second)
+    store.claim(1)
+    store.write(1, ADVANTAGES, [0.0, 1.0])
+    assert store.clear([1, 77, 1]) == 2
+    assert [lease.ended for lease in first] == [1, 1] and second[0].ended == 0
+    assert 1 not in store and ready(store) == [2] and held(store)[0] == 2
+    for gone in (store.rows, store.unclaim, store.claim):
+        with pytest.raises(KeyError):
+            gone(1)
+    assert store.clear([1]) == 0 and first[0].ended == 1
+    assert store.clear(iter([2])) == 2 and second[0].ended == 1  # ready, not claimed
+    assert held(store) == (0, 0, 0) and ready(store) == []
+    put_and_score(store, 1)  # a name that is free again
+    assert ready(store) == [1]
+
+
+def test_leases_of_what_nobody_trained_stay_their_owners() -> None:
+    store, lease = Store(), Counted()
+    put_and_score(store, 1, leases=[lease])
+    assert store.clear([1], release=False) == 2
+    assert lease.ended == 0 and held(store) == (0, 0, 0) and ready(store) == []
+
+
+def test_a_lease_that_cannot_be_ended_keeps_no_other_one() -> None:
+    store, heard = listening()
+    broken, others = Counted(OSError("gone")), [Counted(), Counted()]
+    put_and_score(store, 1, leases=[others[0], broken])
+    put_and_score(store, 2, leases=[others[1]])
+    with pytest.raises(OSError, match="gone"):
+        store.clear([1, 2])
+    assert [lease.ended for lease in others] == [1, 1] and broken.ended == 1
+    assert held(store) == (0, 0, 0) and ready(store) == []
+    assert (heard[-1].op, heard[-1].status, heard[-1].held_rows) == ("clear", "error", 0)
+
+
+def test_a_closed_store_holds_nothing_takes_nothing_and_ends_no_lease() -> None:
+    lease = Counted()
+    heard: list[StoreEvent] = []
+    with Store([heard.append]) as store:
+        put_and_score(store, 1, 2, leases=[lease])
+    size = 2 * (11 * A_TOKEN + 16)
+    assert (heard[-1].op, heard[-1].rows, heard[-1].bytes) == ("close", 4, size)
+    assert (heard[-1].held_rows, heard[-1].held_bytes) == (0, 0)
+    count = len(heard)
+    store.close()  # twice is fine
+    assert held(store) == (0, 0, 0) and ready(store) == [] and 1 not in store and lease.ended == 0
+    for operation in (
+        lambda: store.put(make_group(3)),
+        lambda: store.score(make_group(1)),
+        lambda: store.write(1, ADVANTAGES, [0, 0]),
+        lambda: store.claim(1),
+        lambda: store.unclaim(1),
+    ):
+        with pytest.raises(LifecycleError, match="the store is closed"):
+            operation()
+    assert store.clear([1]) == 0 and len(heard) == count
+
+
+# -- what fails changes nothing ----------------------------------------------------------------------------------------
+
+
+def shorter(group: Group) -> Group:
+    return replace(group, trajectories=group.trajectories[:1])
+
+
+def torn(group: Group, column: str = "versions") -> Group:
+    """The last member's column is one shorter than its tokens."""
+    *rest, last = group.trajectories
+    return replace(group, trajectories=(*rest, replace(last, **{column: getattr(last, column)[:-1]})))
+
+
+FAILURES: dict[str, tuple[Any, type[Exception], str]] = {
+    "put: is here": (lambda s: s.put(make_group(1)), DataError, "group 1 is in the store already"),
+    "put: is here, leased": (lambda s: s.put(make_group(1), [Counted()]), DataError, "in the store already"),
+    **{
+        f"put: {name}": (
+            lambda s, n=name: s.put(torn(make_group(4), n)),
+            DataError,
+            f"group 4, member 1: {name} has sh",
+        )
+        for name in TOKEN_DTYPES
+        if name != "tokens"
+    },
+    "put: tokens": (lambda s: s.put(torn(make_group(4), "tokens")), DataError, "group 4, member 1: mask has shape"),
+    "put: leased": (lambda s: s.put(torn(make_group(4)), [Counted()]), DataError, "versions has shape"),
+    "score: not here": (lambda s: s.score(make_group(4)), KeyError, "group 4 is not in the store"),
+    "score: fewer": (lambda s: s.score(shorter(make_group(1))), DataError, "another number of members"),
+    "score: torn": (lambda s: s.score(torn(make_group(1))), DataError, "versions has shape"),
+    "write: not here": (lambda s: s.write(4, OLD, [0, 0]), KeyError, "group 4 is not in the store"),
+    "write: count": (lambda s: s.write(1, OLD, [0.0]), DataError, "group 1: 1 values of old_logprobs for 2 members"),
+    "claim: claimed": (lambda s: s.claim(2), KeyError, "2"),
+    "unclaim: not here": (lambda s: s.unclaim(4), KeyError, "group 4 is not in the store"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_fails_changes_nothing_and_is_told(name: str) -> None:
+    operation, kind, message = FAILURES[name]
+    store, heard = listening()
+    put_and_score(store, 1, 2)
+    store.write(1, REFERENCE, [np.zeros(3, np.float32), np.zeros(4, np.float32)])
+    store.claim(2)
+    before = {group_id: contents(store.rows(group_id)) for group_id in (1, 2)}
+    books, count = (held(store), ready(store)), len(heard)
+    with pytest.raises(kind, match=message):
+        operation(store)
+    assert (held(store), ready(store)) == books and 4 not in store
+    assert {group_id: contents(store.rows(group_id)) for group_id in (1, 2)} == before
+    [event] = heard[count:]
+    assert (event.op, event.status, event.rows, event.bytes) == (name.split(":")[0], "error", 0, 0)
+    assert (event.held_rows, event.held_bytes) == books[0][:2]
+
+
+# -- observers ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_event_an_operation_with_what_it_touched_and_what_is_held() -> None:
+    ticks = iter(range(100))
+    store, heard = listening(clock=lambda: float(next(ticks)))
+    size = 11 * A_TOKEN  # 5 + 6 tokens
+    put = store.put(make_group(1))
+    store.score(rewarded(put))
+    store.put(make_group(2))
+    store.claim(1)
+    store.write(1, ADVANTAGES, np.array([0.5, 1.0]))
+    store.unclaim(1)
+    store.clear([7])  # nothing happened
+    store.clear([1, 2])
+    store.put(make_group(3))
+    store.clear([3])
+    store.close()
+    seen = [(e.op, e.group_id, e.rows, e.bytes, e.held_rows, e.held_bytes) for e in heard]
+    assert seen == [
+        ("put", 1, 2, size, 2, size),
+        ("score", 1, 2, size + 16, 2, size + 16),
+        ("put", 2, 2, size, 4, 2 * size + 16),
+        ("claim", 1, 2, size + 16, 4, 2 * size + 16),
+        ("write", 1, 2, size + 32, 4, 2 * size + 32),
+        ("unclaim", 1, 2, size + 16, 4, 2 * size + 16),
+        ("clear", -1, 4, 2 * size + 16, 0, 0),
+        ("put", 3, 2, size, 2, size),
+        ("clear", 3, 2, size, 0, 0),
+        ("close", -1, 0, 0, 0, 0),
+    ]
+    assert all(event.status == "ok" and event.seconds == 1.0 for event in heard)
+    assert nbytes(put.trajectories[0]) == 5 * A_TOKEN
+
+
+def test_observers_that_fail_are_counted_and_break_nothing() -> None:
+    heard: list[str] = []
+
+    def broken(event: StoreEvent) -> None:
+        raise ValueError(f"no eyes for {event.op}")
+
+    store = Store([broken, lambda event: heard.append(event.op), broken])
+    put_and_score(store, 1)
+    store.claim(1)
+    with pytest.raises(DataError, match="already"):  # the operation's own error, not the observer's
+        store.put(make_group(1))
+    store.clear([1])
+    found = store.statistics()
+    assert heard == ["put", "score", "claim", "put", "clear"] and held(store) == (0, 0, 0)
+    assert (found.observer_failures, found.observer_failure) == (10, "ValueError: no eyes for clear")
+
+
+def test_operations_become_metrics_of_the_step() -> None:
+    recorder = Recorder(lambda: 0.0, max_events=0, nvtx=False)
+    store = Store([store_metrics(recorder)], clock=lambda: 0.0)
+    put_and_score(store, 1, 2)
+    with pytest.raises(DataError):
+        store.put(make_group(1))
+    store.clear([1])
+    metrics = recorder.drain()
+    assert metrics["store/put_error"] == 1 and "store/score_error" not in metrics
+    assert metrics["store/bytes"] == 2 * (11 * A_TOKEN + 16)  # the most of the step
+
+
+# -- whatever the order ------------------------------------------------------------------------------------------------
+
+IDS = st.integers(0, 4)
+
+
+class Operations(RuleBasedStateMachine):
+    """Any operations in any order, beside a model of what is held: plain dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store, self.heard = listening(required=(REWARDS, REFERENCE))
+        self.columns: dict[int, dict[str, int]] = {}  # of each group that is here, with their bytes
+        self.sizes: dict[int, tuple[int, int]] = {}  # rows, bytes of the tokens
+        self.order: list[int] = []
+        self.claimed: set[int] = set()
+        self.leases: dict[int, list[Counted]] = {}
+        self.owed: list[tuple[Counted, int]] = []  # of groups that are gone: how often they were to be ended
+        self.operations = 0
+
+    def told(self, status: str) -> None:
+        self.operations += 1
+        assert self.heard[-1].status == status
+
+    def look(self, group_id: int) -> None:
+        found = self.columns[group_id]
+        if {REWARDS, REFERENCE} <= found.keys() and group_id not in self.claimed and group_id not in self.order:
+            self.order.append(group_id)
+
+    @rule(group_id=IDS, size=st.integers(1, 3), length=st.integers(2, 6), leases=st.integers(0, 2))
+    def put(self, group_id: int, size: int, length: int, leases: int) -> None:
+        made, group = [Counted() for _ in range(leases)], make_group(group_id, size, length)
+        if group_id in self.columns:
+            with pytest.raises(DataError):
+                self.store.put(group, made)
+            assert all(lease.ended == 0 for lease in made)
+            return self.told("error")
+        put = self.store.put(group, made)
+        shared = [
+            np.shares_memory(a.tokens, b.tokens) for a, b in zip(put.trajectories, group.trajectories, strict=True)
+        ]
+        assert shared == [leases > 0] * size
+        self.columns[group_id], self.leases[group_id] = {}, made
+        self.sizes[group_id] = size, A_TOKEN * sum(length + member for member in range(size))
+        return self.told("ok")
+
+    @rule(group_id=IDS, torn_one=st.booleans())
+    def score(self, group_id: int, torn_one: bool) -> None:
+        if group_id not in self.columns:
+            with pytest.raises(KeyError):
+                self.store.score(make_group(group_id))
+            return self.told("error")
+        group = self.store.rows(group_id).group
+        if torn_one:
+            with pytest.raises(DataError):
+                self.store.score(torn(group))
+            return self.told("error")
+        self.store.score(rewarded(group))
+        self.columns[group_id][REWARDS] = 8 * len(group.trajectories)
+        self.look(group_id)
+        return self.told("ok")
+
+    @rule(group_id=IDS, column=st.sampled_from([ADVANTAGES, REFERENCE, OLD]), width=st.integers(0, 9))
+    def write(self, group_id: int, column: str, width: int) -> None:
+        rows = self.sizes.get(group_id, (2, 0))[0]
+        values = np.zeros(rows) if column == ADVANTAGES else [np.zeros(width, np.float32)] * rows
+        if group_id not in self.columns:
+            with pytest.raises(KeyError):
+                self.store.write(group_id, column, values)
+            return self.told("error")
+        self.store.write(group_id, column, values)
+        self.columns[group_id][column] = 8 * rows if column == ADVANTAGES else 4 * width * rows
+        self.look(group_id)
+        return self.told("ok")
+
+    @rule(group_id=IDS)
+    def claim(self, group_id: int) -> None:
+        if group_id not in self.order:
+            with pytest.raises(KeyError):
+                self.store.claim(group_id)
+            return self.told("error")
+        assert self.store.claim(group_id).group_id == group_id
+        self.order.remove(group_id)
+        self.claimed.add(group_id)
+        return self.told("ok")
+
+    @precondition(lambda self: self.claimed)
+    @rule(data=st.data())
+    def unclaim(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.claimed)))
+        self.store.unclaim(group_id)
+        self.claimed.remove(group_id)
+        for column in (ADVANTAGES, OLD):
+            self.columns[group_id].pop(column, None)
+        self.look(group_id)
+        self.told("ok")
+
+    @rule(group_ids=st.lists(IDS, max_size=4), release=st.booleans())
+    def clear(self, group_ids: list[int], release: bool) -> None:
+        here = [group_id for group_id in dict.fromkeys(group_ids) if group_id in self.columns]
+        assert self.store.clear(group_ids, release=release) == sum(self.sizes[group_id][0] for group_id in here)
+        for group_id in here:
+            self.owed += [(lease, int(release)) for lease in self.leases.pop(group_id)]
+            del self.columns[group_id], self.sizes[group_id]
+            self.claimed.discard(group_id)
+        self.order = [group_id for group_id in self.order if group_id not in here]
+        if here:
+            self.told("ok")
+
+    @invariant()
+    def agrees(self) -> None:
+        rows = sum(count for count, _ in self.sizes.values())
+        size = sum(size for _, size in self.sizes.values()) + sum(sum(c.values()) for c in self.columns.values())
+        claimed = sum(self.sizes[group_id][0] for group_id in self.claimed)
+        assert held(self.store) == (rows, size, claimed)
+        assert ready(self.store) == self.order
+        assert all((group_id in self.store) == (group_id in self.columns) for group_id in range(5))
+        assert all(set(self.store.rows(g).columns) == set(found) for g, found in self.columns.items())
+        assert all(lease.ended == 0 for leases in self.leases.values() for lease in leases)
+        assert all(lease.ended == times for lease, times in self.owed)
+        assert len(self.heard) == self.operations
+        if self.heard:
+            assert (self.heard[-1].held_rows, self.heard[-1].held_bytes) == (rows, size)
+
+    def teardown(self) -> None:
+        self.clear(list(range(5)), True)
+        assert held(self.store) == (0, 0, 0) and ready(self.store) == []
+
+
+Operations.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder = Operations.TestCase
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(6)), st.permutations(range(6)), st.integers(0, 6))
+def test_ready_order_is_the_order_of_the_scores_with_the_given_back_behind(
+    put: list[int], scored: list[int], claims: int
+) -> None:
+    store = Store()
+    groups = {group_id: store.put(make_group(group_id)) for group_id in put}
+    for group_id in scored:
+        store.score(rewarded(groups[group_id]))
+    for group_id in scored[:claims]:
+        store.claim(group_id)
+    for group_id in sorted(scored[:claims]):
+        store.unclaim(group_id)
+    assert ready(store) == [*scored[claims:], *sorted(scored[:claims])]
