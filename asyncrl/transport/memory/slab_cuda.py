@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import OutOfMemory, PlatformError
-from .slab import DeviceMemory
+from .device_memory import DeviceMemory
 
 _DESCRIPTION = struct.Struct("<64s64sQ")  # the device's UUID as text, the IPC handle of the allocation, the owner's pid
 _OUT_OF_MEMORY = 2

@@ -41,8 +41,9 @@ import numpy as np
 import torch
 
 from .. import rendezvous
+from ..memory.device_memory import FENCE_BYTES, DeviceMemory
 from ..memory.handles import Handle, dtype_name
-from ..memory.slab import FENCE_BYTES, DeviceMemory, Slab, SlabLease, torch_dtype
+from ..memory.slab import Slab, SlabLease, torch_dtype
 from .queue import wait_in
 from .tensor_receive import Inbox, Received, TensorReceiver, attach
 from .tensor_send import Outbox, TensorSender, serve
