@@ -116,10 +116,10 @@ async def _run(config: Config) -> int:
     with scope:
         try:
             # The ring closes last: a step that is committed while the run is being stopped still releases its records.
-            async with _ring(config) as ring, runtime:
+            async with open_ring(config) as ring, runtime:
                 runtime.announce()
                 if ring is not None:
-                    runtime.start("door", _open_doors, runtime, ring)
+                    runtime.start("door", open_doors, runtime, ring)
                 summary = await runtime.run()
         except RankLost:
             if not stopped:
@@ -130,7 +130,7 @@ async def _run(config: Config) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _ring(config: Config) -> AsyncIterator[RecordRing | None]:
+async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
     """What producers attach to, where `door.ring` is set. However the run ends, it says what is left for the next one."""
     from asyncrl.runtime.door import ring_of
 
@@ -149,7 +149,7 @@ async def _ring(config: Config) -> AsyncIterator[RecordRing | None]:
                 )
 
 
-async def _open_doors(runtime: Runtime, ring: RecordRing) -> None:
+async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
     """Feed the run from `door.ring`, and over HTTP where `door.http_port` says so, until the training ends.
 
     Every rank has a ring of its own. The first rank of a machine listens, and spreads what comes over the rings there.

@@ -1,9 +1,11 @@
-"""Checks the house: imports point down, files and functions keep their size, no torch on the lower floors.
+"""Checks the house: imports point down and run in no circle, files and functions keep their size, private names stay private.
 
     python tools/check_layers.py            # exit 1 and a list of complaints, or one line that says all is well
+    python tools/check_layers.py DIRECTORY  # the same for another checkout
 
-Floors are those of the README's architecture drawing. Two rooms on one floor may not import each other. Exceptions are
-listed below, each with its reason.
+Floors are those of the README's architecture drawing. Two rooms on one floor may not import each other, and inside a room
+neither two files nor two folders may, by however many steps; imports that are deferred or for type checkers count too. The
+lower floors import no torch. Exceptions are listed below, each with its reason.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "asyncrl"
+from house import PACKAGE, ROOT, Module, python_files, statements, target
 
 FLOORS: dict[str, int] = {
     "types": 0, "ports": 0, "errors": 0, "builds": 0, "config": 0, "records": 0,
@@ -52,83 +53,160 @@ TORCH_FREE = {
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_TEST_FILE_LINES = 650  # a test file is a list: it is read entry by entry
+# Of arguments besides self, cls and an autograd function's ctx; and of options, which are keywords that may be left out.
+MAX_ARGUMENTS = 7
 # path or path:function -> reason
 SIZE_EXCEPTIONS: dict[str, str] = {
     "tests/algorithms/test_algorithms_trl_oracle.py:stand_in": "every attribute that TRL's own code reads, one a line",
 }
-
-
-def imports(tree: ast.AST, room_path: list[str]) -> Iterator[tuple[str, int, bool]]:
-    """(dotted module, line, at run time) for every import; relative ones are made absolute."""
-    guarded: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            guarded.update(child for statement in node.body for child in ast.walk(statement))
-    deferred = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        loaded = node not in guarded and node not in deferred
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno, loaded) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = room_path[: len(room_path) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            if module == "asyncrl":
-                yield from ((f"asyncrl.{alias.name}", node.lineno, loaded) for alias in node.names)
-            else:
-                yield module, node.lineno, loaded
-
-
-def check_file(path: Path) -> Iterator[str]:
-    relative = path.relative_to(ROOT)
-    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    room = parts[0]
-    text = path.read_text()
-    tree = ast.parse(text)
-    if room != "__init__" and room not in FLOORS:
-        yield f"{relative}: {room!r} has no floor; add it to FLOORS and to the README's drawing"
-        return
-    package = ["asyncrl", *parts[:-1]]
-    for module, line, at_run_time in imports(tree, package):
-        names = module.split(".")
-        if names[0] == "torch" and at_run_time and room in TORCH_FREE:
-            yield f"{relative}:{line}: {room} imports torch; it must work without"
-        if names[0] != "asyncrl" or len(names) < 2 or room == "__init__":
-            continue
-        other = names[1]
-        if other == room or other not in FLOORS:
-            continue
-        if FLOORS[other] > FLOORS[room]:
-            yield f"{relative}:{line}: {room} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]}): imports point down"
-        elif FLOORS[other] == FLOORS[room] and other not in SAME_FLOOR.get(room, set()):
-            yield f"{relative}:{line}: {room} imports {other} on its own floor; go through asyncrl.ports"
-    yield from check_sizes(path, relative, text, tree)
-
-
-def check_sizes(path: Path, relative: Path, text: str, tree: ast.AST) -> Iterator[str]:
-    lines = text.count("\n")
-    most = MAX_TEST_FILE_LINES if relative.parts[0] == "tests" else MAX_FILE_LINES
-    if lines > most and str(relative) not in SIZE_EXCEPTIONS:
-        yield f"{relative}: {lines} lines; at most {most}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES and f"{relative}:{node.name}" not in SIZE_EXCEPTIONS:
-                yield f"{relative}:{node.lineno}: {node.name} has {length} lines; at most {MAX_FUNCTION_LINES}"
+# the same; more arguments than MAX_ARGUMENTS
+ARGUMENT_EXCEPTIONS: dict[str, str] = {
+    "asyncrl/data/stash.py:Stash.__init__": "what each door's stash is told; it goes when all doors share one",
+    "asyncrl/models/attention/interface.py:_attention": "the signature that transformers calls",
+    "asyncrl/models/head/logprobs.py:token_logprobs": "a function of tensors: its options are buffers and bounds, by name",
+    "asyncrl/models/head/triton_kernels.py:gradient_kernel": "a kernel is told each pointer and stride by itself",
+}
+# path:name -> reason
+PRIVATE_EXCEPTIONS: dict[str, str] = {
+    "asyncrl/records/native.py:_native": "the C extension, which nobody else may import",
+}
+# folder -> reason
+CIRCLE_EXCEPTIONS: dict[str, str] = {
+    "asyncrl/cli/bench": "its parent processes and their children name each other",
+}
 
 
 def main() -> int:
-    files = sorted(PACKAGE.rglob("*.py"))
-    complaints = [complaint for path in files for complaint in check_file(path)]
-    for path in sorted((ROOT / "tests").rglob("*.py")) + sorted((ROOT / "tools").glob("*.py")):
-        text = path.read_text()
-        complaints += check_sizes(path, path.relative_to(ROOT), text, ast.parse(text))
-    print("\n".join(complaints) if complaints else f"{len(files)} files: imports point down, sizes are kept")
+    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
+    house, around = python_files(root, PACKAGE), python_files(root, "tests", "tools", "examples")
+    complaints = [complaint for module in house for complaint in check_floors(module)]
+    complaints += check_circles(house)
+    for module in house + around:
+        complaints += check_sizes(module)
+        complaints += check_private(module)
+    for module in house:
+        complaints += check_arguments(module)
+    print("\n".join(complaints) if complaints else f"{len(house)} files: imports point down, sizes are kept")
     return 1 if complaints else 0
+
+
+def check_floors(module: Module) -> Iterator[str]:
+    where, room = module.relative, module.relative.with_suffix("").parts[1]
+    if room == "__init__":
+        return
+    if room not in FLOORS:
+        yield f"{where}: {room!r} has no floor; add it to FLOORS and to the README's drawing"
+        return
+    for dotted, line, at_run_time in sorted({(each.dotted, each.line, each.at_run_time) for each in module.imports}):
+        names = dotted.split(".")
+        if names[0] == "torch" and at_run_time and room in TORCH_FREE:
+            yield f"{where}:{line}: {room} imports torch; it must work without"
+        other = names[1] if names[0] == PACKAGE and len(names) > 1 else room
+        if other == room or other not in FLOORS:
+            continue
+        if FLOORS[other] > FLOORS[room]:
+            yield f"{where}:{line}: {room} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]}): imports point down"
+        elif FLOORS[other] == FLOORS[room] and other not in SAME_FLOOR.get(room, set()):
+            yield f"{where}:{line}: {room} imports {other} on its own floor; go through asyncrl.ports"
+
+
+def check_circles(house: list[Module]) -> Iterator[str]:
+    """In no folder may two of its files and folders reach each other.
+
+    The package's own front is left out: it names what stands on every floor, and loads none of it.
+    """
+    known = {module.name: module for module in house if module.name != PACKAGE}
+    folders: dict[str, dict[str, dict[str, str]]] = {}  # folder -> importer -> imported -> where
+    for module in known.values():
+        for each in module.imports:
+            other = target(each, known)
+            if other is None or other == module.name:
+                continue
+            ours, theirs = _parts(module), _parts(known[other])
+            shared = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+            edges = folders.setdefault("/".join(ours[:shared]), {})
+            edges.setdefault(ours[shared], {}).setdefault(theirs[shared], f"{module.relative}:{each.line}")
+    for folder, edges in sorted(folders.items()):
+        for circle in circles(edges) if folder not in CIRCLE_EXCEPTIONS else []:
+            steps = [f"{a} imports {b} ({edges[a][b]})" for a, b in zip(circle, [*circle[1:], circle[0]], strict=True)]
+            yield f"{folder}: a circle of imports: {', '.join(steps)}"
+
+
+def _parts(module: Module) -> tuple[str, ...]:
+    return module.relative.with_suffix("").parts
+
+
+def circles(edges: dict[str, dict[str, str]]) -> Iterator[list[str]]:
+    """One shortest circle through each node that lies on one and on none of those before."""
+    seen: set[str] = set()
+    for start in sorted(edges):
+        paths = [[start]]
+        visited: set[str] = set()
+        while paths and start not in seen:
+            path = paths.pop(0)
+            for other in sorted(edges.get(path[-1], {})):
+                if other == start:
+                    yield path
+                    seen.update(path)
+                    break
+                if other not in visited:
+                    visited.add(other)
+                    paths.append([*path, other])
+
+
+def check_sizes(module: Module) -> Iterator[str]:
+    where, lines = module.relative, module.text.count("\n")
+    most = MAX_TEST_FILE_LINES if where.parts[0] == "tests" else MAX_FILE_LINES
+    if lines > most and str(where) not in SIZE_EXCEPTIONS:
+        yield f"{where}: {lines} lines; at most {most}"
+    for _, node in functions(module.tree):
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length > MAX_FUNCTION_LINES and f"{where}:{node.name}" not in SIZE_EXCEPTIONS:
+            yield f"{where}:{node.lineno}: {node.name} has {length} lines; at most {MAX_FUNCTION_LINES}"
+
+
+def check_arguments(module: Module) -> Iterator[str]:
+    where = module.relative
+    for owner, function in functions(module.tree):
+        given = function.args
+        names = [each.arg for each in [*given.posonlyargs, *given.args]]
+        options = sum(default is not None for default in given.kw_defaults)
+        count = len(names) - (names[:1] in (["self"], ["cls"], ["ctx"])) + len(given.kwonlyargs) - options
+        name = f"{owner}.{function.name}" if owner else function.name
+        if f"{where}:{name}" in ARGUMENT_EXCEPTIONS:
+            continue
+        if count > MAX_ARGUMENTS:
+            yield f"{where}:{function.lineno}: {name} has {count} arguments; at most {MAX_ARGUMENTS}"
+        if options > MAX_ARGUMENTS:
+            yield f"{where}:{function.lineno}: {name} has {options} options; at most {MAX_ARGUMENTS}"
+
+
+def functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Each function with the class that it is a method of, or an empty text."""
+    for node in statements(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield owner, node
+            yield from functions(node)
+        else:
+            yield from functions(node, node.name if isinstance(node, ast.ClassDef) else owner)
+
+
+def check_private(module: Module) -> Iterator[str]:
+    """Names with an underscore in front are not imported, and in the package not read off a module that was imported."""
+    modules = {each.bound for each in module.imports if each.module.split(".")[0] == PACKAGE}
+    for each in module.imports:
+        name = each.name or ""
+        if each.bound in modules and _hidden(name) and f"{module.relative}:{name}" not in PRIVATE_EXCEPTIONS:
+            yield f"{module.relative}:{each.line}: {name} is private to {each.module}"
+    for node in ast.walk(module.tree) if module.relative.parts[0] == PACKAGE else []:
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _hidden(node.attr)):
+            continue
+        if node.value.id in modules and node.value.id.islower():
+            yield f"{module.relative}:{node.lineno}: {node.value.id}.{node.attr} is private to another module"
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 from ..records.write import Plan, plan
 from ..transport.rings.producer import AsyncProducer, Producer
 from ..transport.rings.producer_core import ProducerStatistics
-from .scored import Scored, group_draft
+from .scored import Scored, Sender, group_draft
 
 
 class _Numbering:
@@ -37,10 +37,8 @@ class _Numbering:
         metadata: Mapping[str, Any] | None,
     ) -> Plan:
         version = self.policy_version if policy_version is None else policy_version
-        draft = group_draft(
-            group, scored, members=members, group_size=group_size, epoch=self.epoch, policy_version=version,
-            producer=self._producer.identity, metadata=metadata,
-        )  # fmt: skip
+        sender = Sender(self.epoch, version, self._producer.identity)
+        draft = group_draft(group, scored, sender, members=members, group_size=group_size, metadata=metadata)
         return plan(draft)
 
 

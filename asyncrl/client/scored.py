@@ -55,16 +55,23 @@ class Scored:
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Scored))
 
 
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Whose group it is, and which weights it says its tokens come from."""
+
+    epoch: int
+    policy_version: int
+    producer: bytes = bytes(16)
+
+
 def group_draft(
     group: int,
     scored: Sequence[Scored | Mapping[str, Any]],
+    sender: Sender,
     *,
-    members: Sequence[int] | None,
-    group_size: int | None,
-    epoch: int,
-    policy_version: int,
-    producer: bytes,
-    metadata: Mapping[str, Any] | None,
+    members: Sequence[int] | None = None,
+    group_size: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Draft:
     """The record of these members. Errors: RecordError that names the member and what is wrong with it."""
     rows = [_scored(position, given) for position, given in enumerate(scored)]
@@ -93,7 +100,7 @@ def group_draft(
     if metadata is not None:
         sections[Section.GROUP_METADATA] = json_bytes(dict(metadata), "group metadata")
     size = len(rows) if group_size is None else group_size
-    return Draft(group, numbers, size, sections, epoch, policy_version, producer)
+    return Draft(group, numbers, size, sections, sender.epoch, sender.policy_version, sender.producer)
 
 
 def _scored(position: int, given: Scored | Mapping[str, Any]) -> Scored:

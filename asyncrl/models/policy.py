@@ -51,6 +51,7 @@ class PolicyModel:
         self,
         module: PreTrainedModel,
         dtype: str = "float32",
+        *,
         version: int = 0,
         lora: LoraConfig | None = None,
         seed: int = 0,

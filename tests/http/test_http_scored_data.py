@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.client.scored import group_draft
+from asyncrl.client.scored import Sender, group_draft
 from asyncrl.errors import DataError
 from asyncrl.http.scored_data import read_group
 from asyncrl.records.check import Limits
@@ -37,9 +37,7 @@ def group(**changes: Any) -> dict[str, Any]:
 def trajectories(item: dict[str, Any], version: int = 3) -> list[Trajectory]:
     """By the very way that a group goes: client's record, bytes, the door's trajectories."""
     scored = read_group(item, LIMITS, version).scored
-    draft = group_draft(
-        5, scored, members=None, group_size=None, epoch=1, policy_version=version, producer=bytes(16), metadata=None
-    )
+    draft = group_draft(5, scored, Sender(epoch=1, policy_version=version))
     return trajectories_of(read(plan(draft).to_bytes()))
 
 

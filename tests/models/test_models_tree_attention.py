@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncrl.models.attention.rows import _share_out
+from asyncrl.models.attention.rows import share_out
 from asyncrl.models.attention.tree import TreePlan
 
 TREES = {
@@ -133,7 +133,7 @@ def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pyt
 
 def test_padding_of_rows_is_bounded() -> None:
     rows = [(0, 6, 6 + 40 * i, 1 + (7 * i) % 40) for i in range(40)]
-    bins = _share_out(rows, heads=4)
+    bins = share_out(rows, heads=4)
     assert sorted(row for members in bins for row in members) == rows
     assert len(bins) < 16
     for members in bins:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from asyncrl import Runtime, load_config
-from asyncrl.main import _open_doors, _ring
+from asyncrl.main import open_doors, open_ring
 
 
 async def main() -> None:
@@ -18,11 +18,11 @@ async def main() -> None:
     rows: list[list[tuple[float | None, int, int]]] = []  # by step: reward, completion and sampled tokens
     metrics: list[dict[str, float]] = []
     config = load_config([sys.argv[1]], sys.argv[2:])
-    async with _ring(config) as ring, Runtime(config) as runtime:
+    async with open_ring(config) as ring, Runtime(config) as runtime:
         steps = runtime.steps()
         if ring is not None:
             runtime.announce()
-            runtime.start("door", _open_doors, runtime, ring)
+            runtime.start("door", open_doors, runtime, ring)
         summary = await runtime.run()
         async for report in steps:
             groups.append([group.group_id for group in report.groups])

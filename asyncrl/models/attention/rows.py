@@ -48,7 +48,7 @@ class RowAttention:
     def __init__(self, rows: list[Row], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
         bare, prefixed = ([row for row in rows if bool(row[1]) is has] for has in (False, True))
-        self._bins = [_make_bin(members, dtype) for part in (bare, prefixed) for members in _share_out(part, heads)]
+        self._bins = [_make_bin(members, dtype) for part in (bare, prefixed) for members in share_out(part, heads)]
         self._scores = sum(own.scores for own in self._bins)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def _weights(q: Tensor, k: Tensor, own: _Bin, scaling: float, out: Tensor) -> No
     out.copy_(torch.softmax(scores, -1))
 
 
-def _share_out(rows: list[Row], heads: int) -> list[list[Row]]:
+def share_out(rows: list[Row], heads: int) -> list[list[Row]]:
     """Sort by length, then cut where padding would pass `_PADDING` or the scores `_BIN_BYTES`."""
     bins: list[list[Row]] = []
     real = context = 0
