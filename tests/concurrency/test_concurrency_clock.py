@@ -7,8 +7,8 @@ import time
 
 import anyio
 import pytest
+from virtual_time import VirtualTimeLoop, run_virtual
 
-from asyncrl.concurrency.clock import VirtualTimeLoop, run_virtual
 from asyncrl.errors import StallError
 
 

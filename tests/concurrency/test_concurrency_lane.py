@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable
 import anyio
 import pytest
 import uvloop
+from virtual_time import run_virtual
 
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
 from asyncrl.errors import LifecycleError
 from asyncrl.telemetry.recorder import Recorder

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import run_virtual
 
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.data.stash import Ending, Refusal, Stash, StashedGroup, StashRefused, Status, nbytes
 from asyncrl.errors import StallError
 from asyncrl.types import FinishReason, Trajectory

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import anyio
 import pytest
 import torch.distributed as dist
+from virtual_time import run_virtual
 
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.reservation import Late
 from asyncrl.distributed.store_ledger import StoreLedger

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import anyio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import run_virtual
 
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.reservation import Late, Reservation
 from asyncrl.types import ClaimState, Ticket

@@ -7,8 +7,8 @@ import asyncio
 import anyio
 import numpy as np
 from generation_models import generate_all, request
+from virtual_time import run_virtual
 
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.telemetry.recorder import Recorder

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import anyio
 import numpy as np
 import pytest
+from virtual_time import run_virtual
 
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.errors import TrainStepError
 from asyncrl.telemetry.recorder import Recorder

@@ -29,10 +29,10 @@ from pumps_plan import (
     make_prompt,
 )
 from pumps_recording import AuditedLedger, RecordingBook, RecordingTrainer
+from virtual_time import run_virtual
 
 from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.registry import build_advantage, build_loss
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.data.replay import ReplayBuffer

@@ -7,8 +7,8 @@ import random
 
 import anyio
 import pytest
+from virtual_time import run_virtual
 
-from asyncrl.concurrency.clock import run_virtual
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 

@@ -16,8 +16,8 @@ from asyncio import base_events
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ..errors import StallError
-from .describe import describe_tasks
+from asyncrl.concurrency.describe import describe_tasks
+from asyncrl.errors import StallError
 
 T = TypeVar("T")
 
