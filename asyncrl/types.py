@@ -40,14 +40,6 @@ class Normaliser(StrEnum):
     NONE = "none"  # a plain sum
 
 
-class Outcome(StrEnum):
-    """How a group ends. Every admitted group ends exactly once."""
-
-    TRAINED = "trained"
-    DROPPED = "dropped"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample. `top_k = 0` and `top_p = 1` switch those filters off; `temperature = 0` is greedy."""

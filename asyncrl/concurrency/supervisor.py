@@ -40,7 +40,6 @@ class Supervisor:
         self.state = SupervisorState.NEW
         self._group: TaskGroup | None = None
         self._owner: asyncio.Task[object] | None = None
-        self._running: dict[str, int] = {}
         self._failures: list[BaseException] = []  # in the order in which they happened
 
     async def __aenter__(self) -> Supervisor:
@@ -79,7 +78,6 @@ class Supervisor:
         """Run `pump(*args)` until it ends, under this name."""
         if self.state is not SupervisorState.OPEN or self._group is None:
             raise LifecycleError(f"the supervisor is {self.state.value}: it cannot start {name!r}")
-        self._running[name] = self._running.get(name, 0) + 1
         self._group.start_soon(self._run, name, pump, args, name=name)
 
     def cancel(self) -> None:
@@ -91,10 +89,6 @@ class Supervisor:
         """End the run with `error`, as if a pump had raised it now. On the loop's thread only."""
         self._note_failure(error)
         self.cancel()
-
-    def running(self) -> list[str]:
-        """Names of the pumps that have not ended."""
-        return [name for name, count in self._running.items() if count]
 
     async def _run(self, name: str, pump: Callable[..., Awaitable[object]], args: tuple[object, ...]) -> None:
         try:
@@ -108,8 +102,6 @@ class Supervisor:
         except BaseException as exc:
             self._note_failure(exc, name)
             raise
-        finally:
-            self._running[name] -= 1
 
     def _cancelled_on_purpose(self) -> bool:
         assert self._group is not None and self._owner is not None

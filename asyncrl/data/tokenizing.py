@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,16 +17,6 @@ from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
 
 _OURS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    chat_template: Any
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
 
 
 def has_chat_template(tokenizer: Any) -> bool:

@@ -163,13 +163,6 @@ class World:
                 dist.all_reduce(flat, op=dist.ReduceOp.SUM)
         return flat
 
-    def broadcast_(self, flat: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrite with the tensor of rank `src`, in place. Returns it."""
-        if self._collective():
-            with self._together():
-                dist.broadcast(flat, src=src)
-        return flat
-
     def all_gather_object(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in rank order. With nccl they travel through the current device of the thread
         that calls: on the lane that is the rank's."""

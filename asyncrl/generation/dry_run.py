@@ -20,6 +20,7 @@ from asyncrl.types import FinishReason, Generation, Int32Array
 
 from .owner import WHO, Job, OwnedEngine
 
+VOCABULARY, EOS = 256, 0
 SMALLEST = 1e-6  # keeps logarithms of keyed uniform numbers finite
 
 
@@ -36,9 +37,8 @@ class _Row:
 class DryRunEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink`.
 
-    median_length: of completions, in tokens; half of a request's max_tokens by default. length_sigma: standard
-    deviation of the logarithm of the length; 0 gives every completion the median. version_source: the policy version
-    now; read once per decode step, inside the closure.
+    length_sigma: standard deviation of the logarithm of the length, whose median is half of a request's max_tokens; 0 gives
+    every completion the median. version_source: the policy version now; read once per decode step, inside the closure.
     """
 
     def __init__(
@@ -52,10 +52,7 @@ class DryRunEngine(OwnedEngine):
         version_source: Callable[[], int],
         decode_step_s: float = 0.01,
         length_sigma: float = 0.5,
-        median_length: int | None = None,
         seed: int = 0,
-        vocabulary: int = 256,
-        eos_token_id: int = 0,
     ) -> None:
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
@@ -63,24 +60,21 @@ class DryRunEngine(OwnedEngine):
         self._version_source = version_source
         self._decode_step_s = decode_step_s
         self._length_sigma = length_sigma
-        self._median_length = median_length
         self._seed = seed
-        self._vocabulary = vocabulary
-        self._eos = eos_token_id
         self._rows: dict[int, _Row] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
 
     def _draw(self, job: Job) -> _Row:
         sampling = job.request.sampling
         random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
-        median = self._median_length or max(1, sampling.max_tokens // 2)
+        median = max(1, sampling.max_tokens // 2)
         drawn = max(1, round(median * math.exp(self._length_sigma * random.standard_normal())))
         stops = drawn < sampling.max_tokens and not sampling.ignore_eos
         length = drawn if stops else sampling.max_tokens
-        tokens = random.integers(0, self._vocabulary, length).astype(np.int32)
-        tokens[tokens == self._eos] = (self._eos + 1) % self._vocabulary
+        tokens = random.integers(0, VOCABULARY, length).astype(np.int32)
+        tokens[tokens == EOS] = (EOS + 1) % VOCABULARY
         if stops:
-            tokens[-1] = sampling.stop_token_ids[0] if sampling.stop_token_ids else self._eos
+            tokens[-1] = sampling.stop_token_ids[0] if sampling.stop_token_ids else EOS
         logprobs = np.log(np.maximum(random.random(length), SMALLEST)).astype(np.float32)
         return _Row(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
 

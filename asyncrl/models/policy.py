@@ -52,7 +52,6 @@ class PolicyModel:
         module: PreTrainedModel,
         dtype: str = "float32",
         *,
-        version: int = 0,
         lora: LoraConfig | None = None,
         seed: int = 0,
         head_kernel: str = "auto",
@@ -69,7 +68,7 @@ class PolicyModel:
         prepare(module, path or PACKED)
         self.module = module
         self.dtype = DTYPES[dtype]
-        self.version = version
+        self.version = 0
         self.lora: LoraParameters | None = None
         if lora is not None and lora.rank:
             self.weights = FlatWeights(module, self.dtype)

@@ -33,10 +33,11 @@ _WIDTHS = (  # of an MLP's hidden layer: a number of equal units, of which a par
 )  # fmt: skip
 _NARROW = 64
 _NOISE = 0.2
+_SEED = 0
 
 
 def build_probe(
-    module: PreTrainedModel, device: torch.device | str = "cpu", seed: int = 0, *, narrow: bool = False
+    module: PreTrainedModel, device: torch.device | str = "cpu", *, narrow: bool = False
 ) -> PreTrainedModel:
     """A small float32 model of the class of `module`, whose weights may lie on the meta device: then the probe's are random.
 
@@ -44,8 +45,8 @@ def build_probe(
 
     Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
     """
-    generator = torch.Generator().manual_seed(seed)
-    probe = _build(module, seed, narrow)
+    generator = torch.Generator().manual_seed(_SEED)
+    probe = _build(module, narrow)
     source = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
@@ -58,7 +59,7 @@ def build_probe(
     return probe.eval()
 
 
-def _build(module: PreTrainedModel, seed: int, narrow: bool) -> PreTrainedModel:
+def _build(module: PreTrainedModel, narrow: bool) -> PreTrainedModel:
     """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
     then twice as many."""
     few = layer_kinds(module)
@@ -68,14 +69,14 @@ def _build(module: PreTrainedModel, seed: int, narrow: bool) -> PreTrainedModel:
         if narrow:
             _narrow(config.get_text_config())
         try:
-            return _of_config(module, config, seed)
+            return _of_config(module, config)
         except (ValueError, IndexError, KeyError):
             if layers == total or layers > few:
                 raise
     raise AssertionError("the second number of layers returns or raises")
 
 
-def _of_config(module: PreTrainedModel, config: PretrainedConfig, seed: int) -> PreTrainedModel:
+def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     """With random weights only where those of `module` cannot be copied: to draw them takes longer than all else."""
     source = dict(module.named_parameters())
     with no_init_weights():
@@ -84,7 +85,7 @@ def _of_config(module: PreTrainedModel, config: PretrainedConfig, seed: int) -> 
     if all(_fits(source.get(name), parameter) for name, parameter in probe.named_parameters()):
         return probe
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(_SEED)
         return _empty(module, config)
 
 

@@ -182,11 +182,11 @@ class Recorder:
             raise ValueError(f"wait of {who!r} has cause {cause!r}; expected one of {', '.join(sorted(CAUSES))}")
         return WaitSpan(self, who, what, on, cause)
 
-    def idle(self, cause: Cause, start: float, end: float, lane: str | None = None) -> None:
-        """A stretch of waiting that is known only afterwards, of one lane or (None) of everybody."""
+    def idle(self, cause: Cause, start: float, end: float) -> None:
+        """A stretch of everybody's waiting that is known only afterwards."""
         if cause not in CAUSES:
             raise ValueError(f"idle stretch has cause {cause!r}; expected one of {', '.join(sorted(CAUSES))}")
-        self._add_idle(cause, lane, start, end)
+        self._add_idle(cause, None, start, end)
 
     def active_waits(self) -> list[Wait]:
         """Who waits for whom now, longest first."""
@@ -198,10 +198,6 @@ class Recorder:
 
     def instant(self, name: str, *, track: str, **args: Any) -> None:
         self._add_event("i", name, track, self.clock(), 0.0, _atoms(args))
-
-    def counter(self, name: str, value: float) -> None:
-        """A curve in the trace, such as the depth of a queue."""
-        self._add_event("C", name, name, self.clock(), float(value), None)
 
     def events(self) -> list[TraceEvent]:
         """The trace so far, in order of ending."""

@@ -22,13 +22,13 @@ CAUSES: frozenset[str] = frozenset(get_args(Cause))
 
 
 class TraceEvent(NamedTuple):
-    """One stored event. `phase` as in the Chrome trace format: X a span, i an instant, C a counter."""
+    """One stored event. `phase` as in the Chrome trace format: X a span, i an instant."""
 
-    phase: Literal["X", "i", "C"]
+    phase: Literal["X", "i"]
     name: str
     track: str
     start: float  # seconds on the recorder's clock
-    duration: float  # seconds; the value for a counter
+    duration: float  # seconds
     args: dict[str, Any] | None
 
 

@@ -9,8 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import anyio
-
 from ..types import Group, Trajectory
 from .trace import dump
 
@@ -53,7 +51,7 @@ class RolloutWriter:
         """Write `step_{step}.jsonl`, atomically; a repeated step replaces it.
 
         `step` is the policy version after the update, `trained_version` the one before it (default `step - 1`), against
-        which `staleness` is counted. About 10 us per trajectory of a few hundred characters; `write_async` for more. OSError.
+        which `staleness` is counted. About 10 us per trajectory of a few hundred characters. OSError.
         """
         if self._limit == 0:
             return
@@ -64,21 +62,6 @@ class RolloutWriter:
             for group, trajectory, rendered in islice(self._lines(groups), self._limit):
                 file.write(dump({"step": step, **row(group, trajectory, trained, advantages), **rendered}) + b"\n")
         os.replace(partial, path)
-
-    async def write_async(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        *,
-        trained_version: int | None = None,
-        advantages: Advantages | None = None,
-    ) -> None:
-        """`write` in a worker thread: the loop goes on. A cancelled caller waits for the end of the file first."""
-
-        def job() -> None:
-            self.write(step, groups, trained_version=trained_version, advantages=advantages)
-
-        await anyio.to_thread.run_sync(job)
 
     def _lines(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory, dict[str, str]]]:
         for group in groups:

@@ -50,15 +50,14 @@ def track_order(track: str) -> tuple[int, str]:
     return (0 if track.startswith(LANE_PREFIX) else 1, track)
 
 
-def write_trace(recorder: Recorder, path: Path, *, process: str = "asyncrl", pid: int = 0) -> None:
+def write_trace(recorder: Recorder, path: Path) -> None:
     """Write the trace so far, atomically. Takes about a second for 500,000 events: not on the event loop."""
     events = recorder.events()
     by_track: dict[str, list[TraceEvent]] = {}
     for event in events:
-        if event.phase != "C":
-            by_track.setdefault(event.track, []).append(event)
+        by_track.setdefault(event.track, []).append(event)
     threads: dict[int, int] = {}  # id(event) -> tid
-    metadata: list[dict[str, Any]] = [_meta("process_name", pid, 0, {"name": process})]
+    metadata: list[dict[str, Any]] = [_meta("process_name", 0, {"name": "asyncrl"})]
     next_tid = 1
     for track in sorted(by_track, key=track_order):
         spans = [event for event in by_track[track] if event.phase == "X"]
@@ -66,8 +65,8 @@ def write_trace(recorder: Recorder, path: Path, *, process: str = "asyncrl", pid
         count = max(rows.values(), default=0) + 1
         for row in range(count):
             name = track if row == 0 else f"{track} #{row + 1}"
-            metadata.append(_meta("thread_name", pid, next_tid + row, {"name": name}))
-            metadata.append(_meta("thread_sort_index", pid, next_tid + row, {"sort_index": next_tid + row}))
+            metadata.append(_meta("thread_name", next_tid + row, {"name": name}))
+            metadata.append(_meta("thread_sort_index", next_tid + row, {"sort_index": next_tid + row}))
         for event in by_track[track]:
             threads[id(event)] = next_tid + rows.get(id(event), 0)
         next_tid += count
@@ -76,28 +75,25 @@ def write_trace(recorder: Recorder, path: Path, *, process: str = "asyncrl", pid
         "dropped_events": recorder.dropped_events,
         "clock": "microseconds since start",
     }
-    _write(path, metadata, _records(events, threads, recorder.started, pid), other)
+    _write(path, metadata, _records(events, threads, recorder.started), other)
 
 
-def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+def _meta(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": 0, "tid": tid, "args": args}
 
 
-def _records(events: list[TraceEvent], threads: dict[int, int], zero: float, pid: int) -> Iterator[dict[str, Any]]:
+def _records(events: list[TraceEvent], threads: dict[int, int], zero: float) -> Iterator[dict[str, Any]]:
     for event in events:
-        record: dict[str, Any] = {"ph": event.phase, "name": event.name, "pid": pid}
+        record: dict[str, Any] = {"ph": event.phase, "name": event.name, "pid": 0}
         record["ts"] = round((event.start - zero) * 1e6, 3)
-        if event.phase == "C":
-            record["args"] = {"value": event.duration}
+        record["tid"] = threads[id(event)]
+        if event.phase == "X":
+            record["dur"] = round(event.duration * 1e6, 3)
+            record["cat"] = "wait" if event.args and "cause" in event.args else "span"
         else:
-            record["tid"] = threads[id(event)]
-            if event.phase == "X":
-                record["dur"] = round(event.duration * 1e6, 3)
-                record["cat"] = "wait" if event.args and "cause" in event.args else "span"
-            else:
-                record["s"] = "t"
-            if event.args:
-                record["args"] = event.args
+            record["s"] = "t"
+        if event.args:
+            record["args"] = event.args
         yield record
 
 

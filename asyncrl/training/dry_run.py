@@ -31,14 +31,12 @@ class DryRunTrainer:
         train_token_s: float = 1e-5,
         finish_s: float = 0.01,
         version: int = 0,
-        lr: float = 0.0,
     ) -> None:
         self._lane = lane
         self._recorder = recorder
         self._train_token_s = train_token_s
         self._finish_s = finish_s
         self._version = version
-        self._lr = lr
         self._open: list[Microbatch] | None = None  # the microbatches of the open step
 
     @property
@@ -115,7 +113,7 @@ class DryRunTrainer:
             version=self._version,
             loss=0.0,
             grad_norm=0.0,
-            lr=self._lr,
+            lr=0.0,
             tokens=scored,
             sequences=sum(batch.sequences + batch.skipped_sequences for batch in step),
             microbatches=len(step),

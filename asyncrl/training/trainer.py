@@ -109,10 +109,6 @@ class TorchTrainer:
     def version(self) -> int:
         return self.policy.version
 
-    @property
-    def step_open(self) -> bool:
-        return self._step is not None
-
     # -- the four calls ----------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import math
@@ -131,9 +130,9 @@ def make_group(group_id: int, size: int, completion: str = "four") -> Group:
     return Group(Ticket(group_id, 3, 5), prompt, trajectories)
 
 
-async def test_rollout_lines_say_what_was_written_sampled_and_trained(tmp_path: Path) -> None:
+def test_rollout_lines_say_what_was_written_sampled_and_trained(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
-    await writer.write_async(6, [make_group(7, 2)], advantages={(7, 1): 0.5})
+    writer.write(6, [make_group(7, 2)], advantages={(7, 1): 0.5})
     first, second = lines(tmp_path / "rollouts" / "step_6.jsonl")
     assert second.pop("metadata")["turns"] == 1
     assert second == {
@@ -176,24 +175,6 @@ def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path)
     assert lines(tmp_path / "rollouts" / "step_7.jsonl")[0]["rendered_prompt"] == "<s>[1, 2]"
     RolloutWriter(tmp_path, limit=0).write(5, [make_group(5, 2)])
     assert not (tmp_path / "rollouts" / "step_5.jsonl").exists()
-
-
-async def test_writing_rollouts_leaves_the_loop_free(tmp_path: Path) -> None:
-    """64 groups of 16 with 20 kB each: the loop goes on ticking while they are written."""
-    writer = RolloutWriter(tmp_path)
-    groups = [make_group(n, 16, "x" * 20_000) for n in range(64)]
-    ticks = 0
-
-    def tick() -> None:
-        nonlocal ticks, handle
-        ticks += 1
-        handle = asyncio.get_running_loop().call_later(0.001, tick)
-
-    handle = asyncio.get_running_loop().call_soon(tick)
-    await writer.write_async(1, groups)
-    handle.cancel()
-    assert ticks > 1
-    assert len(lines(tmp_path / "rollouts" / "step_1.jsonl")) == 1024
 
 
 METRICS = {

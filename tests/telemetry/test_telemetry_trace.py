@@ -22,7 +22,6 @@ def record_some(steps: int = 3) -> Recorder:
         with recorder.wait("train pump", "a whole group", on="score pump", cause="group"):
             with recorder.span("decode", track="lane:cpu", batch=step, odd={1, 2}, nan=float("nan")):
                 now[0] += 0.25
-            recorder.counter("queue/stash/depth", step)
         recorder.instant("step <done>", track="train pump", version=step)
     return recorder
 
@@ -44,7 +43,6 @@ def test_file_is_valid_json_with_microseconds_and_track_names(tmp_path: Path) ->
     assert decodes[0]["args"]["nan"] is None
     waits = [e for e in spans if e["cat"] == "wait"]
     assert waits[0]["args"] == {"what": "a whole group", "on": "score pump", "cause": "group"}
-    assert [e["args"]["value"] for e in events if e["ph"] == "C"] == [0.0, 1.0, 2.0]
     assert all(e["s"] == "t" for e in events if e["ph"] == "i")
     assert trace["otherData"]["dropped_events"] == 0
 

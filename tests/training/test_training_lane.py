@@ -90,7 +90,7 @@ async def test_cancelled_caller_waits_for_its_microbatch_and_abort_comes_after(t
         abort = tasks.create_task(trainer.abort_train_step())
         await asyncio.get_running_loop().run_in_executor(None, go_on.set)
     assert call.cancelled() and ended.is_set() and abort.done()
-    assert not trainer.core.step_open and not trainer.core.policy.flat.grad.any()
+    assert trainer.core._step is None and not trainer.core.policy.flat.grad.any()
     assert torch.equal(trainer.core.policy.flat.master, before)
     await trainer.begin_train_step(LOSS)  # the next step is clean
     await trainer.train_microbatch(microbatches()[0])

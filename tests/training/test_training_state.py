@@ -97,7 +97,7 @@ def test_state_table(state: Callable, call: str, error: str | None, open_after: 
     else:
         result = CALLS[call](core)
         assert (result is not None) == (call == "finish")
-    assert core.step_open == open_after
+    assert (core._step is not None) == open_after
     moved = call == "finish" and error is None
     assert torch.equal(weights(core), before) != moved and core.version == version + moved
 

@@ -205,7 +205,7 @@ def test_two_normalisers_without_either_are_refused_before_anything_is_opened() 
         TrainStepError, match="divided by sequences and by tokens: survey the whole step first, or build"
     ):
         trainer.begin_train_step(build_loss("grpo", entropy_coef=0.1))
-    assert not trainer.step_open
+    assert trainer._step is None
 
 
 def test_the_controller_moves_at_finish_alone_and_goes_on_from_a_saved_state() -> None:
@@ -281,7 +281,7 @@ def test_a_failure_in_the_second_backward_swaps_the_buffers_back() -> None:
     trainer.begin_train_step(replace(loss, fn=failing))
     with pytest.raises(KeyboardInterrupt):
         trainer.train_microbatch(pieces[0])
-    assert trainer.step_open and trainer.second is not None
+    assert trainer._step is not None and trainer.second is not None
     before = trainer.policy.flat.grad.clone()
     assert before.abs().sum() > 0  # the first term's gradient is back where it belongs
     trainer.abort_train_step()

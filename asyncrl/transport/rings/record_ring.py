@@ -74,12 +74,11 @@ class RecordRing:
         settings: RingSettings | None = None,
         *,
         trained: Iterable[Identity] = (),
-        recorder: Recorder | None = None,
     ) -> None:
         self.name = name
         self.settings = settings or RingSettings()
         self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
-        self.recorder = recorder
+        self.recorder: Recorder | None = None
         self._known = Memory(self.settings.remembered)
         for epoch, group, member in trained:
             self._known.leave((epoch, group), (member,))
