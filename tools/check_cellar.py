@@ -1,0 +1,138 @@
+"""Nobody in the cellar: what of the package neither a run nor a command nor a user comes to is used by a named later work, or goes.
+
+    python tools/check_cellar.py                # exit 1 and a list of complaints, or one line that says all is well
+    python tools/check_cellar.py --parameters   # parameters with defaults that nothing but tests ever gives; a list to judge
+    ... [--root DIRECTORY]                      # for another checkout
+
+Roots are the commands, the fronts that users import (`asyncrl`, `asyncrl.client`) with all public methods of what they export,
+the programs of README.md, and examples/. Tests, tools and benchmarks are none. See `reach` for what is followed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from house import PACKAGE, ROOT, Module, python_files
+from parameters import never_given
+from reach import House, Key, Reach
+
+BENCHMARKS = "asyncrl.cli.bench"
+COMMANDS: tuple[Key, ...] = (("asyncrl.cli.app", "main"), ("asyncrl.main", "main"))
+FRONTS = ("asyncrl", "asyncrl.client")
+
+_INTAKE = "one intake for all groups: what it does not take up goes with it"
+# Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.
+ALLOWED: dict[str, str] = {
+    "asyncrl.transport.queues.tensor_queue": "workers: queues between processes",
+    "asyncrl.transport.queues.device_queue": "workers: queues of device tensors between processes",
+    "asyncrl.transport.memory.slab": "workers: the weights of a version in one exported slab",
+    "asyncrl.transport.memory.slab_cuda": "workers: the same, on a GPU",
+    "asyncrl.records.trajectories:draft_of": "workers: what they sampled travels as records",
+    "asyncrl.data.sharding": "nodes: balanced sharding",
+    "asyncrl.data.fetch": "nodes: leader fetch",
+    "asyncrl.distributed.replica": "nodes: replica groups",
+    "asyncrl.data.batch_meta:BatchMeta.drop": _INTAKE,
+    "asyncrl.data.batch_meta:BatchMeta.with_tags": _INTAKE,
+    "asyncrl.data.columns:materialize": _INTAKE,
+    "asyncrl.data.store:Store.cleared_on_error": _INTAKE,
+    "asyncrl.data.store:Store.consumption": _INTAKE,
+    "asyncrl.data.store:Store.wait_claim": _INTAKE,
+    "asyncrl.records.read:Record.identities": _INTAKE,
+    "asyncrl.records.trajectories:group_metadata": _INTAKE,
+    "asyncrl.models.native.library:build": ".ci/run asks it whether the kernels were built; benchmarks name it beside each number",
+    "asyncrl.telemetry.machine:describe_cpu": "benchmarks name the machine beside each number",
+}
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="lists what only tests and benchmarks reach")
+    options.add_argument("--parameters", action="store_true")
+    options.add_argument("--root", type=Path, default=ROOT)
+    given = options.parse_args()
+    house = House([each for each in python_files(given.root, PACKAGE) if not each.name.startswith(BENCHMARKS)])
+    reach = follow(house, given.root)
+    if given.parameters:
+        for line in never_given(house, reach):
+            print(line)
+        return 0
+    allowed = ALLOWED if given.root == ROOT else {}
+    complaints = list(needless(house, reach, allowed))
+    for entry in allowed:
+        admit(house, reach, entry)
+    complaints += cellar(house, reach)
+    count = len(house.modules)
+    print("\n".join(complaints) if complaints else f"{count} modules: nobody in the cellar but {len(allowed)} expected")
+    return 1 if complaints else 0
+
+
+def follow(house: House, root: Path) -> Reach:
+    reach = Reach(house)
+    for entry in COMMANDS:
+        reach.reach(entry)
+    for front in FRONTS:
+        for name in exported(house.modules[front]) if front in house.modules else []:
+            key = house.meaning(front, name)
+            if key is not None:
+                reach.public(key)
+    for program in programs(root):
+        reach.program(program)
+    reach.follow()
+    return reach
+
+
+def exported(module: Module) -> list[str]:
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return []
+
+
+def programs(root: Path) -> Iterator[ast.Module]:
+    yield from (module.tree for module in python_files(root, "examples"))
+    readme = root / "README.md"
+    for block in re.findall(r"^```python\n(.*?)^```$", readme.read_text() if readme.exists() else "", re.M | re.S):
+        yield ast.parse(block)  # `await` outside of a function, as in a notebook, is syntax enough for this
+
+
+def needless(house: House, reach: Reach, allowed: dict[str, str]) -> Iterator[str]:
+    """Entries that name nothing, or what is reached by now."""
+    for entry in allowed:
+        module, _, name = entry.partition(":")
+        if module not in house.modules or (name and (module, name) not in house.units):
+            yield f"{entry}: there is no such thing (any more); take it off the list of tools/check_cellar.py"
+        elif (module, name) in reach.units:
+            yield f"{entry}: a run reaches it now; take it off the list of tools/check_cellar.py"
+
+
+def admit(house: House, reach: Reach, entry: str) -> None:
+    """Take an entry for a root: a whole module is all that is public in it."""
+    module, _, name = entry.partition(":")
+    if module in house.modules:
+        for each in [name] if name else [*house.functions(module), *exported(house.modules[module])]:
+            reach.public(house.meaning(module, each) or (module, each))
+        reach.follow()
+
+
+def cellar(house: House, reach: Reach) -> Iterator[str]:
+    """Whole modules, else whole classes, else functions and methods. What only these use follows from them."""
+    for module in sorted(house.modules):
+        if module not in reach.modules:
+            yield f"{module}: nothing reaches this module"
+    for (module, name), unit in sorted(house.units.items()):
+        if (module, name) in reach.units or module not in reach.modules or not name:
+            continue
+        owner, _, member = name.rpartition(".")
+        if (owner and (module, owner) not in reach.units) or (member or owner).startswith("__"):
+            continue
+        line = getattr(unit.nodes[0] if unit.nodes else None, "lineno", 1)
+        path = house.modules[module].relative
+        yield f"{path}:{line}: nothing reaches {name}; delete it with its tests, or list who will use it ({module}:{name})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
