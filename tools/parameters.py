@@ -115,7 +115,9 @@ def _fields(unit: Unit) -> Iterator[Parameter]:
     position = 0
     for node in unit.nodes:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            if node.value is not None and "init=False" not in ast.unparse(node.value):
+            value = "" if node.value is None else ast.unparse(node.value)
+            made = "init=False" in value or "default_factory" in value  # state, which the object keeps itself
+            if value and not made and not node.target.id.startswith("_"):
                 yield Parameter(node.target.id, position, node.lineno)
             position += 1
 

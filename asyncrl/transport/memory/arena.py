@@ -61,13 +61,13 @@ class Arena:
         return cls(Segment.adopt(name))
 
     @classmethod
-    def create_or_adopt(cls, name: str, size: int, *, blocks: int = 1024) -> Arena:
+    def create_or_adopt(cls, name: str, size: int) -> Arena:
         """What a restarted program calls. An adopted arena keeps the geometry it has. Errors: ArenaOwned, OutOfMemory."""
         while True:
             with contextlib.suppress(FileNotFoundError):
                 return cls.adopt(name)
             try:
-                return cls.create(name, size, blocks=blocks)
+                return cls.create(name, size)
             except ArenaOwned:
                 raise
             except TransportError as error:
