@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "bench")]
 
-from asyncrl.cli.bench.job import BenchError, cache_directory  # noqa: E402
-from asyncrl.cli.bench.processes import atropos_python  # noqa: E402
+from asyncrl_bench.job import BenchError, cache_directory  # noqa: E402
+from asyncrl_bench.processes import peer_python  # noqa: E402
 
 TEST = "tests/runtime/test_runtime_atropos.py"
 
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--cache", help="where environments are kept (~/.cache/asyncrl/bench)")
     options = parser.parse_args()
     try:
-        python = options.python or str(atropos_python(cache_directory(options.cache)))
+        python = options.python or str(peer_python("atropos", cache_directory(options.cache)))
     except BenchError as error:
         print(f"atropos_step: {error}", file=sys.stderr)
         return 1

@@ -71,9 +71,9 @@ PRIVATE_EXCEPTIONS: dict[str, str] = {
     "asyncrl/records/native.py:_native": "the C extension, which nobody else may import",
 }
 # folder -> reason
-CIRCLE_EXCEPTIONS: dict[str, str] = {
-    "asyncrl/cli/bench": "its parent processes and their children name each other",
-}
+CIRCLE_EXCEPTIONS: dict[str, str] = {}
+BENCHMARKS = "asyncrl_bench"
+BENCH_FINDER = "asyncrl/cli/bench.py"
 
 
 def main() -> int:
@@ -81,6 +81,7 @@ def main() -> int:
     house, around = python_files(root, PACKAGE), python_files(root, "tests", "tools", "examples")
     complaints = [complaint for module in house for complaint in check_floors(module)]
     complaints += check_circles(house)
+    complaints += check_circles(python_files(root / "tools/bench", BENCHMARKS))
     for module in house + around:
         complaints += check_sizes(module)
         complaints += check_private(module)
@@ -101,6 +102,8 @@ def check_floors(module: Module) -> Iterator[str]:
         names = dotted.split(".")
         if names[0] == "torch" and at_run_time and room in TORCH_FREE:
             yield f"{where}:{line}: {room} imports torch; it must work without"
+        if names[0] == BENCHMARKS and str(where) != BENCH_FINDER:
+            yield f"{where}:{line}: imports the benchmarks; only {BENCH_FINDER} may, and has to do without them"
         other = names[1] if names[0] == PACKAGE and len(names) > 1 else room
         if other == room or other not in FLOORS:
             continue

@@ -25,20 +25,24 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The content of a wheel that was built where there is no compiler."""
-    folder = tmp_path_factory.mktemp("wheel")
+def wheel(folder: Path, tree: Path, *names: str) -> Path:
+    """The content of a wheel of these files of `tree`, built where there is no compiler."""
     source = folder / "source"
     source.mkdir()
-    for name in ("asyncrl", "examples", "LICENSE", "README.md", "pyproject.toml", "setup.py"):
-        (source / name).symlink_to(ROOT / name)
+    for name in names:
+        (source / name).symlink_to(tree / name)
     pip = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-q", "-w", str(folder)]
     run(*pip, str(source), cwd=folder, CC="/bin/false", CXX="/bin/false")
-    [wheel] = folder.glob("asyncrl-*.whl")
-    with zipfile.ZipFile(wheel) as content:
+    [built] = folder.glob("*.whl")
+    with zipfile.ZipFile(built) as content:
         content.extractall(folder / "site")
     return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    names = ("asyncrl", "examples", "LICENSE", "README.md", "pyproject.toml", "setup.py")
+    return wheel(tmp_path_factory.mktemp("wheel"), ROOT, *names)
 
 
 def test_a_wheel_has_version_licence_and_examples(installed: Path) -> None:
@@ -61,6 +65,35 @@ def test_examples_of_an_installed_package_are_copied_and_run(installed: Path, tm
     assert "note: there are no native kernels for this machine" in lines and "done: version 1" in lines
     lines = run(*app, "run", "mine/quickstart.yaml", "--dry-run", cwd=tmp_path, **environment)
     assert "native kernels" not in lines
+
+
+def test_the_benchmarks_are_no_part_of_it_and_it_says_how_to_get_them(installed: Path, tmp_path: Path) -> None:
+    bare = [sys.executable, "-S", "-m", "asyncrl.cli.app", "bench", "--help"]  # without what else this Python has
+    done = subprocess.run(
+        bare, cwd=tmp_path, env={"PYTHONPATH": str(installed)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert "not installed" in done.stderr and "pip install ./tools/bench" in done.stderr
+    assert not list(installed.rglob("asyncrl_bench"))
+
+
+def test_the_benchmarks_are_found_where_they_are_installed(installed: Path, tmp_path: Path) -> None:
+    benches = wheel(tmp_path, ROOT / "tools" / "bench", "pyproject.toml", "asyncrl_bench")
+    [about] = benches.glob("asyncrl_bench-*.dist-info")
+    metadata = (about / "METADATA").read_text()
+    assert f"\nRequires-Dist: asyncrl=={asyncrl.__version__}\n" in metadata
+    assert f"\nVersion: {asyncrl.__version__}\n" in metadata
+    quick = ["transport", "--quick", "--sides", "memcpy", "--costs", "--cache", "c", "--out", "."]
+    paths = f"{installed}{os.pathsep}{benches}"
+    assert "| 16 x 256 | full | memcpy |" in run(
+        "-m", "asyncrl.cli.app", "bench", *quick, cwd=tmp_path, PYTHONPATH=paths
+    )
+    assert (benches / "asyncrl_bench" / "peers" / "trl_step.py").exists()
+
+
+def test_the_benchmarks_of_the_checkout_are_found_from_anywhere(tmp_path: Path) -> None:
+    seen = run("-m", "asyncrl.cli.app", "bench", "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert "usage: asyncrl bench [step | generate" in seen
 
 
 def test_native_kernels_that_are_there_or_were_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,73 @@
+"""`asyncrl bench train` and `generate` run for real on a tiny model, each through the whole tool."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl_bench.app import main
+
+PEER = """\
+#!{python} -S
+import json, sys
+job = json.load(open(sys.argv[2]))
+rows = json.load(open(job["prompts"]))
+print(json.dumps({{"seconds": 4.0, "tokens": job["sequences"] * job["max_tokens"], "peak_bytes": 1 << 20,
+    "versions": {{"script": sys.argv[1].rsplit("/", 1)[-1], "prompts": len(rows)}}}}))
+"""
+
+
+def places(folder: Path) -> list[str]:
+    return ["--cache", str(folder / "cache"), "--out", str(folder / "out")]
+
+
+def test_training_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["train", "--quick", "--dtypes", "float32,bfloat16", *places(tmp_path)])
+    seen = capsys.readouterr()
+    assert code == 0, seen.err
+    assert "| float32 | 2 x 2 ragged | asyncrl |" in seen.out and "of a step, bfloat16: " in seen.out
+
+    written = json.loads((tmp_path / "out" / "bench_train.json").read_text())
+    assert [each["dtype"] for each in written["runs"]] == ["float32", "bfloat16"]
+    ours = written["runs"][0]
+    assert ours["packed_tokens"] == ours["needed_tokens"], "one microbatch: every prompt runs once"
+    head, body, scored = ours["head_parameters"], ours["body_parameters"], ours["scored_tokens"]
+    assert ours["needed_flop"] == 6 * (body * ours["packed_tokens"] + head * scored)
+    assert 0 < ours["limit_share"] < 1 and ours["peak_gib"] > 0.05
+    for parts in written["breakdown"].values():
+        assert sum(parts.values()) == pytest.approx(1)
+        assert min(parts[name] for name in ("products", "head", "attention", "elementwise", "optimizer", "rest")) > 0
+    assert not list((tmp_path / "cache").glob("run-*")), "jobs and logs of a good run are removed"
+
+
+def test_generation_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's side is an interpreter that answers at once; asyncrl's side is a whole engine in its own process."""
+    peer = tmp_path / "python"
+    peer.write_text(PEER.format(python=sys.executable))
+    peer.chmod(0o755)
+    code = main(["generate", "--quick", "--peer", "vllm", "--vllm-python", str(peer), *places(tmp_path)])
+    seen = capsys.readouterr()
+    assert code == 0, seen.err
+    assert "| float32 | 4 x 6 | asyncrl |" in seen.out and "x vllm" in seen.out
+    written = json.loads((tmp_path / "out" / "bench_generate.json").read_text())
+    ours, theirs = written["runs"]
+    assert ours["tokens"] == theirs["tokens"] == 24 and ours["decode_steps"] == 6
+    assert ours["prefill_tokens"] == 2 * 7, "each prompt once per group, its last token decodes"
+    assert written["versions"]["vllm"] == {"script": "vllm_generate.py", "prompts": 4}
+
+
+def test_the_sweep_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2 x 64 positions of the tiny model take 32 KiB of keys and values, 2 x 16 take 9 KiB; there is room for 16 KiB."""
+    room = ["--contexts", "16,64", "--cache-gib", str(16 / (1 << 20))]
+    code = main(["generate", "--quick", "--sweep", *room, *places(tmp_path)])
+    seen = capsys.readouterr()
+    assert code == 0, seen.err
+    assert "| sequences | context 16 | context 64 |" in seen.out and seen.out.count("too large") >= 1
+    written = json.loads((tmp_path / "out" / "bench_decode.json").read_text())
+    cells = written["cells"]["float32"]
+    assert [(each["sequences"], each["context"]) for each in cells] == [(1, 16), (1, 64), (2, 16), (2, 64)]
+    assert "seconds" in cells[0] and "seconds" not in cells[3]
+    assert cells[0]["times_limit"] > 1 and cells[0]["bytes"] > 0

@@ -1,0 +1,22 @@
+"""`asyncrl bench`: measurements against other systems and the limits of this machine. Start reading in `command.py`.
+
+    app.py        which benches there are
+    step.py       whole RL steps                                     each says what it measures and how, which options it has, how
+    train.py      training alone                                     its runs follow each other, and what is counted
+    generate.py   generation alone; sweep.py: decode steps by sequences and context
+    head.py       the LM head alone: memory and time
+    overlap.py    dry runs on two devices: the runtime by itself (in this process: nothing is computed)
+    transport.py  handing groups over; transport_report.py: its medians, goals, tables, plot
+
+    command.py    one call: options, the folder that it works in, its children, the files that it writes
+    figures.py    runs of several sides in turns (step, train, generate): medians, ratios, shares of the limit, table, plot
+    plots.py      Markdown and matplotlib
+    job.py        one side's task as data; prompts, made once
+    processes.py  one child process per run; the peers' own virtual environments
+
+    child.py      what runs in asyncrl's own child processes: one JSON job in, one JSON line out. child_*.py, machine.py, models.py
+    arrival.py    what the consumer of a ring does with a record, in transport
+    peers/        scripts that run inside a peer's environment and must not import asyncrl; side.py: what every side has
+
+The parent process imports no torch: it would only take memory and threads from the sides that are measured.
+"""

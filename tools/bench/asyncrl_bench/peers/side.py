@@ -1,0 +1,63 @@
+"""What every side has: its job, its answer, its memory. The standard library only, and torch where memory is a GPU's.
+
+Scripts beside this one run inside a peer's environment and import it; asyncrl's own sides do too.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def job() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    return found
+
+
+def answer(found: dict[str, Any], file: TextIO | None = None) -> None:
+    """The last line that this process prints."""
+    print(json.dumps(found), file=file, flush=True)
+
+
+def status(key: str, pid: int | str = "self") -> int:
+    """Bytes from /proc."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process and of all that come from it, each at its own peak.
+
+    Not `ru_maxrss`: Linux hands the parent's peak down at the fork, so a small child of a large parent looks large.
+    A child counts with the pages that it shares (the interpreter's), so the sum is a little too large.
+    """
+    pids, total = [os.getpid()], 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                    pids += [int(child) for child in (task / "children").read_text().split()]
+            total += status("VmHWM", pid)
+    return total
+
+
+def peak_above(run: Callable[[], None], device: str = "cpu") -> int:
+    """Most bytes while `run` runs, above those before it: resident ones, or on a GPU those that torch has allocated."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - held)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of making the inputs
+    before = status("VmRSS")
+    run()
+    return max(status("VmHWM") - before, 0)
