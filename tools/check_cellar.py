@@ -21,29 +21,26 @@ from house import PACKAGE, ROOT, Module, python_files
 from parameters import never_given
 from reach import House, Key, Reach
 
-BENCHMARKS = "asyncrl.cli.bench"
 COMMANDS: tuple[Key, ...] = (("asyncrl.cli.app", "main"), ("asyncrl.main", "main"))
 FRONTS = ("asyncrl", "asyncrl.client")
 
-_INTAKE = "one intake for all groups: what it does not take up goes with it"
 # Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.
 ALLOWED: dict[str, str] = {
     "asyncrl.transport.queues.tensor_queue": "workers: queues between processes",
     "asyncrl.transport.queues.device_queue": "workers: queues of device tensors between processes",
     "asyncrl.transport.memory.slab": "workers: the weights of a version in one exported slab",
     "asyncrl.transport.memory.slab_cuda": "workers: the same, on a GPU",
+    "asyncrl.records.read:Record.identities": "workers: what they sampled travels as records",
+    "asyncrl.records.read:Record.column": "workers: routes of experts travel in records",
     "asyncrl.records.trajectories:draft_of": "workers: what they sampled travels as records",
     "asyncrl.data.sharding": "nodes: balanced sharding",
     "asyncrl.data.fetch": "nodes: leader fetch",
     "asyncrl.distributed.replica": "nodes: replica groups",
-    "asyncrl.data.batch_meta:BatchMeta.drop": _INTAKE,
-    "asyncrl.data.batch_meta:BatchMeta.with_tags": _INTAKE,
-    "asyncrl.data.columns:materialize": _INTAKE,
-    "asyncrl.data.store:Store.cleared_on_error": _INTAKE,
-    "asyncrl.data.store:Store.consumption": _INTAKE,
-    "asyncrl.data.store:Store.wait_claim": _INTAKE,
-    "asyncrl.records.read:Record.identities": _INTAKE,
-    "asyncrl.records.trajectories:group_metadata": _INTAKE,
+    "asyncrl.data.batch_meta:BatchMeta.drop": "nodes: batches of several leaders",
+    "asyncrl.data.batch_meta:BatchMeta.with_tags": "nodes: batches of several leaders",
+    "asyncrl.data.batch_meta:BatchMeta.concat": "nodes: batches of several leaders",
+    "asyncrl.data.columns:materialize": "nodes: what a leader fetched",
+    "asyncrl.data.columns:trim": "nodes: what a leader fetched",
     "asyncrl.models.native.library:build": ".ci/run asks it whether the kernels were built; benchmarks name it beside each number",
     "asyncrl.telemetry.machine:describe_cpu": "benchmarks name the machine beside each number",
 }
@@ -54,7 +51,7 @@ def main() -> int:
     options.add_argument("--parameters", action="store_true")
     options.add_argument("--root", type=Path, default=ROOT)
     given = options.parse_args()
-    house = House([each for each in python_files(given.root, PACKAGE) if not each.name.startswith(BENCHMARKS)])
+    house = House(python_files(given.root, PACKAGE))
     reach = follow(house, given.root)
     if given.parameters:
         for line in never_given(house, reach):

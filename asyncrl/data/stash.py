@@ -1,7 +1,7 @@
 """The stash: where interleaved trajectories wait until their group is whole.
 
     add(trajectory) --> [ waiting groups, by (epoch, group id) ] --> whole, once, members in order 0..G-1
-                               |  timeout · too old · cap · epoch over · flush · discard
+                               |  timeout · too old · epoch over · discard
                                `--> an ended `StashedGroup` with what was here, so that its slot and leases go back
 
 Guarantees
@@ -11,7 +11,7 @@ Guarantees
 * the same member again is idempotent (DUPLICATE); one that contradicts the group is refused (`StashRefused`, with its
   reason): the first is kept and nothing changes;
 * a record of a group that ended is LATE and goes nowhere: ended groups are remembered, the oldest forgotten first;
-* what is here is bounded in groups and in bytes; every group that was here leaves through exactly one `StashedGroup`.
+* what is here is bounded in groups; every group that was here leaves through exactly one `StashedGroup`.
 
 Used from one thread; only `wait_expired` waits.
 """
@@ -35,6 +35,7 @@ from asyncrl.types import Trajectory
 from .store import nbytes
 
 C = TypeVar("C")
+MIN_PARTIAL = 2  # members of a group that is trained without the others
 TOMBSTONES = 65_536  # ended groups remembered; more than any pipeline holds at once
 
 
@@ -52,9 +53,7 @@ class Ending(StrEnum):
     PARTIAL = "partial"  # its time was up, and the policy takes what there is
     TIMEOUT = "timeout"
     STALE = "stale"  # too old to be trained
-    EVICTED = "evicted"  # the oldest one, where a cap was reached
     EPOCH = "epoch over"  # its producer is gone
-    FLUSHED = "flushed"  # incomplete at shutdown
     DISCARDED = "discarded"  # the caller ended it
 
 
@@ -73,7 +72,6 @@ class Refusal(StrEnum):
     SIZE = "conflicting group size"
     CONFLICT = "conflicting member"
     GROUPS = "too many groups"
-    BYTES = "too many bytes"
 
 
 class StashRefused(DataError):
@@ -102,7 +100,7 @@ class StashedGroup(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Generic[C]):
-    """`ended`: other groups (its own, where STALE) that ended by this arrival; never trainable ones."""
+    """`ended`: its own group, where it was STALE."""
 
     status: Status
     whole: StashedGroup[C] | None = None
@@ -139,28 +137,21 @@ class Stash(Generic[C]):
         self,
         max_groups: int,
         *,
-        max_bytes: int | None = None,
-        on_full: Literal["error", "evict"] = "error",
         timeout_s: float | None = None,
-        timeout_from: Literal["first", "last"] = "first",
         on_timeout: Literal["drop", "partial", "error"] = "drop",
-        min_partial: int = 2,
         tombstones: int = TOMBSTONES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_groups, max_bytes: caps on what waits here. on_full: refuse the trajectory, or end the oldest groups.
+        """max_groups: that wait here; members of one more are refused.
 
-        timeout_s: seconds on `clock` from the group's first or last arrival until it counts as incomplete for good:
-        it is dropped, yielded with the members that are here (at least `min_partial`, else dropped), or StallError.
+        timeout_s: seconds on `clock` from the group's first arrival until it counts as incomplete for good: it is dropped,
+        yielded with the members that are here (at least `MIN_PARTIAL`, else dropped), or StallError.
         """
-        if max_groups < 1 or min_partial < 1 or tombstones < 1 or (max_bytes is not None and max_bytes < 1):
-            raise ValueError(
-                f"stash: max_groups {max_groups}, max_bytes {max_bytes}, min_partial {min_partial} and tombstones "
-                f"{tombstones} must all be at least 1"
-            )
-        self._max_groups, self._max_bytes, self._on_full = max_groups, max_bytes, on_full
-        self._timeout, self._timeout_from, self._on_timeout = timeout_s, timeout_from, on_timeout
-        self._min_partial, self._tombstones, self._clock = min_partial, tombstones, clock
+        if max_groups < 1 or tombstones < 1:
+            raise ValueError(f"stash: max_groups {max_groups} and tombstones {tombstones} must be at least 1")
+        self._max_groups = max_groups
+        self._timeout, self._on_timeout = timeout_s, on_timeout
+        self._tombstones, self._clock = tombstones, clock
         self._waiting: dict[GroupKey, _Entry[C]] = {}  # in order of first arrival
         self._since: OrderedDict[GroupKey, float] = OrderedDict()  # what the timeout counts from, ascending
         self._ended: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -192,10 +183,10 @@ class Stash(Generic[C]):
             self._refuse_member(key, entry, trajectory)
         if entry is not None and member in entry.members:
             return self._again(key, entry, trajectory)
-        evicted: tuple[StashedGroup[C], ...] = ()
-        if entry is None or self._max_bytes is not None:
-            evicted = tuple([self._end(victim, Ending.EVICTED) for victim in self._victims(key, entry, size)])
         if entry is None:
+            if len(self._waiting) >= self._max_groups:
+                name = _name(key)
+                self._refuse(Refusal.GROUPS, f"{name} is one more than the {self._max_groups} groups that may wait")
             entry = self._waiting[key] = _Entry(context, trajectory.group_size)
         entry.members[member] = (trajectory, lease)
         entry.bytes += size
@@ -204,10 +195,10 @@ class Stash(Generic[C]):
         self._stamp(key)
         if self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed:
             self._stale += 1
-            return Arrival(Status.STALE, ended=(*evicted, self._end(key, Ending.STALE)))
+            return Arrival(Status.STALE, ended=(self._end(key, Ending.STALE),))
         if len(entry.members) < entry.size:
-            return Arrival(Status.WAITING, ended=evicted) if evicted else _WAITING
-        return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE), evicted)
+            return _WAITING
+        return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE))
 
     def add_whole(
         self,
@@ -224,7 +215,7 @@ class Stash(Generic[C]):
             return None
         key = GroupKey(epoch, trajectories[0].group_id if group is None else group)
         size = len(trajectories)
-        capped = self._max_bytes is not None or len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
+        capped = len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
         if capped or key in self._ended or key in self._waiting:
             return None
         self._accepted += size
@@ -245,37 +236,12 @@ class Stash(Generic[C]):
             self._refuse(Refusal.SIZE, f"{name} says group size {size}; the group began with size {entry.size}")
         self._refuse(Refusal.MEMBER, f"{name} says group size {size}, so its members are 0 to {size - 1}")
 
-    def _victims(self, key: GroupKey, entry: _Entry[C] | None, size: int) -> list[GroupKey]:
-        """The oldest groups that have to go, so that the caps hold with `size` more bytes for group `key`."""
-        groups = len(self._waiting) + (entry is None)
-        total = self._bytes + size
-        own = size + (entry.bytes if entry is not None else 0)
-        limit = self._max_bytes
-        if limit is not None and (own > limit or (total > limit and self._on_full == "error")):
-            what = "the group alone" if own > limit else "the waiting groups"
-            self._refuse(
-                Refusal.BYTES,
-                f"{_name(key)}: with {size} bytes more {what} would hold {own if own > limit else total} bytes; "
-                f"at most {limit} (max_bytes) may wait",
-            )
-        if groups > self._max_groups and self._on_full == "error":
-            self._refuse(Refusal.GROUPS, f"{_name(key)} is one more than the {self._max_groups} groups that may wait")
-        victims: list[GroupKey] = []
-        for candidate, other in self._waiting.items():
-            if groups <= self._max_groups and (limit is None or total <= limit):
-                break
-            if candidate != key:
-                victims.append(candidate)
-                groups -= 1
-                total -= other.bytes
-        return victims
-
     def _refuse(self, reason: Refusal, message: str) -> NoReturn:
         self._refused[reason] += 1
         raise StashRefused(reason, message)
 
     def _stamp(self, key: GroupKey) -> None:
-        if key in self._since and self._timeout_from == "first":
+        if key in self._since:
             return
         self._since[key] = self._clock()
         self._since.move_to_end(key)
@@ -344,14 +310,6 @@ class Stash(Generic[C]):
         self._ended.move_to_end(key)  # it may have ended before
         return None
 
-    def flush(self) -> list[StashedGroup[C]]:
-        """Nothing more will arrive: every waiting group ends, partial ones are yielded where the policy is `partial`."""
-        return [self._end(key, self._incomplete(entry, Ending.FLUSHED)) for key, entry in list(self._waiting.items())]
-
-    def incomplete(self) -> list[int]:
-        """Ids of the groups that still wait for members, in order of first arrival."""
-        return [key.group_id for key in self._waiting]
-
     def statistics(self) -> StashStatistics:
         return StashStatistics(
             waiting_groups=len(self._waiting),
@@ -368,7 +326,7 @@ class Stash(Generic[C]):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _incomplete(self, entry: _Entry[C], otherwise: Ending) -> Ending:
-        enough = self._on_timeout == "partial" and len(entry.members) >= self._min_partial
+        enough = self._on_timeout == "partial" and len(entry.members) >= MIN_PARTIAL
         return Ending.PARTIAL if enough else otherwise
 
     def _end(self, key: GroupKey, ending: Ending) -> StashedGroup[C]:

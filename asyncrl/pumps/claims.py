@@ -52,6 +52,16 @@ class Claims:
         limit = self._rules.max_steps
         return self.stopping or (limit is not None and self._ledger.turn >= limit)
 
+    @property
+    def exhausted(self) -> bool:
+        """Nothing can come any more: every rank said so, and no group is left."""
+        return self._ledger.finished
+
+    @property
+    def seen(self) -> int:
+        """The ledger's changes up to now, for `watch`."""
+        return self._ledger.changes
+
     def stop_at(self, turn: int) -> None:
         """Begin no step of this turn or a later one."""
         self._stop_turn = turn

@@ -113,7 +113,7 @@ class Intake:
             del self._members[ticket.group_id]
             whole = tuple(members[place] for place in sorted(members))
             await self._enter(book.put(Group(ticket, item.prompt, whole)))
-        self._parts.recorder.gauge("queue/stash/depth", len(self._members))
+        self._parts.recorder.gauge("queue/stash/depth", self.incomplete)
 
     @property
     def incomplete(self) -> int:

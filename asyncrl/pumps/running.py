@@ -67,6 +67,9 @@ class Running:
         self._publications = publications
         self._on_step = on_step
 
+    def new_step(self) -> Step:
+        return Step(version=self._parts.trainer.version, started=anyio.current_time())
+
     async def train(self, step: Step, batches: list[Microbatch]) -> None:
         """Begin where that was not done, and add these microbatches. Every rank comes here once before each optimizer
         step whose loss is surveyed, or none does: that is a collective."""

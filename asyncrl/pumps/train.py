@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import anyio
 
-from asyncrl.ports import Ledger, Trainer
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import ClaimState
 
@@ -33,8 +32,6 @@ from .step import Step
 class TrainPump:
     def __init__(
         self,
-        trainer: Trainer,
-        ledger: Ledger,
         claims: Claims,
         building: Building,
         running: Running,
@@ -44,8 +41,6 @@ class TrainPump:
         streams_from: int | None,
     ) -> None:
         """`streams_from`: so many claimed groups are trained before the step is full; None: steps are not streamed."""
-        self._trainer = trainer
-        self._ledger = ledger
         self._claims = claims
         self._building = building
         self._running = running
@@ -55,14 +50,14 @@ class TrainPump:
 
     async def run(self) -> None:
         async with self._publications, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._claims.watch, self._ledger.changes)
+            tasks.start_soon(self._claims.watch, self._claims.seen)
             while not self._claims.finished and await self._step():
                 pass
             tasks.cancel_scope.cancel()
 
     async def _step(self) -> bool:
         """True if a step was committed; False if nothing can come any more."""
-        step = Step(version=self._trainer.version, started=anyio.current_time())
+        step = self._running.new_step()
         try:
             if not await self._fill(step):
                 return False
@@ -82,7 +77,7 @@ class TrainPump:
             await self._join_rounds(step)
             if full:
                 break
-            if self._ledger.finished:
+            if self._claims.exhausted:
                 return False
             await self._claims.drop_late()
             await self._claims.wait(changed)

@@ -212,8 +212,6 @@ def make_train(
         published=last_published,
     )
     return TrainPump(
-        rooms.trainer,
-        rooms.ledger,
         claims,
         Building(building_parts(rooms), replaying, last_published, surveys=surveys),
         Running(running, claims, rounds, replaying, reroll, publications, on_step),

@@ -13,8 +13,8 @@ from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
-from asyncrl.ports import Environment, Generate
-from asyncrl.types import Prompt, Trajectory
+from asyncrl.ports import Engine, Environment, Generate
+from asyncrl.types import Generation, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
@@ -24,6 +24,17 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
         return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
     ids = encode_prompt(prompt, config, tokenizer)
     return Prompt(group_id=group_id, ids=np.asarray(ids, np.int32), prompt=prompt, columns=columns)
+
+
+def sampled_as(sampling: SamplingParams | None, engine: Engine) -> Generate:
+    """The engine's `generate`, with other sampling parameters than the request's where some are given."""
+    if sampling is None:
+        return engine.generate
+
+    async def generate(request: GenerationRequest) -> Generation:
+        return await engine.generate(replace(request, sampling=sampling))
+
+    return generate
 
 
 async def play(environment: Environment, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:

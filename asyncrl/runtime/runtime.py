@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -40,7 +39,7 @@ from asyncrl.types import SamplingParams, Trajectory
 
 from .device import meet, settle
 from .directory import RunDirectory
-from .embedding import as_group, as_prompt, play
+from .embedding import as_group, as_prompt, play, sampled_as
 from .garbage import Collector
 from .inputs import check_inputs
 from .journal import Journal
@@ -154,7 +153,7 @@ class Runtime:
         self.recorder = recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
         self._watched: list[Any] = []
         self._watchdog = await stack.enter_async_context(self._make_watchdog())
-        saved = await self._find_saved()
+        saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
         turn, version = (saved.turn, saved.version) if saved else (0, 0)
         self._journal = stack.enter_context(Journal(config, self.directory if leader else None, recorder, version))
         for line in (*settled.lines, *opened):
@@ -191,14 +190,6 @@ class Runtime:
         self._graph.start(self._supervisor)
         self._supervisor.start("first step", show_first_step, rooms, self._graph, self._journal.live.status)
         self._pumps_exist = True
-
-    async def _find_saved(self) -> SavedRun | None:
-        if not self.config.resume:
-            return None
-        directory = self.directory
-        if directory is None:
-            raise ConfigError("resume=true needs the run directory: a Runtime with write=False has none")
-        return await offload(lambda: SavedRun.latest(directory), "find-checkpoint")
 
     def _make_watchdog(self) -> Watchdog:
         return Watchdog(
@@ -341,13 +332,7 @@ class Runtime:
         self._check_open("generate")
         prepared = as_prompt(prompt, self._rooms.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await self._rooms.hooks.prompt(prepared)
-        generate = self._rooms.engine.generate
-        if sampling is not None:
-
-            async def generate(request: Any) -> Any:
-                return await self._rooms.engine.generate(replace(request, sampling=sampling))
-
-        return await play(self._rooms.environment, prepared, n, generate)
+        return await play(self._rooms.environment, prepared, n, sampled_as(sampling, self._rooms.engine))
 
     async def submit(
         self,

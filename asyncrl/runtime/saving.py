@@ -24,7 +24,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import REROLLS, PromptSource
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
-from asyncrl.errors import CheckpointError, DivergenceError, StallError
+from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
 
@@ -46,6 +46,15 @@ class SavedRun:
     """A checkpoint to go on from."""
 
     checkpoint: Checkpoint
+
+    @classmethod
+    def to_resume(cls, config: Config, directory: RunDirectory | None) -> SavedRun | None:
+        """None where the run starts anew. Errors: ConfigError."""
+        if not config.resume:
+            return None
+        if directory is None:
+            raise ConfigError("resume=true needs the run directory: a Runtime with write=False has none")
+        return cls.latest(directory)
 
     @classmethod
     def latest(cls, directory: RunDirectory) -> SavedRun:

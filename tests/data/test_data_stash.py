@@ -60,6 +60,10 @@ def members(group: StashedGroup[str] | None) -> list[int]:
 # -- whole groups --------------------------------------------------------------------------------------------------
 
 
+def waiting(stash: Stash[str]) -> int:
+    return stash.statistics().waiting_groups
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_interleaving_yields_each_group_once_in_completion_order_with_its_own_members(data: st.DataObject) -> None:
@@ -125,7 +129,7 @@ def test_what_is_not_simple_is_left_to_add() -> None:
     waiting.add(together[1], "first")
     full.add(record(1, 0), "")
     aging.evict_stale(5, 1)
-    for stash in (waiting, full, aging, new(max_bytes=1 << 20)):
+    for stash in (waiting, full, aging):
         left(stash, together)
     for some in (together[:2], together[::-1], [*together[:2], together[1]], [*together[:2], record(7, 2, 4)]):
         left(new(), some)
@@ -190,55 +194,25 @@ def test_what_contradicts_a_group_is_refused_with_a_reason_and_changes_nothing(
     assert whole.trajectories[0].tokens[0] == 0
 
 
-def test_caps_refuse_by_default_and_the_stash_goes_on() -> None:
-    stash = new(2, max_bytes=4 * BYTES)
+def test_one_group_too_many_is_refused_and_the_stash_goes_on() -> None:
+    stash = new(2)
     stash.add(record(0, 0), "")
     stash.add(record(1, 0), "")
-    with pytest.raises(StashRefused, match="one more than the 2 groups") as groups:
+    with pytest.raises(StashRefused, match="one more than the 2 groups") as refused:
         stash.add(record(2, 0), "")
+    assert refused.value.reason is Refusal.GROUPS and waiting(stash) == 2
     stash.add(record(0, 1), "")
-    stash.add(record(1, 1), "")
-    with pytest.raises(StashRefused, match=f"at most {4 * BYTES}") as size:
-        stash.add(record(1, 2), "")
-    assert (groups.value.reason, size.value.reason) == (Refusal.GROUPS, Refusal.BYTES)
     assert stash.discard(0) is not None
-    assert stash.add(record(1, 2), "").status is Status.WHOLE
-    assert stash.statistics().waiting_bytes == 0
-
-
-def test_caps_evict_the_oldest_groups_and_hand_them_back() -> None:
-    stash = new(3, max_bytes=5 * BYTES, on_full="evict")
-    for group in range(3):
-        assert stash.add(record(group, 0), f"{group}", lease=group).ended == ()
-    [first] = stash.add(record(3, 0), "3").ended
-    assert (first.key.group_id, first.ending, first.leases) == (0, Ending.EVICTED, (0,))
-    stash.add(record(2, 1), "")
-    stash.add(record(3, 1), "")
-    ended = stash.add(record(1, 1), "").ended  # the group of the arrival is the oldest: it stays, the next ones go
-    assert [group.key.group_id for group in ended] == [2] and members(ended[0]) == [0, 1]
-    assert stash.incomplete() == [1, 3] and stash.statistics().waiting_bytes == 4 * BYTES
-    assert stash.add(record(0, 1), "").status is Status.LATE
-
-
-def test_a_group_that_alone_is_over_the_cap_is_refused_and_evicts_nobody() -> None:
-    stash = new(3, max_bytes=2 * BYTES, on_full="evict")
-    stash.add(record(0, 0), "")
-    with pytest.raises(StashRefused, match="the group alone"):
-        stash.add(record(1, 0, tokens=40), "")
-    assert stash.incomplete() == [0]
+    assert stash.add(record(2, 0), "").status is Status.WAITING
+    assert stash.statistics().waiting_bytes == 2 * BYTES
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(1, 9)), max_size=60),
-    st.integers(1, 4),
-    st.integers(1, 12),
-    st.sampled_from(["error", "evict"]),
-)
-def test_caps_always_hold_and_whoever_entered_leaves_exactly_once(
-    arrivals: list[tuple[int, int, int]], max_groups: int, units: int, on_full: Any
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(1, 9)), max_size=60), st.integers(1, 4))
+def test_the_cap_always_holds_and_whoever_entered_leaves_exactly_once(
+    arrivals: list[tuple[int, int, int]], max_groups: int
 ) -> None:
-    stash = new(max_groups, max_bytes=units * BYTES, on_full=on_full)
+    stash = new(max_groups)
     left: list[StashedGroup[str]] = []
     entered: set[tuple[int, int]] = set()
     for group, member, tokens in arrivals:
@@ -249,9 +223,8 @@ def test_caps_always_hold_and_whoever_entered_leaves_exactly_once(
         if arrival.status in (Status.WAITING, Status.WHOLE):
             entered.add((group, member))
         left += [*arrival.ended, *([arrival.whole] if arrival.whole else [])]
-        statistics = stash.statistics()
-        assert statistics.waiting_groups <= max_groups and statistics.waiting_bytes <= units * BYTES
-    left += stash.flush()
+        assert stash.statistics().waiting_groups <= max_groups
+    left += stash.end_epoch(0)
     assert len({group.key for group in left}) == len(left)
     assert sorted((t.group_id, t.member) for group in left for t in group.trajectories) == sorted(entered)
     assert stash.statistics().waiting_bytes == 0
@@ -260,10 +233,9 @@ def test_caps_always_hold_and_whoever_entered_leaves_exactly_once(
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count_from, expected", [("first", 10.0), ("last", 14.0)])
-def test_a_timeout_counts_from_the_first_or_last_arrival(count_from: Any, expected: float) -> None:
-    clock = Clock()
-    stash = new(timeout_s=10.0, timeout_from=count_from, clock=clock)
+def test_a_timeout_counts_from_the_first_arrival() -> None:
+    clock, expected = Clock(), 10.0
+    stash = new(timeout_s=10.0, clock=clock)
     stash.add(record(0, 0), "")
     clock.now = 4.0
     stash.add(record(0, 1), "")
@@ -279,7 +251,7 @@ def test_a_timeout_counts_from_the_first_or_last_arrival(count_from: Any, expect
 
 def test_partial_groups_are_yielded_where_there_are_enough_members() -> None:
     clock = Clock()
-    stash = new(timeout_s=1.0, on_timeout="partial", min_partial=2, clock=clock)
+    stash = new(timeout_s=1.0, on_timeout="partial", clock=clock)
     for group, member in ((0, 2), (1, 1), (0, 0)):
         stash.add(record(group, member), f"{group}")
     clock.now = 1.0
@@ -289,8 +261,9 @@ def test_partial_groups_are_yielded_where_there_are_enough_members() -> None:
     stash.add(record(2, 0), "")
     stash.add(record(2, 1), "")
     stash.add(record(3, 1), "")
-    assert [group.ending for group in stash.flush()] == [Ending.PARTIAL, Ending.FLUSHED]
-    assert stash.incomplete() == [] and stash.next_deadline() is None
+    clock.now = 3.0
+    assert [group.ending for group in stash.expire()] == [Ending.PARTIAL, Ending.TIMEOUT]
+    assert waiting(stash) == 0 and stash.next_deadline() is None
 
 
 def test_the_error_policy_names_the_group_and_the_missing_members() -> None:
@@ -300,7 +273,7 @@ def test_the_error_policy_names_the_group_and_the_missing_members() -> None:
     clock.now = 2.0
     with pytest.raises(StallError, match=r"group 4 of epoch 9 waited 1.0 s for its members \[0, 2\] of 3"):
         stash.expire()
-    assert stash.incomplete() == [4]
+    assert waiting(stash) == 1
 
 
 def test_wait_expired_sleeps_until_the_deadline_and_survives_cancellation() -> None:
@@ -324,7 +297,7 @@ def test_wait_expired_sleeps_until_the_deadline_and_survives_cancellation() -> N
                 stash.add(record(2, member), "")  # whole in time
             with anyio.move_on_after(0.5) as scope:
                 await stash.wait_expired()
-            assert scope.cancelled_caught and stash.incomplete() == [1]  # a cancelled wait took nothing
+            assert scope.cancelled_caught and waiting(stash) == 1  # a cancelled wait took nothing
             await anyio.sleep(20.0)
             tasks.cancel_scope.cancel()
 
@@ -349,7 +322,7 @@ def test_groups_with_a_token_that_is_too_old_end_now_and_on_arrival() -> None:
     assert arrival.status is Status.STALE and members(ended) == [0, 1] and ended.leases == (None, "mine")
     nothing_sampled = replace(record(0, 1), mask=np.zeros(4, np.bool_))
     assert stash.add(nothing_sampled, "").status is Status.WAITING
-    assert stash.evict_stale(5, 2) == [] and stash.incomplete() == [0, 4]
+    assert stash.evict_stale(5, 2) == [] and waiting(stash) == 2
     assert stash.statistics().stale == 1
 
 

@@ -125,7 +125,7 @@ async def test_every_operation_of_the_store_is_told(tmp_path: Path) -> None:
     reports = await reports_of(dry(tmp_path), Hooks(on_store=events.append))
     counts = Counter(event.op for event in events)
     trained = sum(len(report.groups) for report in reports)
-    assert counts["register"] == counts["close"] == 1 and events[0].op == "register" and events[-1].op == "close"
+    assert counts["close"] == 1 and events[0].op == "put" and events[-1].op == "close"
     assert counts["claim"] == trained == 12 and counts["put"] >= trained
     assert sum(e.rows for e in events if e.op == "put") == sum(e.rows for e in events if e.op == "clear")
     assert events[-1].held_rows == events[-1].held_bytes == 0
