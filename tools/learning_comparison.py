@@ -39,15 +39,15 @@ MODES = {"sync": ["preset=sync"], "async 4": ["preset=async", "rollout.max_stale
 LOSSES: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "bnpo": (),
-    "dapo": ("epsilon_high=0.28",),
+    "dapo": ("clip.epsilon_high=0.28",),
     "dr_grpo": ("advantage=dr_grpo",),
     "gspo": (),
-    "cispo": ("cispo_low=0.8", "cispo_high=1.2", "train.lr=3.0e-4"),
+    "cispo": ("cispo.low=0.8", "cispo.high=1.2", "train.lr=3.0e-4"),
     "sapo": ("train.lr=3.0e-4",),
     "luspo": (),
     "vespo": (),
     "reinforce": ("train.lr=3.0e-4",),
-    "ppo_clip": ("dual_clip=3.0",),
+    "ppo_clip": ("clip.dual_clip=3.0",),
     "one_sided": (),
 }
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -58,8 +58,8 @@ NEVER_CLIPS = ("sapo", "vespo", "reinforce", "force_on_policy")
 WRONG = ("sign", "bounds")
 STALE = ["preset=async", "rollout.max_staleness=8", "algorithm.loss=reinforce"]
 CORRECTIONS = {
-    "on": ["algorithm.importance_cap=2.0", "algorithm.off_policy_mask_threshold=0.2"],
-    "off": ["algorithm.importance_cap=null"],
+    "on": ["algorithm.importance.cap=2.0", "algorithm.off_policy_mask.threshold=0.2"],
+    "off": ["algorithm.importance.cap=null"],
 }
 
 

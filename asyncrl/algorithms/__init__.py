@@ -1,16 +1,18 @@
-"""Losses, advantages, importance corrections and KL estimators: one pure, named function per published method.
+"""Losses, advantages, importance corrections and KL estimators: each published method in one place, with all that is said of it.
 
-    advantages.py   rewards of one group -> advantages (numpy only: importable where torch is not)
-    base.py         what a loss takes and returns (sums, never means)
-    numbers.py      the numbers of a loss, under the names of the configuration
-    ratios.py       policy against old log-probs: per token, per sequence
-    surrogates.py   ratio and advantage -> loss per token
+    losses/         one class a loss: maths, settings, normaliser, needs, conflicts, paper
+    advantages.py   rewards of one group, or of a step -> advantages (numpy only)
+    terms.py        what every loss may have, in its order: corrections, masks, the KL
     importance.py   correction against the sampler's log-probs, and how far sampler and trainer are apart
-    masks.py        what takes tokens out of the surrogate, and out of the loss
     kl.py           per-token estimators of a KL divergence, in the loss or in the reward
+    masks.py        what takes tokens out of the surrogate, and out of the loss
     entropy.py      the entropy bonus
-    losses.py       the losses, composed of the above
-    registry.py     names -> functions
+    method.py       how a method declares its settings and what it cannot be combined with
+    estimator.py    what an advantage is
+    base.py         what a loss takes and returns (sums, never means)
+    ratios.py       policy against old log-probs: per token, per sequence
+    registry.py     names -> methods, and a method bound to its numbers
 
-This module imports nothing, so that `asyncrl.algorithms.advantages` costs a reward worker no torch import.
+No module of this room imports torch when it is imported: the configuration is made of what the methods declare, and a reward worker
+takes advantages, without it. The maths are methods of the tensors that they are given.
 """

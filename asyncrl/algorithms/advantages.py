@@ -28,74 +28,28 @@ advantages are 0 (but where the table says "a group of one"), so it teaches noth
 still count in N. Rewards that are all equal give exactly 0, not the rounding error of their mean, so that "no signal"
 can be tested for with `== 0`.
 
+An estimator is a function under `of_group` or `of_step`, which say what it cannot be combined with, and a line in `ALL`.
+
 Shape legend: G members of a group, in member order; float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array: TypeAlias = npt.NDArray[np.float64]
-Rewards: TypeAlias = Sequence[float | None] | npt.NDArray[np.floating]
-AdvantageFn: TypeAlias = Callable[[Rewards], Float64Array]
+from .estimator import Estimator, Float64Array, GroupRewards, Rewards, as_rewards, differ, of_group, of_step
+from .method import Conflict
 
 STD_EPSILON = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRewards:
-    """What an estimator may look at. `lengths`: scored tokens; a component without a weight has weight 1."""
-
-    rewards: Sequence[float | None]  # [G] the weighted sums
-    components: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # name -> [G]
-    weights: Mapping[str, float] = field(default_factory=dict)
-    lengths: Sequence[int] = ()  # [G]
-
-
-BatchAdvantageFn: TypeAlias = Callable[[Sequence[GroupRewards]], list[Float64Array]]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimator:
-    """An estimator by name: a function of one group, or of all groups of a step."""
-
-    name: str
-    group: AdvantageFn | None = None
-    batch: BatchAdvantageFn | None = None
-
-    @property
-    def needs_whole_step(self) -> bool:
-        """Its statistics span the step: every group of it has to be there before the first is trained."""
-        return self.group is None
-
-    def __call__(self, rewards_G: Rewards) -> Float64Array:
-        """[G] -> [G] of one group. TypeError for an estimator that needs the whole step."""
-        if self.group is None:
-            raise TypeError(f"advantage {self.name!r} is a statistic of the whole step; call `of_step`")
-        return self.group(rewards_G)
-
-    def of_step(self, groups: Sequence[GroupRewards]) -> list[Float64Array]:
-        """[G] of every group: all groups of the step, or any of them where `needs_whole_step` is False."""
-        if self.batch is not None:
-            return self.batch(groups)
-        return [self(group.rewards) for group in groups]
-
-    def has_signal(self, group: GroupRewards) -> bool:
-        """Whether the group can move the policy: an advantage differs from 0, or will once the step is known."""
-        if self.group is not None:
-            return bool(self.group(group.rewards).any())
-        return any(_differ(values) for values in (group.rewards, *group.components.values()))
 
 
 # -- of one group ------------------------------------------------------------------------------------------------------
 
 
+@of_group()
 def grpo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: centred and divided by the group's standard deviation, `(r - mean) / (std + 1e-4)`.
 
@@ -106,30 +60,34 @@ def grpo(rewards_G: Rewards) -> Float64Array:
     return centred_G / (std + STD_EPSILON)
 
 
+@of_group(alone=True)
 def grpo_verl(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: `(r - mean) / (std + 1e-6)`, unbiased std; a group of one has mean 0 and std 1, as in verl."""
-    values_G = _as_rewards(rewards_G)
+    values_G = as_rewards(rewards_G)
     if values_G.size == 1:
         return np.nan_to_num(values_G) / (1.0 + 1e-6)
     centred_G, std = _centred(rewards_G)
     return centred_G / (std + 1e-6)
 
 
+@of_group()
 def grpo_async(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: `(r - mean) / (std + 1e-8)` with the population std (divisor n): TRL's async_grpo, torchtitan."""
     centred_G, std = _centred(rewards_G, ddof=0)
     return centred_G / (std + 1e-8)
 
 
+@of_group(alone=True)
 def grpo_atropos(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: `(r - mean) / max(std, 1e-8)`, population std; the member of a group of one keeps its raw score."""
-    values_G = _as_rewards(rewards_G)
+    values_G = as_rewards(rewards_G)
     if values_G.size == 1:
         return np.nan_to_num(values_G)
     centred_G, std = _centred(rewards_G, ddof=0)
     return centred_G / max(std, 1e-8)
 
 
+@of_group()
 def grpo_nemo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: baseline and std over the *other* members, `(r - mean_others) / (std_others + 1e-6)`.
 
@@ -137,15 +95,16 @@ def grpo_nemo(rewards_G: Rewards) -> Float64Array:
     NeMo-RL's default (leave-one-out baseline, normalised rewards), with groups by id instead of by prompt text.
     """
     advantage_G = rloo(rewards_G)
-    values_G = _as_rewards(rewards_G)
+    values_G = as_rewards(rewards_G)
     for i in np.flatnonzero(~np.isnan(values_G)):
         others = np.delete(values_G, i)
         others = others[~np.isnan(others)]
-        if others.size >= 2 and _differ(others):
+        if others.size >= 2 and differ(others):
             advantage_G[i] /= float(others.std(ddof=1)) + 1e-6
     return advantage_G
 
 
+@of_group()
 def dr_grpo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: centred only, `r - mean`. Easy and hard prompts are not weighed up (TRL: `scale_rewards="none"`).
 
@@ -154,6 +113,7 @@ def dr_grpo(rewards_G: Rewards) -> Float64Array:
     return _centred(rewards_G)[0]
 
 
+@of_group()
 def rloo(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: leave-one-out, `r_i - mean(r_j, j != i)`, which is `n / (n - 1)` times `dr_grpo`.
 
@@ -161,33 +121,56 @@ def rloo(rewards_G: Rewards) -> Float64Array:
     with `normalize_advantages=False`.
     """
     centred_G, _ = _centred(rewards_G)
-    scorable = int((~np.isnan(_as_rewards(rewards_G))).sum())
+    scorable = int((~np.isnan(as_rewards(rewards_G))).sum())
     return centred_G * (scorable / (scorable - 1)) if scorable > 1 else centred_G
 
 
+@of_group(alone=True)
 def none(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: the rewards themselves, without a baseline (Williams 1992, REINFORCE); unscorable ones 0."""
-    return np.nan_to_num(_as_rewards(rewards_G))
+    return np.nan_to_num(as_rewards(rewards_G))
 
 
+@of_group(
+    alone=True,
+    conflicts=(
+        Conflict(
+            "rollout.filter.dynamic_sampling",
+            "which makes all advantages 0, and groups without one are what is dropped; choose one",
+            when=lambda around: (
+                around.at("rollout.filter.dynamic_sampling") and around.at("rollout.filter.by") == "reward"
+            ),
+        ),
+    ),
+)
 def zero(rewards_G: Rewards) -> Float64Array:
     """[G] -> [G]: all 0. The control experiment: with it a reward curve has to stay flat."""
-    return np.zeros_like(_as_rewards(rewards_G))
+    return np.zeros_like(as_rewards(rewards_G))
 
 
 # -- of all groups of a step -------------------------------------------------------------------------------------------
 
 
+@of_step()
 def grpo_batch(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """Centred by group, divided by `std + 1e-4` of all rewards of the step (unbiased): TRL's `scale_rewards="batch"`.
 
     Paper: Liu et al., "Part I: Tricks or Traps?" (arXiv:2508.08221), which finds this one the most robust.
     """
-    rewards = np.concatenate([_as_rewards(group.rewards) for group in groups]) if groups else np.zeros(0)
+    rewards = np.concatenate([as_rewards(group.rewards) for group in groups]) if groups else np.zeros(0)
     std = _std(rewards[~np.isnan(rewards)])
     return [_centred(group.rewards)[0] / (std + STD_EPSILON) for group in groups]
 
 
+@of_step(
+    conflicts=(
+        Conflict(
+            "algorithm.kl.place",
+            "which reads the components and not their sum: the KL would be lost; set kl.place=loss or another advantage",
+            when=lambda around: around.at("algorithm.kl.coef") > 0 and around.at("algorithm.kl.place") == "reward",
+        ),
+    )
+)
 def gdpo(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """Every component is normalised on its own, then summed by weight, then normalised over the step.
 
@@ -200,20 +183,22 @@ def gdpo(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """
     sums = [_normalised_sum(group) for group in groups]
     scored = np.concatenate([s[~np.isnan(s)] for s in sums]) if sums else np.zeros(0)
-    if not _differ(scored):
+    if not differ(scored):
         return [np.zeros_like(s) for s in sums]
     return [np.nan_to_num((s - scored.mean()) / (_std(scored) + STD_EPSILON)) for s in sums]
 
 
+@of_step(alone=True)
 def reinforce_pp(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """Whitened over all scored tokens of the step: `(r - mean) / sqrt(var + 1e-8)`; long completions weigh more.
 
     Paper: Hu, "REINFORCE++" (arXiv:2501.03262). Statistics as in verl (`masked_whiten`, gamma 1): each token carries
     its completion's reward, the variance is unbiased over tokens. A step with fewer than two scored tokens gives 0.
     """
-    return _whitened([_as_rewards(group.rewards) for group in groups], groups)
+    return _whitened([as_rewards(group.rewards) for group in groups], groups)
 
 
+@of_step()
 def reinforce_pp_baseline(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """`reinforce_pp` of `r - mean(group)`: the variant for several completions a prompt (same paper, section 3.2).
 
@@ -222,9 +207,26 @@ def reinforce_pp_baseline(groups: Sequence[GroupRewards]) -> list[Float64Array]:
     values = []
     for group in groups:
         centred_G = _centred(group.rewards)[0]
-        centred_G[np.isnan(_as_rewards(group.rewards))] = np.nan
+        centred_G[np.isnan(as_rewards(group.rewards))] = np.nan
         values.append(centred_G)
     return _whitened(values, groups)
+
+
+ALL: tuple[Estimator, ...] = (
+    grpo,
+    grpo_verl,
+    grpo_async,
+    grpo_atropos,
+    grpo_nemo,
+    dr_grpo,
+    rloo,
+    none,
+    zero,
+    grpo_batch,
+    gdpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
@@ -262,31 +264,16 @@ def soft_overlong(length: int, longest: int, cache: int) -> float:
     return (longest - cache - length) / cache if length <= longest else -1.0
 
 
-def _as_rewards(rewards_G: Rewards) -> Float64Array:
-    """[G] float64 with NaN for unscorable members."""
-    values_G = np.asarray([math.nan if r is None else r for r in rewards_G], dtype=np.float64)
-    if np.isinf(values_G).any():
-        raise ValueError(f"rewards of a group must be finite, None or NaN; found {values_G.tolist()}")
-    return values_G
-
-
 def _centred(rewards_G: Rewards, ddof: int = 1) -> tuple[Float64Array, float]:
     """`(reward - mean [G], std with divisor n - ddof)` over the scorable members; zeros where nothing compares."""
-    values_G = _as_rewards(rewards_G)
+    values_G = as_rewards(rewards_G)
     scorable_G = ~np.isnan(values_G)
     scored = values_G[scorable_G]
     centred_G = np.zeros_like(values_G)
-    if not _differ(scored):
+    if not differ(scored):
         return centred_G, 0.0
     centred_G[scorable_G] = scored - scored.mean()
     return centred_G, float(scored.std(ddof=ddof))
-
-
-def _differ(values: Rewards) -> bool:
-    """Two scorable values are there that are not equal."""
-    scored = _as_rewards(values)
-    scored = scored[~np.isnan(scored)]
-    return scored.size >= 2 and not bool((scored == scored[0]).all())
 
 
 def _std(scored: Float64Array) -> float:
@@ -300,7 +287,7 @@ def _normalised_sum(group: GroupRewards) -> Float64Array:
     unscorable = np.ones(len(group.rewards), dtype=np.bool_)
     for name, values in components.items():
         total += group.weights.get(name, 1.0) * grpo(values)
-        unscorable &= np.isnan(_as_rewards(values))
+        unscorable &= np.isnan(as_rewards(values))
     total[unscorable] = np.nan
     return total
 
@@ -311,7 +298,7 @@ def _whitened(values: Sequence[Float64Array], groups: Sequence[GroupRewards]) ->
     flat = np.nan_to_num(np.concatenate(values)) if values else np.zeros(0)
     tokens = np.concatenate(lengths) if lengths else np.zeros(0)
     count = float(tokens.sum())
-    if count < 2 or not _differ(flat[tokens > 0]):
+    if count < 2 or not differ(flat[tokens > 0]):
         return [np.zeros_like(v) for v in values]
     mean = float((flat * tokens).sum()) / count
     variance = float(((flat - mean) ** 2 * tokens).sum()) / (count - 1)

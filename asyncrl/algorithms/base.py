@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from asyncrl.types import Normaliser
 
 from .entropy_control import EntropyControl
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,12 @@ class LossInputs:
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
     keep_S: Tensor | None = None  # bool: tokens that the surrogate and the entropy bonus act on; None: all
+    importance_S: Tensor | None = None  # detached weights, for a loss that takes them itself (`takes_weights`)
 
     @property
     def length_B(self) -> Tensor:
         """Scored tokens of each sequence, in the dtype of `logp_S`; 0 for a fully masked one."""
-        return self.sequence_sum(torch.ones_like(self.advantage_S))
+        return self.sequence_sum(self.advantage_S.new_ones(self.advantage_S.shape))
 
     def sequence_sum(self, value_S: Tensor) -> Tensor:
         """[S] -> [B]: sum over the tokens of each sequence. Differentiable."""

@@ -14,7 +14,7 @@ class EntropyControl:
 
     He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3; the numbers are TRL's. After each optimizer step the
     coefficient grows by `delta` where the mean entropy of the step was at most `target`, else it shrinks by `delta`, within
-    [0, 1]; it begins at `entropy_coef`. The bonus acts in a step only if the entropy of the step before was at most
+    [0, 1]; it begins at `coef`. The bonus acts in a step only if the entropy of the step before was at most
     `target`, so never in the first. The mean is over all scored tokens of the step on all ranks (in TRL over those that
     the top-entropy mask keeps). The state is part of the trainer's checkpoint.
     """

@@ -19,8 +19,8 @@ is kept, and nothing is raised to the floor afterwards: what was masked stays ma
     sequence_mask_tis  the geometric mean decides whether a sequence is kept; its tokens keep their raw, untruncated
                        token weights (NeMo's seq-mask-tis)
 
-`importance_veto`: a sequence that holds a token with ratio below it gets weight 0 as a whole (verl: 1e-4).
-`importance_log_clamp`: d_t within +- that many nats (verl: 20). The truncation itself is Ionides', "Truncated Importance
+`veto`: a sequence that holds a token with ratio below it gets weight 0 as a whole (verl: 1e-4).
+`log_clamp`: d_t within +- that many nats (verl: 20). The truncation itself is Ionides', "Truncated Importance
 Sampling" (2008). Denominators are not touched: a masked token counts in N.
 
 A sampler log-prob that is NaN (an engine that could not report it) means d = 0, and no evidence about the mismatch.
@@ -34,18 +34,19 @@ Shape legend: S scored tokens of a microbatch, B its sequences. Log-probs in nat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from asyncrl.types import Normaliser
 
 from .base import LossInputs, Metrics, MetricSum
-from .numbers import Numbers
+from .method import Around, Method, setting
 from .ratios import old_logp
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +54,87 @@ class Mode:
     level: Literal["token", "sequence", "geometric"]
     action: Literal["truncate", "mask"]
     raw_token_weights: bool = False  # of what the mask leaves
+    both_sides: str = ""  # it is nothing without floor and cap: published values of the two
 
 
 IMPORTANCE_MODES: Mapping[str, Mode] = {
     "token_truncate": Mode("token", "truncate"),
     "tis": Mode("token", "truncate"),
     "token_mask": Mode("token", "mask"),
-    "icepop": Mode("token", "mask"),
+    "icepop": Mode("token", "mask", both_sides="0.5 and 5.0"),
     "sequence_truncate": Mode("sequence", "truncate"),
     "sequence_mask": Mode("sequence", "mask"),
     "geometric_truncate": Mode("geometric", "truncate"),
     "geometric_mask": Mode("geometric", "mask"),
-    "sequence_mask_tis": Mode("geometric", "mask", raw_token_weights=True),
+    "sequence_mask_tis": Mode("geometric", "mask", raw_token_weights=True, both_sides="0.999 and 1.002"),
 }
 
 
-def importance_weights(inputs: LossInputs, n: Numbers) -> tuple[Tensor, Metrics]:
+@dataclass(frozen=True)
+class Importance(Method):
+    """The correction against the sampler's log-probs: a detached weight on the surrogate of each token."""
+
+    section: ClassVar[str] = "importance"
+    switches: ClassVar[tuple[str, ...]] = ("cap", "floor", "veto")
+    off: ClassVar[str] = "cap, floor and veto are null: there is no correction; set one of them"
+    formula: ClassVar[Any] = sys.modules[__name__]
+    mode: str = setting(
+        "token_truncate",
+        "Level of the ratio old / sampler (token, whole sequence, geometric mean), and whether bounds clamp it or set it to 0; "
+        "tis and icepop name the two token modes, sequence_mask_tis masks sequences by their geometric mean and keeps raw "
+        "token weights.",
+        choices=IMPORTANCE_MODES,
+        fixed=True,
+    )
+    cap: float | None = setting(
+        2.0, "Upper bound of that ratio; null: none. Without cap, floor and veto the correction is off.", gt=0
+    )
+    floor: float | None = setting(None, "Lower bound of that ratio.", gt=0)
+    veto: float | None = setting(
+        None, "A sequence that holds a token whose ratio is below this gets weight 0 (verl: 1e-4).", gt=0
+    )
+    log_clamp: float | None = setting(
+        None, "Log-ratios old - sampler are clamped to +- this many nats (verl: 20).", gt=0
+    )
+
+    @property
+    def on(self) -> bool:
+        return any(bound is not None for bound in (self.cap, self.floor, self.veto))
+
+    def problems(self, around: Around) -> Iterator[str]:
+        if around.at("algorithm.old_logprobs") == "sampler":
+            return
+        cap, floor = self.cap, self.floor
+        if cap is not None and floor is not None and floor >= cap:
+            yield f"algorithm.importance.floor is {floor}; expected less than algorithm.importance.cap = {cap}"
+        example = IMPORTANCE_MODES[self.mode].both_sides
+        if example and (cap is None or floor is None):
+            yield (
+                f"algorithm.importance.mode is {self.mode} with floor={floor} and cap={cap}; it masks on both sides: set both "
+                f"({example} are published values)"
+            )
+
+
+def importance_weights(inputs: LossInputs, n: Importance) -> tuple[Tensor, Metrics]:
     """[S] detached weights by the mode of `n`, and their metrics."""
-    mode = IMPORTANCE_MODES[n.importance_mode]
+    mode = IMPORTANCE_MODES[n.mode]
     d_S = _log_ratio(old_logp(inputs), inputs.sampler_logp_S)
-    if n.importance_log_clamp is not None:
-        d_S = d_S.clamp(-n.importance_log_clamp, n.importance_log_clamp)
+    if n.log_clamp is not None:
+        d_S = d_S.clamp(-n.log_clamp, n.log_clamp)
     if mode.level == "token":
         ratio, normaliser = d_S.exp(), Normaliser.TOKENS
     else:
         sums = inputs.sequence_sum if mode.level == "sequence" else inputs.sequence_mean
         ratio, normaliser = sums(d_S).exp(), Normaliser.SEQUENCES
-    bound = bounded(ratio, mode.action, n.importance_floor, n.importance_cap)
+    bound = bounded(ratio, mode.action, n.floor, n.cap)
     # A fully masked sequence has ratio 1 (the sum over no token) and no weight to report: its microbatch may be skipped.
-    real = torch.ones_like(d_S) if mode.level == "token" else (inputs.length_B > 0).to(d_S.dtype)
+    real = d_S.new_ones(d_S.shape) if mode.level == "token" else (inputs.length_B > 0).to(d_S.dtype)
     metrics = importance_metrics(ratio * real, bound * real, normaliser)
     weight_S = bound if mode.level == "token" else inputs.spread(bound)
     if mode.raw_token_weights:
-        weight_S = torch.where(weight_S == 0, 0.0, d_S.exp())
-    if n.importance_veto is not None:
-        vetoed_B = inputs.sequence_sum((d_S.exp() < n.importance_veto).to(d_S.dtype)) > 0
+        weight_S = d_S.exp().masked_fill(weight_S == 0, 0.0)
+    if n.veto is not None:
+        vetoed_B = inputs.sequence_sum((d_S.exp() < n.veto).to(d_S.dtype)) > 0
         metrics["importance/vetoed_mean"] = MetricSum(vetoed_B.to(d_S.dtype).sum(), Normaliser.SEQUENCES)
         weight_S = weight_S.masked_fill(inputs.spread(vetoed_B), 0.0)
     return weight_S, metrics
@@ -97,7 +144,7 @@ def bounded(ratio: Tensor, action: Literal["truncate", "mask"], floor: float | N
     """The ratio with its bounds applied; NaN stays NaN."""
     if action == "truncate":
         return ratio if floor is None and cap is None else ratio.clamp(min=floor, max=cap)
-    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    outside = ratio.new_zeros(ratio.shape).bool()
     if floor is not None:
         outside = outside | (ratio < floor)
     if cap is not None:
@@ -112,7 +159,7 @@ def token_mismatch(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> tuple[Tens
     so the ratio is trainer / sampler). Both 0 where known_S (bool) is False: NaN log-prob.
     """
     d_S = _log_ratio(trainer_logp_S, sampler_logp_S)
-    return torch.expm1(d_S) - d_S, d_S, ~sampler_logp_S.isnan()
+    return d_S.expm1() - d_S, d_S, ~sampler_logp_S.isnan()
 
 
 def importance_metrics(ratio: Tensor, bound: Tensor, normaliser: Normaliser) -> Metrics:

@@ -9,11 +9,11 @@ Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx
 
 Unbiased says something about the *value*. As a loss term its gradient is another matter: the gradient of k1 has mean 0
 (it is the bare score function), that of k2 is the gradient of the KL, that of k3 is the gradient of KL(reference ||
-policy) where the tokens are on-policy. Multiplied by the surrogate's ratio, with its gradient (`use_bias_correction_kl`:
+policy) where the tokens are on-policy. Multiplied by the surrogate's ratio, with its gradient (`bias_correction`:
 DeepSeek-V3.2, arXiv:2512.02556; on by default in TRL, off here), the gradient of k1 and of k3 is that of the KL.
 
-In the reward (`kl_in: reward`) the estimate carries no gradient: each sequence's reward is lowered by
-`kl_coef x sum_t kl_t` before advantages are taken (Ouyang et al., arXiv:2203.02155; TRL's RLOOTrainer, with k1).
+In the reward (`place: reward`) the estimate carries no gradient: each sequence's reward is lowered by
+`coef x sum_t kl_t` before advantages are taken (Ouyang et al., arXiv:2203.02155; TRL's RLOOTrainer, with k1).
 
 Shape legend: S scored tokens. Both arguments `[S]`, one floating dtype, in nats; the result `[S]`, differentiable in
 both.
@@ -21,19 +21,23 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from asyncrl.types import Float32Array, Group, Microbatch
+from asyncrl.types import Float32Array, Group, Microbatch, Normaliser
 
-KLFn = Callable[[Tensor, Tensor], Tensor]
+from .base import LossInputs, Metrics, MetricSum
+from .method import Around, Method, setting
 
-LOG_CLAMP = 20.0  # nats, where `kl_clamp` is set
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_CLAMP = 20.0  # nats, where `clamp` is set
 
 
 def k1(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
@@ -53,7 +57,7 @@ def k3(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
     is then mostly rounding error, and often negative.
     """
     d_S = reference_logp_S - logp_S
-    return torch.expm1(d_S) - d_S
+    return d_S.expm1() - d_S
 
 
 def absolute(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
@@ -61,7 +65,13 @@ def absolute(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
     return (logp_S - reference_logp_S).abs()
 
 
-KL_ESTIMATORS: Mapping[str, KLFn] = {"k1": k1, "k2": k2, "k3": k3, "mse": k2, "abs": absolute}
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "mse": k2,
+    "abs": absolute,
+}
 
 
 def estimate(name: str, logp_S: Tensor, reference_logp_S: Tensor, clamp: float | None = None) -> Tensor:
@@ -76,9 +86,76 @@ def estimate(name: str, logp_S: Tensor, reference_logp_S: Tensor, clamp: float |
     return fn(logp_S, near_S).clamp(-clamp, clamp)
 
 
+@dataclass(frozen=True)
+class Kl(Method):
+    """The KL to the reference model (the weights at the start), as a term of the loss or taken off the rewards."""
+
+    section: ClassVar[str] = "kl"
+    switches: ClassVar[tuple[str, ...]] = ("coef",)
+    off: ClassVar[str] = "algorithm.kl.coef is 0: there is no KL; set it"
+    formula: ClassVar[Any] = sys.modules[__name__]
+    coef: float = setting(0.0, "Coefficient of the KL to the reference model (the weights at start).", ge=0)
+    estimator: str = setting("k3", "Estimator of that KL per token; mse is k2.", choices=KL_ESTIMATORS, fixed=True)
+    place: str = setting(
+        "loss",
+        "The KL is a term of the loss, or is taken off the rewards before advantages.",
+        choices=("loss", "reward"),
+        flat="kl_in",
+        fixed=True,
+    )
+    clamp: float | None = setting(
+        None, "Bound of the KL per token, with log-ratios within +-20 nats (NeMo, verl: 10); null is off.", gt=0
+    )
+    bias_correction: bool = setting(
+        False,
+        "Multiply the KL term by the ratio of the loss, which makes its gradient unbiased.",
+        flat="use_bias_correction_kl",
+        fixed=True,
+    )
+    reference_ahead: bool = setting(
+        True,
+        "Compute a group's log-probs under the reference while its rewards are scored (reward.batch: group).",
+        flat="reference_ahead",
+    )
+
+    @property
+    def on(self) -> bool:
+        return self.coef > 0
+
+    @property
+    def in_loss(self) -> bool:
+        return self.on and self.place == "loss"
+
+    def term(self, inputs: LossInputs, ratio_S: Tensor, metrics: Metrics) -> Tensor:
+        """[S] `coef x kl_t`, times the ratio with `bias_correction`; adds the metric `kl`."""
+        if inputs.reference_logp_S is None:
+            raise ValueError(
+                f"kl_coef is {self.coef}, but the microbatch has no reference log-probs (`reference_logp_S`)"
+            )
+        kl_S = estimate(self.estimator, inputs.logp_S, inputs.reference_logp_S.detach(), self.clamp)
+        if self.bias_correction:
+            kl_S = kl_S * ratio_S
+        metrics["kl"] = MetricSum(kl_S.detach().sum(), Normaliser.TOKENS)
+        return self.coef * kl_S
+
+    def problems(self, around: Around) -> Iterator[str]:
+        if self.place == "reward" and self.bias_correction:
+            yield (
+                "algorithm.kl.bias_correction is true but algorithm.kl.place is reward: a penalty on the reward has no gradient "
+                "to correct; leave it out or set kl.place=loss"
+            )
+
+    def warnings(self, around: Around) -> Iterator[str]:
+        if self.in_loss and self.estimator == "k1" and not self.bias_correction:
+            yield (
+                "algorithm.kl.estimator=k1 in the loss: the mean of its gradient is 0, it only adds noise; use k2, k3, "
+                "kl.bias_correction=true, or kl.place=reward"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class RewardPenalty:
-    """`kl_in: reward`: what the KL to the reference takes off the reward of each sequence."""
+    """`place: reward`: what the KL to the reference takes off the reward of each sequence."""
 
     coefficient: float
     estimator: str
@@ -90,6 +167,8 @@ class RewardPenalty:
         The policy is the one that sampled: the sampler's own log-probs, whatever version they are of. A token for which
         the sampler reported none (NaN) adds nothing. (TRL takes the trainer's log-probs before the update.)
         """
+        import torch
+
         sampler_S = torch.from_numpy(batch.sampler_logprobs).double()
         kl_S = estimate(self.estimator, sampler_S, torch.from_numpy(reference_logp_S).double(), self.clamp)
         values_S: npt.NDArray[np.float64] = torch.where(sampler_S.isnan(), 0.0, kl_S).numpy()

@@ -9,15 +9,19 @@ Shape legend: S scored tokens of a microbatch, B its sequences.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from asyncrl.types import FinishReason, Group, Normaliser, Trajectory
 
 from .base import LossInputs, Metrics, MetricSum
+from .method import Around, Method, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def off_policy_keep(inputs: LossInputs, threshold: float) -> tuple[Tensor, Metrics]:
@@ -48,7 +52,7 @@ def entropy_threshold(entropy_N: Tensor, top: float) -> float:
     place = (1 - top) * (count - 1)
     below = int(place)
     above = min(below + 1, count - 1)
-    return float(torch.lerp(ordered_N[below], ordered_N[above], place - below))
+    return float(ordered_N[below].lerp(ordered_N[above], place - below))
 
 
 def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> Group:
@@ -68,3 +72,48 @@ def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> G
         return trajectory
 
     return replace(group, trajectories=tuple(map(filtered, group.trajectories)))
+
+
+@dataclass(frozen=True)
+class OffPolicyMask(Method):
+    """Off-policy sequence masking (OPSM): sequences that the policy has left and that it should unlearn."""
+
+    section: ClassVar[str] = "off_policy_mask"
+    switches: ClassVar[tuple[str, ...]] = ("threshold",)
+    formula: ClassVar[Any] = off_policy_keep
+    threshold: float | None = setting(
+        None,
+        "Sequences with negative advantage whose mean log-prob fell by more than this since they were sampled (nats) are left "
+        "out of the policy loss.",
+        gt=0,
+    )
+
+
+@dataclass(frozen=True)
+class TopEntropy(Method):
+    """Only the tokens with the highest entropy of the step have a policy loss."""
+
+    section: ClassVar[str] = "top_entropy"
+    switches: ClassVar[tuple[str, ...]] = ("quantile",)
+    formula: ClassVar[Any] = entropy_threshold
+    quantile: float = setting(
+        1.0, "Only this share of the tokens, those with the highest entropy of the step, has a policy loss.", gt=0, le=1
+    )
+
+    def problems(self, around: Around) -> Iterator[str]:
+        if self.quantile < 1 and around.streaming:
+            yield (
+                f"algorithm.top_entropy.quantile is {self.quantile} but steps are streamed: which tokens are on top is known "
+                "only when all tokens of the step on all ranks are; use rollout.streaming=false, or top_entropy.quantile=1"
+            )
+
+
+@dataclass(frozen=True)
+class Overlong(Method):
+    """Overlong filtering: completions that were cut off, or are too long, teach nothing. They count as sequences."""
+
+    section: ClassVar[str] = "mask"
+    switches: ClassVar[tuple[str, ...]] = ("truncated", "longer_than")
+    formula: ClassVar[Any] = without_overlong
+    truncated: bool = setting(False, "Completions that hit max_tokens teach nothing; they count as sequences.")
+    longer_than: int | None = setting(None, "Completions longer than this many tokens teach nothing.", ge=1)

@@ -10,11 +10,12 @@ Shape legend: S scored tokens of a microbatch, B its sequences. Log-probs in nat
 from __future__ import annotations
 
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .base import LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def old_logp(inputs: LossInputs) -> Tensor:
@@ -43,5 +44,5 @@ def on_policy(inputs: LossInputs) -> LossInputs:
 def centre_on_sampler(inputs: LossInputs) -> LossInputs:
     """`old_logprobs: sampler`: the sampler's column becomes the `old` one; NaN entries stay on-policy (ratio 1)."""
     sampler_S = inputs.sampler_logp_S
-    old_S = torch.where(sampler_S.isnan(), inputs.logp_S.detach(), sampler_S)
+    old_S = inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S)
     return replace(inputs, old_logp_S=old_S)

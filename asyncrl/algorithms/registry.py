@@ -1,4 +1,4 @@
-"""Names of losses and advantage estimators, and how a named loss is bound to its numbers.
+"""Names of losses and advantage estimators, and how a named method is bound to its numbers.
 
 The configuration chooses by these names. An unknown one is a `ConfigError` that names the nearest.
 """
@@ -6,10 +6,10 @@ The configuration chooses by these names. An unknown one is a `ConfigError` that
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
@@ -17,108 +17,142 @@ from asyncrl.types import Normaliser
 from . import advantages, losses
 from .base import Loss, LossFn, LossInputs, LossSums, MetricSum
 from .entropy import entropy_bonus
-from .entropy_control import EntropyControl
-from .importance import IMPORTANCE_MODES, mismatch_metrics
-from .kl import KL_ESTIMATORS, RewardPenalty
-from .numbers import Numbers, check_numbers
+from .estimator import Estimator
+from .importance import Importance, mismatch_metrics
+from .kl import RewardPenalty
+from .method import Method, Setting
 from .ratios import centre_on_sampler, old_logp, on_policy
+from .terms import TERMS, Terms, loss_sums
+
+if TYPE_CHECKING:
+    from .losses.loss import LossMethod
+
+LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
+ADVANTAGES: dict[str, Estimator] = {each.name: each for each in advantages.ALL}
+CENTRES = ("recompute", "sampler")  # old_logprobs
+_CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # of the section itself: they belong to no method
 
 
-@dataclass(frozen=True, slots=True)
-class LossEntry:
-    """A loss by name: the pure function (formula and paper in its docstring) and its declared normaliser."""
+def methods() -> Iterator[type[Method]]:
+    """Every class that has settings: losses, advantages, terms."""
+    yield from LOSSES.values()
+    yield from (each.settings for each in ADVANTAGES.values() if each.settings is not None)
+    yield from TERMS
 
-    fn: Callable[[LossInputs, Numbers], LossSums]
-    normaliser: Normaliser
+
+def settings() -> Mapping[str, Setting]:
+    """Every setting of every method by its flat name; those that methods share (`algorithm.clip`) once.
+
+    Errors: TypeError where two methods give one name to different settings.
+    """
+    found: dict[str, Setting] = {}
+    for method in methods():
+        for each in method.settings():
+            if found.setdefault(each.flat, each) != each:
+                raise TypeError(f"{method.__name__}.{each.name}: another setting is named {each.flat} already")
+    return found
 
 
-LOSSES: Mapping[str, LossEntry] = {
-    "grpo": LossEntry(losses.grpo, Normaliser.SEQUENCES),
-    "bnpo": LossEntry(losses.bnpo, Normaliser.MICROBATCHES),
-    "dapo": LossEntry(losses.dapo, Normaliser.TOKENS),
-    "dr_grpo": LossEntry(losses.dr_grpo, Normaliser.SEQUENCES_X_MAX_LENGTH),
-    "gspo": LossEntry(losses.gspo, Normaliser.SEQUENCES),
-    "cispo": LossEntry(losses.cispo, Normaliser.TOKENS),
-    "sapo": LossEntry(losses.sapo, Normaliser.SEQUENCES),
-    "luspo": LossEntry(losses.luspo, Normaliser.SEQUENCES),
-    "vespo": LossEntry(losses.vespo, Normaliser.TOKENS),
-    "reinforce": LossEntry(losses.reinforce, Normaliser.TOKENS),
-    "ppo_clip": LossEntry(losses.ppo_clip, Normaliser.TOKENS),
-    "one_sided": LossEntry(losses.one_sided, Normaliser.TOKENS),
-}
+def readers() -> Mapping[str, tuple[str, ...]]:
+    """Flat name of each setting that belongs to losses -> the losses that read it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, loss in LOSSES.items():
+        for each in loss.settings():
+            found[each.flat] = (*found.get(each.flat, ()), name)
+    return found
 
-_OF_GROUP = ["grpo", "grpo_verl", "grpo_async", "grpo_atropos", "grpo_nemo", "dr_grpo", "rloo", "none", "zero"]
-_OF_STEP = ["grpo_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline"]
-ADVANTAGES: Mapping[str, advantages.Estimator] = {
-    **{name: advantages.Estimator(name, group=getattr(advantages, name)) for name in _OF_GROUP},
-    **{name: advantages.Estimator(name, batch=getattr(advantages, name)) for name in _OF_STEP},
-}
+
+def make_terms(**numbers: Any) -> Terms:
+    """The terms with what `numbers` has under the flat names. Errors: ConfigError for a value out of bounds."""
+    return Terms(*(term.made(numbers) for term in TERMS))
+
+
+def make_loss(name: str, **numbers: Any) -> LossMethod:
+    """The named loss with its own settings. Errors: ConfigError for an unknown name or a value out of bounds."""
+    made: LossMethod = LOSSES[_known(name, LOSSES, "loss")].made(numbers)
+    return made
 
 
 def build_loss(name: str, **numbers: Any) -> Loss:
-    """The named loss with its `Numbers` bound, and with what every loss has: entropy bonus, entropy, mismatch metrics.
+    """The named loss bound to its numbers, and with what every loss has: entropy bonus, entropy, mismatch metrics.
 
+    `numbers`: settings by their flat names (`epsilon`, `sapo_temperature_pos`, `kl_coef`); those of other losses are not read.
     `old_logprobs="sampler"`: the clip stands around the sampler's log-probs, taken from `sampler_logp_S` whatever
     `old_logp_S` holds, and no importance weight is applied: the two corrections are never applied together.
     `force_on_policy`: the `old` column is not read. `entropy_target`: the trainer binds the coefficient of each step (`at`).
-    Errors: ConfigError for an unknown name or a number outside its range.
+    Errors: ConfigError for an unknown name or a number outside its range; TypeError for a number that no method has.
     """
-    entry = LOSSES[_known(name, LOSSES, "loss")]
-    n = Numbers(**numbers)
-    check_numbers(n)
-    _known(n.importance_mode, IMPORTANCE_MODES, "importance mode")
-    _known(n.kl_estimator, KL_ESTIMATORS, "KL estimator")
-    if n.old_logprobs == "sampler":
-        n = replace(n, importance_cap=None, importance_floor=None, importance_veto=None)
-    separate = n.has_bonus and (entry.normaliser is not Normaliser.TOKENS or n.top_entropy_quantile < 1)
-    target = n.entropy_target
-    control = None if target is None else EntropyControl(n.entropy_coef, target, n.entropy_coef_delta)
+    method = make_loss(name, **numbers)
+    _no_others(numbers)
+    terms, centre = make_terms(**numbers), numbers.get("old_logprobs", "recompute")
+    forced = bool(numbers.get("force_on_policy", False))
+    if centre not in CENTRES:
+        raise ConfigError(f"old_logprobs is {centre!r}; it must be 'recompute' or 'sampler'")
+    if centre == "sampler":
+        terms = replace(terms, importance=Importance(cap=None))
+    entropy, top = terms.entropy, terms.top_entropy.quantile
+    separate = entropy.apart(method) or (entropy.on and top < 1)
 
     def with_bonus(coefficient: float) -> LossFn:
-        return partial(_evaluate, entry.fn, n, coefficient, separate)
+        bonus = coefficient if entropy.on else None
+        return partial(_evaluate, method, terms, centre, forced, bonus, separate)
 
     return Loss(
         name=name,
-        fn=with_bonus(n.entropy_coef),
-        normaliser=entry.normaliser,
-        needs_reference=n.kl_coef > 0 and n.kl_in == "loss",
-        needs_entropy_grad=n.has_bonus,
-        needs_old=n.old_logprobs == "recompute" and not n.force_on_policy,
+        fn=with_bonus(entropy.coef),
+        normaliser=method.normaliser,
+        needs_reference=terms.kl.in_loss or method.needs_reference,
+        needs_entropy_grad=entropy.on or method.needs_entropy,
+        needs_old=method.needs_old and centre == "recompute" and not forced,
         extra_normaliser=Normaliser.TOKENS if separate else None,
-        top_entropy_quantile=n.top_entropy_quantile,
-        control=control,
+        top_entropy_quantile=top,
+        control=entropy.control,
         with_bonus=with_bonus,
     )
 
 
 def build_reward_penalty(**numbers: Any) -> RewardPenalty | None:
-    """The KL penalty on rewards (`kl_in: reward`), from the same numbers; None where there is none."""
-    n = Numbers(**numbers)
-    return RewardPenalty(n.kl_coef, n.kl_estimator, n.kl_clamp) if n.kl_coef > 0 and n.kl_in == "reward" else None
+    """The KL penalty on rewards (`kl.place: reward`), from the same numbers; None where there is none."""
+    kl = make_terms(**numbers).kl
+    return RewardPenalty(kl.coef, kl.estimator, kl.clamp) if kl.on and kl.place == "reward" else None
 
 
-def build_advantage(name: str) -> advantages.Estimator:
-    """The named advantage estimator. Errors: ConfigError for an unknown name."""
-    return ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")]
+def build_advantage(name: str, **numbers: Any) -> Estimator:
+    """The named advantage estimator. Errors: ConfigError for an unknown name or a number outside its range."""
+    return ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")].bound(numbers)
 
 
 def _evaluate(
-    fn: Callable[[LossInputs, Numbers], LossSums], n: Numbers, coefficient: float, separate: bool, inputs: LossInputs
+    method: LossMethod,
+    terms: Terms,
+    centre: str,
+    forced: bool,
+    coefficient: float | None,
+    separate: bool,
+    inputs: LossInputs,
 ) -> LossSums:
-    trainer_logp_S = inputs.logp_S.detach() if n.old_logprobs == "sampler" else old_logp(inputs)
+    trainer_logp_S = inputs.logp_S.detach() if centre == "sampler" else old_logp(inputs)
     metrics = mismatch_metrics(trainer_logp_S, inputs.sampler_logp_S)
     if inputs.entropy_S is not None:
         metrics["entropy"] = MetricSum(inputs.entropy_S.detach().sum(), Normaliser.TOKENS)
-    if n.old_logprobs == "sampler":
+    if centre == "sampler":
         inputs = centre_on_sampler(inputs)
-    elif n.force_on_policy:
+    elif forced:
         inputs = on_policy(inputs)
-    sums = fn(inputs, n)
+    sums = loss_sums(method, inputs, terms)
     sums = replace(sums, metrics={**sums.metrics, **metrics})
-    if not n.has_bonus:
+    if coefficient is None:
         return sums
     bonus = entropy_bonus(inputs, coefficient)
     return replace(sums, extra=bonus) if separate else replace(sums, total=sums.total + bonus)
+
+
+def _no_others(numbers: Iterable[str]) -> None:
+    known = {*settings(), *_CENTRE_NAMES}
+    for name in numbers:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise TypeError(f"no method has a setting {name!r}; did you mean {nearest!r}?")
 
 
 def _known(name: str, names: Iterable[str], what: str) -> str:

@@ -8,38 +8,19 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.algorithms import advantages, entropy, entropy_control, importance, kl, masks, registry, surrogates
-from asyncrl.config.check_losses import READERS
+from asyncrl.algorithms import importance, kl, registry
+from asyncrl.algorithms.losses.loss import LossMethod
+from asyncrl.algorithms.method import Conflict, Method
 from asyncrl.config.describe import refusal
 from asyncrl.config.fields import Knob, knobs
+from asyncrl.config.methods import SETTINGS
+from asyncrl.config.old_names import SPELLINGS, full_name
 from asyncrl.types import Normaliser
 
 USAGE = "asyncrl explain NAME: a loss, an advantage, an importance mode, a KL estimator, or a setting (`asyncrl run --help`)"
-
-# The start of a setting's name within `algorithm` -> where its formula stands
-_FORMULAS: tuple[tuple[str, ModuleType | Callable[..., Any]], ...] = (
-    ("importance_", importance),
-    ("off_policy_mask", masks.off_policy_keep),
-    ("mask_", masks.without_overlong),
-    ("kl_", kl),
-    ("use_bias", kl),
-    ("entropy_target", entropy_control.EntropyControl),
-    ("entropy_coef_delta", entropy_control.EntropyControl),
-    ("entropy_coef", entropy.entropy_bonus),
-    ("second_gradient", entropy.entropy_bonus),
-    ("top_entropy", masks.entropy_threshold),
-    ("advantage", advantages),
-    ("cispo_", surrogates.clipped_weight),
-    ("sapo_", surrogates.soft_gate),
-    ("vespo_", surrogates.gamma_weight),
-    ("epsilon", surrogates.clipped),
-    ("delta", surrogates.clipped),
-    ("dual_clip", surrogates.clipped),
-)
 
 
 def explain(name: str) -> str:
@@ -49,7 +30,7 @@ def explain(name: str) -> str:
 
 
 def known() -> list[str]:
-    settings = [knob for full in knobs() for knob in (full, full.rpartition(".")[2])]
+    settings = [knob for full in (*knobs(), *SPELLINGS) for knob in (full, full.rpartition(".")[2])]
     return sorted({*registry.LOSSES, *registry.ADVANTAGES, *importance.IMPORTANCE_MODES, *kl.KL_ESTIMATORS, *settings})
 
 
@@ -69,59 +50,84 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _losses(name: str) -> Iterator[str]:
-    entry = registry.LOSSES.get(name)
-    if entry is None:
+    loss = registry.LOSSES.get(name)
+    if loss is None:
         return
-    own = [knob for knob, readers in READERS.items() if name in readers]
-    streams = "no" if entry.normaliser is Normaliser.MICROBATCHES else "yes"
-    separate = "no" if entry.normaliser is Normaliser.TOKENS else "second_gradient_buffer, or rollout.streaming=false"
-    lines = [
-        f"loss {name}  (algorithm.loss={name})",
-        _doc(entry.fn),
-        f"divided by: {entry.normaliser.value}    streams: {streams}    entropy_coef needs more than itself: {separate}",
-    ]
-    if own:
-        lines.append(
-            "settings of its own: " + ", ".join(f"{knob}={knobs()[f'algorithm.{knob}'].default}" for knob in own)
-        )
-    yield "\n".join(lines)
+    streams = "no" if loss.normaliser is Normaliser.MICROBATCHES else "yes"
+    by_tokens = loss.normaliser is Normaliser.TOKENS
+    separate = "no" if by_tokens else "entropy.second_gradient_buffer, or rollout.streaming=false"
+    yield "\n".join(
+        [
+            f"loss {name}  (algorithm.loss={name})",
+            _doc(loss),
+            f"divided by: {loss.normaliser.value}    streams: {streams}    entropy.coef needs more than itself: {separate}",
+            f"needs: {', '.join(_needs(loss)) or 'nothing beside the sampled tokens'}",
+            *_own(loss),
+            *_refuses(name, loss.conflicts),
+        ]
+    )
+
+
+def _needs(loss: type[LossMethod]) -> Iterator[str]:
+    if loss.needs_old:
+        yield "old log-probs, where a batch has several updates"
+    if loss.needs_reference:
+        yield "reference log-probs"
+    if loss.needs_entropy:
+        yield "entropies with gradient"
+
+
+def _own(method: type[Method]) -> Iterator[str]:
+    if found := method.settings():
+        section = f"algorithm.{found[0].section}"
+        yield f"settings of its own, {section}.*: " + ", ".join(f"{each.name}={each.default}" for each in found)
+
+
+def _refuses(name: str, conflicts: Sequence[Conflict]) -> Iterator[str]:
+    yield from (f"not with every value of {each.name}: {name}, {each.reason}" for each in conflicts)
 
 
 def _advantages(name: str) -> Iterator[str]:
     estimator = registry.ADVANTAGES.get(name)
-    if estimator is not None:
-        streams = "no, its statistics span the step" if estimator.needs_whole_step else "yes"
-        function = estimator.batch if estimator.group is None else estimator.group
-        yield f"advantage {name}  (algorithm.advantage={name})\n{_doc(function)}\nstreams: {streams}"
+    if estimator is None:
+        return
+    streams = "no, its statistics span the step" if estimator.needs_whole_step else "yes"
+    lines = [f"advantage {name}  (algorithm.advantage={name})", inspect.cleandoc(estimator.doc), f"streams: {streams}"]
+    own = _own(estimator.settings) if estimator.settings is not None else ()
+    yield "\n".join([*lines, *own, *_refuses(name, estimator.conflicts)])
 
 
 def _modes(name: str) -> Iterator[str]:
     mode = importance.IMPORTANCE_MODES.get(name)
     if mode is not None:
         raw = "; what is kept has its raw token weights" if mode.raw_token_weights else ""
-        head = f"importance mode {name}  (algorithm.importance_mode={name}): ratio per {mode.level}, bounds {mode.action}{raw}"
+        head = f"importance mode {name}  (algorithm.importance.mode={name}): ratio per {mode.level}, bounds {mode.action}{raw}"
         yield f"{head}\n{_doc(importance)}"
     if name in kl.KL_ESTIMATORS:
-        yield f"KL estimator {name}  (algorithm.kl_estimator={name})\n{_doc(kl.KL_ESTIMATORS[name])}\n\n{_doc(kl)}"
+        yield f"KL estimator {name}  (algorithm.kl.estimator={name})\n{_doc(kl.KL_ESTIMATORS[name])}\n\n{_doc(kl)}"
 
 
 def _settings(name: str) -> Iterator[str]:
+    spelt = [full for spelling, full in SPELLINGS.items() if spelling.rpartition(".")[2] == name]
+    wanted = {full_name(name), name, *spelt}
     for full, knob in knobs().items():
-        if name in (full, full.rpartition(".")[2]):
+        if full in wanted or full.rpartition(".")[2] == name:
             yield "\n".join(_setting(knob))
 
 
 def _setting(knob: Knob) -> Iterator[str]:
-    section, _, own = knob.name.rpartition(".")
     yield f"setting {knob.name}  ({knob.expected}; default {knob.default})"
     yield knob.text
-    if section == "algorithm":
-        if own in READERS:
-            yield f"read by: {', '.join(READERS[own])}; refused with another loss"
-        for start, source in _FORMULAS:
-            if own.startswith(start):
-                yield f"\n{_doc(source)}"
-                break
+    short = [spelling for spelling, full in SPELLINGS.items() if full == knob.name]
+    if short:
+        yield f"also written: {', '.join(short)}"
+    if knob.name in SETTINGS:
+        each = SETTINGS[knob.name]
+        losses = registry.readers().get(each.flat, ())
+        if losses:
+            yield f"read by: {', '.join(losses)}; refused with another loss"
+        owner = next(method for method in registry.methods() if each in method.settings())
+        yield f"\n{_doc(owner.formula or owner)}"
     reason = refusal(knob.name)
     yield "on resume: may change" if reason is None else f"on resume: may not change ({reason})"
 

@@ -24,6 +24,6 @@ def check_distributed(config: Config) -> Iterator[str]:
     if needs_second_buffer(config.algorithm):
         yield (
             what
-            + "algorithm.second_gradient_buffer is true: the two gradients of a microbatch would need two backward "
+            + "algorithm.entropy.second_gradient_buffer is true: the two gradients of a microbatch would need two backward "
             "passes over ranks; use preset=one_off or sync without it, or distributed.sharding=replicate"
         )

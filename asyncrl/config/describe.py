@@ -13,13 +13,15 @@ from pydantic_core import PydanticUndefined
 
 from asyncrl.errors import ConfigError
 
+from .check_unread import SWITCHED
 from .fields import get, item_of, knobs
+from .methods import SETTINGS, about, unread
 from .resolve import PRESETS
 from .schema import Config
 from .text import dump
 
-# What may change when a run goes on, and what would make the saved state wrong. Every knob matches exactly one pattern
-# of the two tables (a test holds it so); the reason is what the refusal says.
+# What may change when a run goes on, and what would make the saved state wrong. A setting of a method says it itself (`fixed`);
+# every other knob matches exactly one pattern of the two tables (a test holds it so); the reason is what the refusal says.
 FREE_ON_RESUME: tuple[str, ...] = (
     "run.*",
     "resume",
@@ -37,15 +39,10 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "reward.timeout_s",
     "reward.on_error",
     "reward.batch",
-    "reward.overlong_cache",
-    "reward.overlong_weight",
+    "reward.overlong.*",
     "rollout.late",
     "rollout.sync_warmup_steps",
-    "rollout.dynamic_sampling",
-    "rollout.min_mean_reward",
-    "rollout.max_mean_reward",
-    "rollout.filter_by",
-    "rollout.max_refills",
+    "rollout.filter.*",
     "rollout.streaming_min_groups",
     "rollout.temperature",
     "rollout.top_p",
@@ -61,36 +58,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "engine.kv_positions",
     "engine.prefill_tokens",
     "engine.kv_after_update",
-    "algorithm.epsilon",
-    "algorithm.epsilon_high",
-    "algorithm.delta",
-    "algorithm.dual_clip",
-    "algorithm.cispo_low",
-    "algorithm.cispo_high",
-    "algorithm.sapo_temperature_pos",
-    "algorithm.sapo_temperature_neg",
-    "algorithm.vespo_k_pos",
-    "algorithm.vespo_lambda_pos",
-    "algorithm.vespo_k_neg",
-    "algorithm.vespo_lambda_neg",
-    "algorithm.positive_scale",
-    "algorithm.negative_scale",
-    "algorithm.importance_cap",
-    "algorithm.importance_floor",
-    "algorithm.importance_veto",
-    "algorithm.importance_log_clamp",
-    "algorithm.off_policy_mask_threshold",
-    "algorithm.mask_truncated",
-    "algorithm.mask_longer_than",
-    "algorithm.kl_coef",
-    "algorithm.kl_clamp",
-    "algorithm.entropy_coef",
-    "algorithm.entropy_coef_delta",
-    "algorithm.entropy_target",
-    "algorithm.top_entropy_quantile",
-    "algorithm.second_gradient_buffer",
     "algorithm.mismatch_gate",
-    "algorithm.reference_ahead",
     "train.lr",
     "train.schedule",
     "train.warmup_steps",
@@ -137,17 +105,12 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "rollout.group_size": _LEDGER,
     "rollout.groups_per_step": _LEDGER,
     "rollout.max_staleness": _LEDGER,
-    "rollout.prefetch_depth": _LEDGER,
     "rollout.weight_sync_interval": _LEDGER,
     "rollout.streaming": _LEDGER,
     "rollout.environment": _CURVE,
     "engine.kind": _WEIGHTS,
     "algorithm.loss": _CURVE,
     "algorithm.advantage": _CURVE,
-    "algorithm.importance_mode": _CURVE,
-    "algorithm.kl_estimator": _CURVE,
-    "algorithm.kl_in": _CURVE,
-    "algorithm.use_bias_correction_kl": _CURVE,
     "algorithm.old_logprobs": _CURVE,
     "algorithm.force_on_policy": _CURVE,
     "algorithm.updates_per_batch": _LEDGER,
@@ -178,7 +141,7 @@ def help_text(width: int = 110) -> str:
         head = knob.name.rpartition(".")[0]
         if head != section:
             section = head
-            lines.append("")
+            lines += ["", *_heading(head)]
         default = "required" if knob.default is PydanticUndefined else f"default {_short(knob.default)}"
         lines.append(f"{knob.name}  ({knob.expected}; {default})")
         lines += textwrap.wrap(knob.text, width, initial_indent="    ", subsequent_indent="    ")
@@ -193,14 +156,26 @@ def help_text(width: int = 110) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _heading(section: str) -> list[str]:
+    """What a section belongs to, where not every run reads it."""
+    if section in SWITCHED:
+        return [f"[{section}: refused where {SWITCHED[section].off.partition(';')[0]}]"]
+    said = about(section.removeprefix("algorithm."))
+    return [f"[{section}: {said}]"] if said else []
+
+
 def to_plain(config: BaseModel) -> dict[str, Any]:
     """Dictionaries, lists and scalars alone, for YAML and JSON; `Config.model_validate` reads it back."""
     return {key: _plain(value) for key, value in config}
 
 
 def to_yaml(config: Config) -> str:
-    """The text of `config.yaml`; `load_config` reads an equal configuration from it."""
-    return dump(to_plain(config))
+    """The text of `config.yaml`; `load_config` reads an equal configuration from it. Settings of losses and advantages that
+    are not chosen are left out: a checked configuration has their defaults."""
+    plain = to_plain(config)
+    for section in unread(config.algorithm):
+        del plain["algorithm"][section]
+    return dump(plain)
 
 
 def diff(old: Config, new: Config) -> list[Change]:
@@ -210,6 +185,8 @@ def diff(old: Config, new: Config) -> list[Change]:
 
 def refusal(name: str) -> str | None:
     """Why this knob may not change on resume; None where it may. A knob in neither table is refused."""
+    if name in SETTINGS:
+        return _CURVE if SETTINGS[name].fixed else None
     if any(fnmatchcase(name, pattern) for pattern in FREE_ON_RESUME):
         return None
     return REFUSED_ON_RESUME.get(name, "nobody has said that it may change")

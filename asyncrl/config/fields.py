@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from .old_names import SPELLINGS, full_name
 from .other_names import OTHER_NAMES
 from .schema import Config
 
@@ -68,8 +69,8 @@ def knobs() -> Mapping[str, Knob]:
 
 @cache
 def sections() -> Mapping[str, type[BaseModel]]:
-    """Every section by its dotted name (`train`, `rollout`, ...)."""
-    return {name: model for name, info in Config.model_fields.items() if (model := _section(info.annotation))}
+    """Every section by its dotted name (`train`, `model.lora`, ...)."""
+    return dict(_walk_sections(Config, ""))
 
 
 def nearest_name(name: str) -> str | None:
@@ -85,14 +86,14 @@ def nearest_name(name: str) -> str | None:
 
     def score(candidate: str) -> tuple[float, float]:
         tail = candidate.rpartition(".")[2]
-        words = _common_words(name, candidate) if candidate in knobs() else 0.0
+        words = _common_words(name, candidate) if full_name(candidate) in knobs() else 0.0
         whole = difflib.SequenceMatcher(None, name, candidate).ratio()
         letters = max(whole, 0.95 * difflib.SequenceMatcher(None, last, tail).ratio())
         return words if words >= _COMMON else 0.0, letters
 
-    best = max([*knobs(), *sections()], key=score)
+    best = max([*knobs(), *SPELLINGS, *sections()], key=score)
     words, letters = score(best)
-    return best if words or letters >= _SIMILAR else None
+    return full_name(best) if words or letters >= _SIMILAR else None
 
 
 def _common_words(name: str, candidate: str) -> float:
@@ -136,6 +137,13 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Knob]:
             yield from _walk(section, f"{prefix}{key}.")
         else:
             yield Knob(f"{prefix}{key}", info.annotation, info.default, info.description or "", expected(info))
+
+
+def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    for key, info in model.model_fields.items():
+        if (section := _section(info.annotation)) is not None:
+            yield f"{prefix}{key}", section
+            yield from _walk_sections(section, f"{prefix}{key}.")
 
 
 def _flat_union(annotation: Any) -> Iterator[Any]:

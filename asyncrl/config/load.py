@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from asyncrl.errors import ConfigError
 
 from .fields import Knob, expected, knobs, nearest_name, sections
+from .old_names import full_name, given_twice, respelled
 from .schema import Config
 from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
 from .section import Section
@@ -59,11 +60,23 @@ def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequenc
     origin: dict[str, str] = {}  # dotted key -> where it was set last
     for file in files:
         _merge(tree, _read(Path(file), origin))
-    for override in parse_overrides(overrides):
+    for override in _in_one_spelling(parse_overrides(overrides)):
         branch = _branch(override.name, override.value)
         origin.update(dict.fromkeys(_names(branch), f"override {override.typed!r}"))
         _merge(tree, branch)
     return _validate(tree, origin)
+
+
+def _in_one_spelling(overrides: Sequence[Override]) -> list[Override]:
+    """Every override under its dotted name. Errors: ConfigError where two spellings of one name say different things."""
+    found: dict[str, Override] = {}
+    for override in overrides:
+        name = full_name(override.name)
+        before = found.get(name)
+        if before is not None and before.name != override.name and before.value != override.value:
+            raise ConfigError(given_twice(before.name, before.value, override.name, override.value))
+        found[name] = override
+    return [Override(full_name(each.name), each.value, each.typed) for each in overrides]
 
 
 def parquet_shards(path: Path) -> list[Path]:
@@ -87,7 +100,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         if not name or not (dashed or equals):
             raise ConfigError(f"override {typed!r} is not understood: write a.b=value or --a.b value")
         if not equals:
-            knob = knobs().get(name)
+            knob = knobs().get(full_name(name))
             switch = knob is not None and knob.takes_bool
             if rest and not rest[0].startswith("--") and not (switch and "=" in rest[0]):
                 text = rest.pop(0)
@@ -103,7 +116,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def _value(name: str, text: str, typed: str) -> Any:
-    knob = knobs().get(name)
+    knob = knobs().get(full_name(name))
     try:
         value = parse_scalar(text)
     except yaml.YAMLError as error:
@@ -152,7 +165,11 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
         raise ConfigError(f"{path} holds {_shown(tree)}; expected a mapping like `train: {{lr: 1e-6}}`")
     tree = {str(key): _expand(str(key), value) for key, value in tree.items()}
     for name in _names(tree):
-        origin[name] = f"{path} line {lines[name]}" if name in lines else str(path)
+        origin[full_name(name)] = f"{path} line {lines[name]}" if name in lines else str(path)
+    try:
+        tree = respelled(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     _anchor(tree, path.resolve().parent)
     return tree
 
@@ -243,16 +260,17 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     """One pydantic complaint in our words."""
     place = [str(part) for part in item["loc"]]
     depth = next((n for n in range(len(place), 0, -1) if ".".join(place[:n]) in knobs()), 0)
-    name = ".".join(place[:depth]) if depth else place[0]
+    section = next((n for n in range(len(place), 1, -1) if ".".join(place[:n]) in sections()), 1)
+    name = ".".join(place[: depth or section])
     where, found = _came_from(name, origin), item["input"]
     if name in _LISTS and len(place) > depth + 1:
-        section, what, _, needed = _LISTS[name]
+        item_of, what, _, needed = _LISTS[name]
         full, key = f"{name}[{place[depth]}].{place[depth + 1]}", place[depth + 1]
         if item["type"] == "extra_forbidden":
-            return f"unknown key {full!r} ({where}); {what} has {', '.join(section.model_fields)}"
+            return f"unknown key {full!r} ({where}); {what} has {', '.join(item_of.model_fields)}"
         if item["type"] == "missing":
             return f"{full} is missing ({where}); expected {needed}"
-        return _wrong(full, _shown(found), expected(section.model_fields[key]), where)
+        return _wrong(full, _shown(found), expected(item_of.model_fields[key]), where)
     if not depth:
         return _wrong(name, _shown(found), "a mapping", where)
     hint = ""

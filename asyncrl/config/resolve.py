@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from asyncrl.algorithms.registry import ADVANTAGES
 from asyncrl.errors import ConfigError
 
 from .check_distributed import check_distributed
-from .check_losses import check_losses, warn_algorithm
+from .check_losses import check_losses, chosen_loss, chosen_terms, warn_algorithm
 from .check_rewards import check_rewards
-from .schema import LONELY_ADVANTAGES, STEP_ADVANTAGES, Config
+from .check_unread import check_unread
+from .methods import sections, unread
+from .schema import Config
 
 MISMATCH = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}  # nats on average; vLLM in bfloat16 is 0.04 off
 PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False), "async": (2, True)}
@@ -68,6 +71,7 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, sub
     config = _with(config, "rollout", rollout)
 
     complaints = [text for check in _CHECKS for text in check(config)]
+    complaints += check_unread(config, embedding)
     complaints += _check_ranks(config, world_size)
     if not embedding:
         complaints += _check_run(config)
@@ -75,10 +79,16 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, sub
         raise ConfigError("\n".join(complaints))
 
     algorithm: dict[str, Any] = {}
-    if config.algorithm.epsilon_high is None:
-        algorithm["epsilon_high"] = config.algorithm.epsilon
-    if config.algorithm.old_logprobs == "sampler":
-        algorithm["importance_cap"] = None  # the clip itself is around the sampler's log-probs
+    loss = chosen_loss(config.algorithm)
+    algorithm |= {
+        name: sections()[name]() for name in unread(config.algorithm)
+    }  # an earlier version derived some of them
+    section = getattr(config.algorithm, loss.section, None)
+    if section is not None:
+        algorithm[loss.section] = section.model_copy(update=dict(loss.derived()))
+    if config.algorithm.old_logprobs == "sampler":  # the clip itself is around the sampler's log-probs
+        importance: Any = config.algorithm.importance
+        algorithm["importance"] = importance.model_copy(update={"cap": None})
     if config.algorithm.mismatch_gate == "auto":
         sampled_here = config.train.kind == "torch" and config.door.ring is None and not submitted
         bound = MISMATCH.get(config.model.dtype, "auto")  # dtype auto: no device has settled it (runtime/device.py)
@@ -94,7 +104,7 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, sub
 
 def warnings(config: Config) -> list[str]:
     """What is allowed but seldom meant, one sentence each, for the start of a run. Takes a resolved configuration."""
-    rollout, algorithm, train = config.rollout, config.algorithm, config.train
+    rollout, train = config.rollout, config.train
     found: list[str] = []
     if rollout.top_p < 1 or rollout.top_k > 0:
         found.append(
@@ -103,7 +113,7 @@ def warnings(config: Config) -> list[str]:
             "the loss and the importance weights use the whole vocabulary at the sampling temperature; "
             "tokens outside the filter are never explored. Use top_p=1 and top_k=0 unless this is meant"
         )
-    found += warn_algorithm(algorithm, staleness_bound(config))
+    found += warn_algorithm(config, staleness_bound(config))
     if train.max_steps is not None and train.warmup_steps >= train.max_steps:
         found.append(
             f"train.warmup_steps={train.warmup_steps} is not shorter than max_steps={train.max_steps}: lr is never "
@@ -115,8 +125,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _max_staleness(config: Config) -> int:
-    rollout = config.rollout
-    given = rollout.prefetch_depth if rollout.max_staleness is None else rollout.max_staleness
+    given = config.rollout.max_staleness
     return PRESETS[config.preset][0] if given is None else given
 
 
@@ -146,11 +155,6 @@ def _check_preset(config: Config) -> Iterator[str]:
 
 def _check_rollout(config: Config) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine.kind
-    if rollout.prefetch_depth not in (None, rollout.max_staleness):
-        yield (
-            f"rollout.prefetch_depth is {rollout.prefetch_depth} and rollout.max_staleness is {rollout.max_staleness}: they "
-            "are two names of one number; give one of them"
-        )
     if rollout.weight_sync_interval > 1 and engine == "embedded":
         yield (
             f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but engine.kind is embedded, which samples from "
@@ -162,18 +166,13 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but preset is sync, which means age 0; "
             "use preset=one_off or preset=async"
         )
-    low, high = rollout.min_mean_reward, rollout.max_mean_reward
+    low, high = rollout.filter.min_mean_reward, rollout.filter.max_mean_reward
     if low is not None and high is not None and low > high:
-        yield f"rollout.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
-    if rollout.dynamic_sampling and config.algorithm.advantage == "zero" and rollout.filter_by == "reward":
-        yield (
-            "rollout.dynamic_sampling drops groups whose advantages are all 0, and algorithm.advantage=zero makes all of "
-            "them so; choose one"
-        )
-    cache = config.reward.overlong_cache
+        yield f"rollout.filter.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
+    cache = config.reward.overlong.cache
     if cache is not None and cache > rollout.max_tokens:
         yield (
-            f"reward.overlong_cache is {cache}; expected at most rollout.max_tokens = {rollout.max_tokens}: it is the part "
+            f"reward.overlong.cache is {cache}; expected at most rollout.max_tokens = {rollout.max_tokens}: it is the part "
             "of the longest completion over which the punishment grows"
         )
     if rollout.streaming_min_groups > rollout.groups_per_step:
@@ -187,20 +186,21 @@ def _check_replay(config: Config) -> Iterator[str]:
     if not config.replay.size:
         return
     algorithm = config.algorithm
-    if algorithm.advantage in STEP_ADVANTAGES:
+    terms = chosen_terms(algorithm)
+    if ADVANTAGES[algorithm.advantage].needs_whole_step:
         yield (
             f"replay.size is {config.replay.size} but algorithm.advantage is {algorithm.advantage}, whose statistics span "
             "the step that sampled a group; use an estimator of the group: grpo, dr_grpo, rloo"
         )
-    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+    if terms.kl.on and not terms.kl.in_loss:
         yield (
-            f"replay.size is {config.replay.size} but algorithm.kl_in is reward: the penalty of a replayed group is that of "
-            "the weights which first trained it; set kl_in=loss"
+            f"replay.size is {config.replay.size} but algorithm.kl.place is reward: the penalty of a replayed group is that of "
+            "the weights which first trained it; set kl.place=loss"
         )
-    if algorithm.old_logprobs == "recompute" and algorithm.importance_cap is None:
+    if algorithm.old_logprobs == "recompute" and terms.importance.cap is None:
         yield (
-            f"replay.size is {config.replay.size} but algorithm.importance_cap is null: replayed tokens would be trained as "
-            "if the weights of today had sampled them; set importance_cap, or old_logprobs=sampler"
+            f"replay.size is {config.replay.size} but algorithm.importance.cap is null: replayed tokens would be trained as "
+            "if the weights of today had sampled them; set importance.cap, or old_logprobs=sampler"
         )
 
 
@@ -208,14 +208,13 @@ def _check_skip(config: Config) -> Iterator[str]:
     """A group without advantages moves no weight only where every term of the loss is a multiple of the advantage."""
     if not config.train.skip_zero_advantage:
         return
-    algorithm = config.algorithm
+    terms = chosen_terms(config.algorithm)
+    entropy, top = terms.entropy, terms.top_entropy.quantile
     reasons = {
-        f"kl_coef={algorithm.kl_coef} in the loss": algorithm.kl_coef > 0 and algorithm.kl_in == "loss",
-        f"entropy_coef={algorithm.entropy_coef}": algorithm.entropy_coef > 0,
-        f"entropy_target={algorithm.entropy_target}": algorithm.entropy_target is not None,
-        f"top_entropy_quantile={algorithm.top_entropy_quantile}, taken over all tokens": algorithm.top_entropy_quantile
-        < 1,
-        "loss=bnpo, divided by the tokens of each microbatch": algorithm.loss == "bnpo",
+        f"kl.coef={terms.kl.coef} in the loss": terms.kl.in_loss,
+        f"entropy.coef={entropy.coef}": entropy.coef > 0,
+        f"entropy.target={entropy.target}": entropy.target is not None,
+        f"top_entropy.quantile={top}, taken over all tokens": top < 1,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
@@ -240,13 +239,13 @@ def _check_lengths(config: Config) -> Iterator[str]:
 
 def _check_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.group_size == 1 and algorithm.advantage not in LONELY_ADVANTAGES and config.train.kind == "torch":
+    if rollout.group_size == 1 and not ADVANTAGES[algorithm.advantage].alone and config.train.kind == "torch":
         yield (
             f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and would "
             "always be 0; expected at least 2"
         )
     streaming = bool(rollout.streaming) and versions_per_batch(config) == 1  # several updates need the whole batch
-    yield from check_losses(algorithm, streaming)
+    yield from check_losses(config, streaming)
     if algorithm.minibatches > rollout.groups_per_step:
         yield (
             f"algorithm.minibatches is {algorithm.minibatches}; expected at most rollout.groups_per_step = "

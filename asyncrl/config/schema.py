@@ -5,32 +5,25 @@ Derived values are None here until `resolve()` (config/resolve.py) fills them in
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import field_validator
+from pydantic import create_model, field_validator, model_validator
 
+from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
+
+from .methods import names, sections
+from .old_names import respelled
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .schema_run import CheckpointConfig, RunConfig, TelemetryConfig, WatchdogConfig
 from .section import Section, field
 
+if TYPE_CHECKING:
+    from asyncrl.algorithms.entropy import Entropy
+    from asyncrl.algorithms.importance import Importance
+    from asyncrl.algorithms.kl import Kl
+    from asyncrl.algorithms.masks import Overlong
+
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float64"]
-AdvantageName: TypeAlias = Literal[
-    "grpo",
-    "grpo_verl",
-    "grpo_async",
-    "grpo_atropos",
-    "grpo_nemo",
-    "grpo_batch",
-    "dr_grpo",
-    "rloo",
-    "none",
-    "gdpo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "zero",
-]
-STEP_ADVANTAGES = ("grpo_batch", "gdpo", "reinforce_pp", "reinforce_pp_baseline")  # statistics over the whole step
-LONELY_ADVANTAGES = ("grpo_verl", "grpo_atropos", "none", "reinforce_pp", "zero")  # may be used with a group of one
 
 
 class LoraConfig(Section):
@@ -123,112 +116,11 @@ class EngineConfig(Section):
     )
 
 
-class AlgorithmConfig(Section):
-    loss: Literal[
-        "grpo",
-        "bnpo",
-        "dapo",
-        "dr_grpo",
-        "gspo",
-        "cispo",
-        "sapo",
-        "luspo",
-        "vespo",
-        "reinforce",
-        "ppo_clip",
-        "one_sided",
-    ] = field("grpo", "The loss, by name.")
-    advantage: AdvantageName = field(
-        "grpo",
-        "The advantage estimator: grpo (centred, divided by the group's std + 1e-4; grpo_verl, grpo_async, grpo_atropos "
-        "and grpo_nemo are the conventions of other code bases), dr_grpo (centred), rloo (leave-one-out), none (raw "
-        "rewards), zero (a control experiment). Of the whole step, so not with streaming: grpo_batch, gdpo (components "
-        "are normalised, then summed), reinforce_pp, reinforce_pp_baseline.",
-    )
-    epsilon: float = field(0.2, "Lower clip of the ratio: 1 - epsilon.", gt=0)
-    epsilon_high: float | None = field(None, "Upper clip: 1 + epsilon_high; epsilon by default.", gt=0)
-    delta: float | None = field(
-        None, "Two-sided clip: largest ratio of a token with negative advantage; above 1 + epsilon_high.", gt=1
-    )
-    dual_clip: float | None = field(
-        None, "Dual clip c of PPO: the loss of a token with negative advantage is at most c |A|.", gt=1
-    )
-    cispo_low: float = field(0.0, "cispo: absolute lower bound of the detached ratio; 0 is none.", ge=0)
-    cispo_high: float = field(
-        5.0, "cispo: absolute upper bound of the detached ratio (TRL's epsilon_high there).", gt=0
-    )
-    sapo_temperature_pos: float = field(1.0, "sapo: temperature of the gate where the advantage is positive.", gt=0)
-    sapo_temperature_neg: float = field(1.05, "sapo: temperature of the gate elsewhere.", gt=0)
-    vespo_k_pos: float = field(2.0, "vespo: exponent k where the advantage is >= 0.", gt=0)
-    vespo_lambda_pos: float = field(3.0, "vespo: decay lambda where the advantage is >= 0.", gt=0)
-    vespo_k_neg: float = field(3.0, "vespo: exponent k where the advantage is negative.", gt=0)
-    vespo_lambda_neg: float = field(2.0, "vespo: decay lambda where the advantage is negative.", gt=0)
-    positive_scale: float = field(1.0, "Factor of the policy loss of tokens with positive advantage.", ge=0)
-    negative_scale: float = field(1.0, "Factor of the policy loss of tokens with negative advantage.", ge=0)
-    importance_mode: Literal[
-        "token_truncate",
-        "token_mask",
-        "sequence_truncate",
-        "sequence_mask",
-        "geometric_truncate",
-        "geometric_mask",
-        "tis",
-        "icepop",
-        "sequence_mask_tis",
-    ] = field(
-        "token_truncate",
-        "Correction against the sampler's log-probs: level of the ratio old / sampler (token, whole sequence, geometric "
-        "mean), and whether bounds clamp it or set it to 0; tis and icepop name the two token modes, sequence_mask_tis "
-        "masks sequences by their geometric mean and keeps raw token weights.",
-    )
-    importance_cap: float | None = field(
-        2.0, "Upper bound of that ratio; null: none. Without cap, floor and veto the correction is off.", gt=0
-    )
-    importance_floor: float | None = field(None, "Lower bound of that ratio.", gt=0)
-    importance_veto: float | None = field(
-        None, "A sequence that holds a token whose ratio is below this gets weight 0 (verl: 1e-4).", gt=0
-    )
-    importance_log_clamp: float | None = field(
-        None, "Log-ratios old - sampler are clamped to +- this many nats (verl: 20).", gt=0
-    )
-    off_policy_mask_threshold: float | None = field(
-        None,
-        "Off-policy sequence masking: sequences with negative advantage whose mean log-prob fell by more than this since "
-        "they were sampled (nats) are left out of the policy loss.",
-        gt=0,
-    )
-    mask_truncated: bool = field(False, "Completions that hit max_tokens teach nothing; they count as sequences.")
-    mask_longer_than: int | None = field(None, "Completions longer than this many tokens teach nothing.", ge=1)
-    kl_coef: float = field(0.0, "Coefficient of the KL to the reference model (the weights at start).", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3", "mse", "abs"] = field("k3", "Estimator of that KL per token; mse is k2.")
-    kl_in: Literal["loss", "reward"] = field(
-        "loss", "The KL is a term of the loss, or is taken off the rewards before advantages."
-    )
-    kl_clamp: float | None = field(
-        None, "Bound of the KL per token, with log-ratios within +-20 nats (NeMo, verl: 10); null is off.", gt=0
-    )
-    use_bias_correction_kl: bool = field(
-        False, "Multiply the KL term by the ratio of the loss, which makes its gradient unbiased."
-    )
-    entropy_coef: float = field(0.0, "Coefficient of the entropy bonus: a mean over tokens, whatever the loss.", ge=0)
-    entropy_target: float | None = field(
-        None,
-        "Adaptive entropy: entropy_coef is where the coefficient begins; it grows while the mean entropy of a step (nats) is "
-        "at most this and shrinks otherwise, within [0, 1], and the bonus acts only below the target. TRL: 0.2.",
-        gt=0,
-    )
-    entropy_coef_delta: float = field(0.005, "By how much that coefficient moves per optimizer step.", gt=0, le=1)
-    top_entropy_quantile: float = field(
-        1.0, "Only this share of the tokens, those with the highest entropy of the step, has a policy loss.", gt=0, le=1
-    )
-    second_gradient_buffer: bool = field(
-        False,
-        "Streamed steps with an entropy bonus that is not divided by the same number as the loss: gather its gradient in "
-        "a buffer of its own, with a second backward pass.",
-    )
-    reference_ahead: bool = field(
-        True, "Compute a group's log-probs under the reference while its rewards are scored (reward.batch: group)."
-    )
+class AlgorithmBase(Section):
+    """What belongs to no method; the methods' own sections are added below."""
+
+    loss: str
+    advantage: str
     old_logprobs: Literal["recompute", "sampler"] = field(
         "recompute", "Centre of the clip: the trainer's own log-probs before the update, or the sampler's."
     )
@@ -250,6 +142,38 @@ class AlgorithmConfig(Section):
         "End the run when the mean |trainer - sampler| log-prob of a step, over sequences sampled by the version that trains "
         "them, exceeds this (nats). auto: 0.001, in bfloat16 0.1, and off where groups come from "
         "outside (door.ring, Runtime.submit); null is off.",
+    )
+
+
+if TYPE_CHECKING:
+
+    class AlgorithmConfig(AlgorithmBase):
+        """The terms as their settings; sections of losses are made below, under their names."""
+
+        loss: str = "grpo"
+        advantage: str = "grpo"
+        importance: Importance = Importance()
+        kl: Kl = Kl()
+        entropy: Entropy = Entropy()
+        mask: Overlong = Overlong()
+else:
+    _CHOICES = {
+        "loss": (
+            names(LOSSES),
+            field("grpo", "The loss, by name: `asyncrl explain NAME` has its formula and settings."),
+        ),
+        "advantage": (
+            names(ADVANTAGES),
+            field(
+                "grpo",
+                "The advantage estimator, by name: `asyncrl explain NAME`. Not with streaming, because they are of the whole "
+                f"step: {', '.join(name for name, each in ADVANTAGES.items() if each.needs_whole_step)}.",
+            ),
+        ),
+    }
+    _SECTIONS = {name: (section, section()) for name, section in sections().items()}
+    AlgorithmConfig = create_model(
+        "AlgorithmConfig", __base__=AlgorithmBase, __module__=__name__, **_CHOICES, **_SECTIONS
     )
 
 
@@ -344,6 +268,11 @@ class Config(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     dry_run: DryRunConfig = DryRunConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_spelling(cls, value: Any) -> Any:
+        return respelled(value)
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -36,6 +36,18 @@ class RewardModelConfig(Section):
     )
 
 
+class OverlongConfig(Section):
+    """Soft overlong punishment (DAPO): a component of the reward, `overlong`."""
+
+    cache: int | None = field(
+        None,
+        "Soft overlong punishment (DAPO): the component `overlong` falls from 0 to -1 over the last n tokens before "
+        "rollout.max_tokens; null is off.",
+        ge=1,
+    )
+    weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
+
+
 class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
     model: tuple[RewardModelConfig, ...] = field(
@@ -54,16 +66,10 @@ class RewardConfig(Section):
         "One call of the functions per group, or one per completion as soon as it is there; auto: group for single_turn. "
         "A failure or a missed deadline concerns everything in the call.",
     )
-    overlong_cache: int | None = field(
-        None,
-        "Soft overlong punishment (DAPO): the component `overlong` falls from 0 to -1 over the last n tokens before "
-        "rollout.max_tokens; null is off.",
-        ge=1,
-    )
-    overlong_weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
     scale_adv_by_len: bool = field(
         False, "Multiply every reward by the scored tokens of its completion before a group is compared (Atropos)."
     )
+    overlong: OverlongConfig = OverlongConfig()
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -117,17 +123,37 @@ class DoorConfig(Section):
     )
 
 
+class FilterConfig(Section):
+    """Groups that are dropped, and others sampled in their place (DAPO's dynamic sampling)."""
+
+    dynamic_sampling: bool = field(
+        False, "Drop groups without a learning signal (all rewards equal) and sample others in their place (DAPO)."
+    )
+    min_mean_reward: float | None = field(
+        None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
+    )
+    max_mean_reward: float | None = field(
+        None, "Drop and replace groups whose mean reward is above this: too easy to learn from."
+    )
+    by: str = field(
+        "reward", "What these three filters look at: `reward`, the weighted sum, or the name of one component."
+    )
+    max_refills: int = field(
+        8, "Groups that the filters may drop in one step, in multiples of groups_per_step; further ones are kept.", ge=0
+    )
+
+
 class RolloutConfig(Section):
     group_size: int = field(8, "Completions per prompt.", ge=1)
     groups_per_step: int = field(8, "Groups (prompts) per optimizer step, over all ranks.", ge=1)
     max_staleness: int | None = field(
-        None, "Largest age, in steps, at which a group may be trained. Preset: 0, 1, 2.", ge=0
+        None,
+        "Largest age, in steps, at which a group may be trained; so many batches are generated ahead (axolotl, TRL: "
+        "prefetch_depth, another name for it). Preset: 0, 1, 2.",
+        ge=0,
     )
     streaming: bool | None = field(
         None, "Train each group as it arrives (preset async), or wait for the whole step and train it in prompt order."
-    )
-    prefetch_depth: int | None = field(
-        None, "Batches generated ahead of the one in training: another name for max_staleness (axolotl, TRL).", ge=0
     )
     weight_sync_interval: int = field(
         1,
@@ -142,21 +168,6 @@ class RolloutConfig(Section):
         1,
         "Groups of a step that wait for each other before they are trained, where streaming; the last may be fewer.",
         ge=1,
-    )
-    dynamic_sampling: bool = field(
-        False, "Drop groups without a learning signal (all rewards equal) and sample others in their place (DAPO)."
-    )
-    min_mean_reward: float | None = field(
-        None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
-    )
-    max_mean_reward: float | None = field(
-        None, "Drop and replace groups whose mean reward is above this: too easy to learn from."
-    )
-    filter_by: str = field(
-        "reward", "What these three filters look at: `reward`, the weighted sum, or the name of one component."
-    )
-    max_refills: int = field(
-        8, "Groups that the filters may drop in one step, in multiples of groups_per_step; further ones are kept.", ge=0
     )
     late: Literal["wait", "drop"] = field(
         "wait", "A group at its deadline: the step waits for it, or drops and counts it."
@@ -173,6 +184,7 @@ class RolloutConfig(Section):
         0, "Groups whose environment or generation may fail before the run ends; each is counted.", ge=0
     )
     environment: str = field("single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment.")
+    filter: FilterConfig = FilterConfig()
 
 
 class RerollConfig(Section):

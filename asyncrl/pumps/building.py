@@ -122,7 +122,7 @@ class Building:
 
     async def _pack(self, chosen: Sequence[Rows]) -> list[Microbatch]:
         parts, algorithm = self._parts, self._parts.algorithm
-        truncated, longest = algorithm.mask_truncated, algorithm.mask_longer_than
+        truncated, longest = algorithm.mask.truncated, algorithm.mask.longer_than
         masked = [without_overlong(rows.group, truncated=truncated, longest=longest) for rows in chosen]
         moves = [not parts.skips_zero_advantage or any(rows.columns[ADVANTAGES]) for rows in chosen]
         rows = [each for each, kept in zip(chosen, moves, strict=True) if kept]

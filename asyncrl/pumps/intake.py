@@ -233,7 +233,7 @@ class Intake:
         if any(t.reward is None for t in group.trajectories):
             scored = await self._rewarded(group)
             group = replace(group, trajectories=scored)
-        if parts.shaping.overlong_cache is not None:
+        if parts.shaping.overlong.cache is not None:
             shape = parts.shaping, parts.max_tokens
             group = replace(group, trajectories=tuple(shaped(t, *shape) for t in group.trajectories))
         if group.group_id not in parts.book:

@@ -3,7 +3,7 @@
 A dropped group gives its slot back at once, so the next prompt is admitted for the same step: zero-signal groups are
 taken out of N and replaced (DAPO's dynamic sampling). The reservation rule covers the newcomer as it covers any fresh
 group: its deadline is never before the open step, so nothing waits for a place that cannot come, and no age grows.
-Not for ever: a step drops at most `rollout.max_refills x groups_per_step` groups (per rank); what comes after that is
+Not for ever: a step drops at most `rollout.filter.max_refills x groups_per_step` groups (per rank); what comes after that is
 kept, so that a task that is solved, or hopeless, still ends its steps. (verl's `max_num_gen_batches` ends the run there.)
 """
 
@@ -25,13 +25,13 @@ NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 
 def shaped(trajectory: Trajectory, reward: RewardConfig, max_tokens: int) -> Trajectory:
-    """With the soft overlong punishment as a component, where `reward.overlong_cache` asks for it."""
-    if reward.overlong_cache is None:
+    """With the soft overlong punishment as a component, where `reward.overlong.cache` asks for it."""
+    if reward.overlong.cache is None:
         return trajectory
-    value = soft_overlong(trajectory.completion_length, max_tokens, reward.overlong_cache)
+    value = soft_overlong(trajectory.completion_length, max_tokens, reward.overlong.cache)
     return replace(
         trajectory,
-        reward=(trajectory.reward or 0.0) + reward.overlong_weight * value,
+        reward=(trajectory.reward or 0.0) + reward.overlong.weight * value,
         components={**trajectory.components, OVERLONG: value},
     )
 
@@ -57,7 +57,7 @@ class Screen:
             return None
         if self._ledger.turn != self._turn:
             self._turn, self._dropped = self._ledger.turn, 0
-        if self._dropped >= self._rollout.max_refills * self._rollout.groups_per_step:
+        if self._dropped >= self._rollout.filter.max_refills * self._rollout.groups_per_step:
             self._counters["filter/kept"] += 1
             self._recorder.count("filter/kept")
             return None
@@ -70,23 +70,23 @@ class Screen:
 
     def reason(self, group: Group) -> str | None:
         """Why the filters refuse the group; None where they do not."""
-        rollout = self._rollout
-        if rollout.dynamic_sampling and not self._has_signal(group):
+        filters = self._rollout.filter
+        if filters.dynamic_sampling and not self._has_signal(group):
             return NO_SIGNAL
-        whole = rollout.filter_by == "reward"
-        values = [t.reward if whole else t.components.get(rollout.filter_by) for t in group.trajectories]
+        whole = filters.by == "reward"
+        values = [t.reward if whole else t.components.get(filters.by) for t in group.trajectories]
         known = [value for value in values if value is not None]
         if not known:
             return None
         mean = sum(known) / len(known)
-        if rollout.min_mean_reward is not None and mean < rollout.min_mean_reward:
+        if filters.min_mean_reward is not None and mean < filters.min_mean_reward:
             return TOO_HARD
-        if rollout.max_mean_reward is not None and mean > rollout.max_mean_reward:
+        if filters.max_mean_reward is not None and mean > filters.max_mean_reward:
             return TOO_EASY
         return None
 
     def _has_signal(self, group: Group) -> bool:
-        name = self._rollout.filter_by
+        name = self._rollout.filter.by
         if name == "reward":
             return self._reader.has_signal(group)
         values = {t.components.get(name) for t in group.trajectories} - {None}

@@ -109,7 +109,7 @@ def make_intake(rooms: Rooms, reroll: Reroll) -> Intake:
         counters=rooms.counters,
     )
     screen = Screen(config.rollout, rooms.ledger, rooms.reader, rooms.counters, rooms.recorder)
-    wanted = rooms.wants_reference and algorithm.reference_ahead and rooms.score_groups
+    wanted = rooms.wants_reference and algorithm.kl.reference_ahead and rooms.score_groups
     ahead = ReferenceAhead(rooms.trainer, rooms.book, config.train.tokens_per_microbatch, wanted=wanted)
     return Intake(parts, screen, ahead, rooms.ids, reroll.saw)
 

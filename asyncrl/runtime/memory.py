@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.check_losses import needs_second_buffer
+from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.errors import PlatformError
 from asyncrl.models.paths import ModelPath
@@ -33,7 +33,7 @@ def predicted(
         max_sequences=config.engine.max_sequences,
         lengths=Lengths(_longest(config, prompts), config.rollout.max_tokens, config.rollout.group_size),
         kv_positions=kv_positions(config, prompts),
-        needs_reference=config.algorithm.kl_coef > 0,
+        needs_reference=needs_reference(config.algorithm),
         second_buffer=needs_second_buffer(config.algorithm),
         shards=ranks if config.distributed.sharding == "fsdp" else None,
         path=path,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncrl.config.check_losses import needs_reference
 from asyncrl.config.schema import Config
 from asyncrl.pumps.pipeline import StepReport
 
@@ -88,5 +89,5 @@ def needed_flop(report: StepReport, policy: PolicyModel | None, config: Config) 
     completions = sum(trajectory.tokens.size - trajectory.prompt_length for trajectory in trajectories)
     scored = sum(int(trajectory.mask.sum()) for trajectory in trajectories)
     trained = 4.0 if config.model.lora.rank else 6.0
-    passes = 2.0 + trained * config.algorithm.updates_per_batch + (2.0 if config.algorithm.kl_coef > 0 else 0.0)
+    passes = 2.0 + trained * config.algorithm.updates_per_batch + (2.0 if needs_reference(config.algorithm) else 0.0)
     return passes * ((policy.matmul_parameters - head) * (prompts + completions) + head * scored)

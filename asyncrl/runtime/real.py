@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.config.check_losses import needs_second_buffer
+from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
@@ -109,7 +109,7 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
         config.train,
         world,
         max_completion_length=config.rollout.max_tokens,
-        needs_reference=config.algorithm.kl_coef > 0,
+        needs_reference=needs_reference(config.algorithm),
         updates_per_batch=versions_per_batch(config),
         second_buffer=needs_second_buffer(config.algorithm),
     )
@@ -126,7 +126,7 @@ def _build_sharded(
         config.train,
         world,
         max_completion_length=config.rollout.max_tokens,
-        needs_reference=config.algorithm.kl_coef > 0,
+        needs_reference=needs_reference(config.algorithm),
         updates_per_batch=versions_per_batch(config),
     )
     world.before_leaving(core.sharded.parameters.release)

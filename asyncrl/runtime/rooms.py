@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from asyncrl.algorithms.numbers import NAMES as NUMBERS
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane
+from asyncrl.config.methods import numbers
 from asyncrl.config.resolve import turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.replay import ReplayBuffer
@@ -149,7 +149,7 @@ class Builder:
         watch = None if hooks.on_store is None else self.stack.enter_context(StoreWatch(hooks.on_store))
         store = self.stack.enter_context(Store([store_metrics(self.recorder), *([watch] if watch else [])]))
         algorithm, replay = self.config.algorithm, self.config.replay
-        numbers = {name: getattr(algorithm, name) for name in NUMBERS}
+        given = numbers(algorithm)
         rooms = Rooms(
             config=self.config,
             recorder=self.recorder,
@@ -160,9 +160,9 @@ class Builder:
             reward=reward,
             trainer=parts.trainer,
             sinks=parts.sinks,
-            loss=build_loss(algorithm.loss, **numbers),
-            reward_penalty=build_reward_penalty(**numbers),
-            advantage=build_advantage(algorithm.advantage),
+            loss=build_loss(algorithm.loss, **given),
+            reward_penalty=build_reward_penalty(**given),
+            advantage=build_advantage(algorithm.advantage, **given),
             book=GroupBook(ledger, store),
             ids=GroupIds(first_group, self.world.world_size),
             scores=bool(overrides.rewards or self.config.reward.functions or parts.reward_models),
@@ -198,17 +198,17 @@ class Builder:
         """Of every component of the reward, by name. Errors: ConfigError where two have one name, or the filters ask for
         one that nobody gives (an environment of the user's own may give more than is known here)."""
         weights = reward.weights
-        if self.config.reward.overlong_cache is not None:
+        if self.config.reward.overlong.cache is not None:
             if OVERLONG in weights:
                 raise ConfigError(
-                    f"a reward function is named {OVERLONG!r}, as the component of reward.overlong_cache; give it another "
+                    f"a reward function is named {OVERLONG!r}, as the component of reward.overlong.cache; give it another "
                     "`name`"
                 )
-            weights[OVERLONG] = self.config.reward.overlong_weight
-        chosen = self.config.rollout.filter_by
+            weights[OVERLONG] = self.config.reward.overlong.weight
+        chosen = self.config.rollout.filter.by
         if chosen != "reward" and chosen not in weights and self.config.rollout.environment == "single_turn":
             raise ConfigError(
-                f"rollout.filter_by is {chosen!r}; expected `reward` or one of the components: {', '.join(weights) or 'none'}"
+                f"rollout.filter.by is {chosen!r}; expected `reward` or one of the components: {', '.join(weights) or 'none'}"
             )
         return weights
 

@@ -76,7 +76,7 @@ def _reason(metrics: Metrics) -> str:
     if metrics["reward/min"] != metrics["reward/max"]:
         return (
             "all completions of a prompt are alike (a temperature or top_p that is too low, a model that collapsed), or the "
-            "prompts are each far too easy or too hard (rollout.dynamic_sampling replaces such groups)"
+            "prompts are each far too easy or too hard (rollout.filter.dynamic_sampling replaces such groups)"
         )
     if metrics["reward/max"] > 0:
         return f"the prompts are solved already, or the function gives the same for whatever is written{see}"

@@ -11,9 +11,8 @@ from algorithms_batches import random_batch, value_and_grad
 from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.algorithms.importance import IMPORTANCE_MODES, bounded, importance_weights, token_mismatch
+from asyncrl.algorithms.importance import IMPORTANCE_MODES, Importance, bounded, importance_weights, token_mismatch
 from asyncrl.algorithms.masks import off_policy_keep
-from asyncrl.algorithms.numbers import Numbers
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
@@ -57,7 +56,7 @@ def by_hand(mode: str, floor: float | None, cap: float | None) -> list[float]:
 @pytest.mark.parametrize(("floor", "cap"), [(None, 1.5), (0.8, 1.5), (0.8, None), (0.999, 1.2)])
 @pytest.mark.parametrize("mode", sorted(IMPORTANCE_MODES))
 def test_modes_by_hand(mode: str, floor: float | None, cap: float | None) -> None:
-    n = Numbers(importance_mode=mode, importance_floor=floor, importance_cap=cap)
+    n = Importance(mode=mode, floor=floor, cap=cap)
     weight_S, metrics = importance_weights(columns(ROWS), n)
     assert weight_S.tolist() == pytest.approx(by_hand(mode, floor, cap), rel=1e-12)
     token_level = IMPORTANCE_MODES[mode].level == "token"
@@ -76,7 +75,7 @@ def test_bounds_keep_equality_and_never_raise_what_was_masked(action: Any) -> No
 
 def test_veto_takes_out_the_whole_sequence_whatever_the_mode_made_of_it() -> None:
     rows = [[0.1, -9.5], [0.2, -9.0], [NAN]]
-    n = Numbers(importance_mode="token_truncate", importance_cap=2.0, importance_veto=1e-4)
+    n = Importance(mode="token_truncate", cap=2.0, veto=1e-4)
     weight_S, metrics = importance_weights(columns(rows), n)
     assert weight_S.tolist() == pytest.approx([0.0, 0.0, math.exp(0.2), math.exp(-9.0), 1.0], rel=1e-12)
     assert float(metrics["importance/vetoed_mean"].value) == 1
@@ -85,9 +84,7 @@ def test_veto_takes_out_the_whole_sequence_whatever_the_mode_made_of_it() -> Non
 
 def test_log_clamp_comes_before_the_level() -> None:
     rows = [[30.0, -25.0, 1.0]]
-    n = Numbers(
-        importance_mode="sequence_truncate", importance_cap=None, importance_floor=1e-9, importance_log_clamp=20.0
-    )
+    n = Importance(mode="sequence_truncate", cap=None, floor=1e-9, log_clamp=20.0)
     weight_S, _ = importance_weights(columns(rows), n)
     assert weight_S.tolist() == pytest.approx([math.exp(20 - 20 + 1)] * 3, rel=1e-12)
 
@@ -97,7 +94,7 @@ def test_only_the_samplers_nan_is_forgiven() -> None:
     assert inputs.old_logp_S is not None
     inputs.old_logp_S[2] = NAN
     for mode in IMPORTANCE_MODES:
-        weight_S, _ = importance_weights(inputs, Numbers(importance_mode=mode, importance_floor=0.5))
+        weight_S, _ = importance_weights(inputs, Importance(mode=mode, floor=0.5))
         assert weight_S.isnan().tolist() == [False, False, True], mode
 
 
@@ -122,7 +119,7 @@ def test_weights_are_detached_factors_of_the_surrogate_alone(mode: str) -> None:
     """With the weight the gradient is the plain one times the weight; the KL term's is untouched."""
     batch = random_batch(3, old=False)
     numbers: dict[str, Any] = {"importance_mode": mode, "importance_cap": 1.6, "importance_floor": 0.5}
-    weight_S, _ = importance_weights(batch.pack(), Numbers(**numbers))
+    weight_S, _ = importance_weights(batch.pack(), Importance.made(numbers))
     _, grad_BT, _ = value_and_grad(batch, build_loss("dapo", kl_coef=0.1, **numbers), [range(7)])
     _, plain_BT, _ = value_and_grad(batch, build_loss("dapo", importance_cap=None), [range(7)])
     _, kl_BT, _ = value_and_grad(
@@ -170,5 +167,5 @@ def test_opsm_leaves_kl_and_denominators_alone() -> None:
 
 
 def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown importance mode 'token_trunc'; did you mean 'token_truncate'\?"):
+    with pytest.raises(ConfigError, match=r"importance_mode is 'token_trunc'; did you mean 'token_truncate'\?"):
         build_loss("grpo", importance_mode="token_trunc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algorithms import surrogates
 from asyncrl.algorithms.base import Loss
-from asyncrl.algorithms.importance import importance_weights
-from asyncrl.algorithms.numbers import Numbers
-from asyncrl.algorithms.ratios import token_ratio
+from asyncrl.algorithms.importance import Importance, importance_weights
+from asyncrl.algorithms.losses.cispo import Cispo
+from asyncrl.algorithms.losses.vespo import Vespo
 from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.types import Normaliser
 
@@ -172,12 +172,11 @@ def test_a_detached_coefficient_is_a_constant_of_the_gradient(name: str) -> None
     batch = random_batch(16)
     _, grad_BT, _ = value_and_grad(batch, build_loss(name, cispo_high=1.1), [range(7)])
     inputs = batch.pack()
-    n = Numbers(cispo_high=1.1)
-    ratio_S = token_ratio(inputs)
+    weight_S = importance_weights(inputs, Importance())[0]
     if name == "cispo":
-        loss_S = surrogates.clipped_weight(inputs, ratio_S, n).loss_S * importance_weights(inputs, n)[0]
+        loss_S = Cispo(high=1.1).surrogate(inputs).loss_S * weight_S
     else:
-        loss_S = surrogates.gamma_weight(inputs, ratio_S, importance_weights(inputs, n)[0], n).loss_S
+        loss_S = Vespo().surrogate(replace(inputs, importance_S=weight_S)).loss_S
     expected_S = loss_S / inputs.logp_S / batch.count(Normaliser.TOKENS)
     torch.testing.assert_close(grad_BT[batch.mask_BT], expected_S, rtol=1e-12, atol=1e-15)
 

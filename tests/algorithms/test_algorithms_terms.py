@@ -14,9 +14,8 @@ from algorithms_batches import random_batch, value_and_grad, value_and_grads
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.algorithms.masks import entropy_threshold, without_overlong
-from asyncrl.algorithms.numbers import NAMES, Numbers
-from asyncrl.algorithms.registry import LOSSES, build_loss, build_reward_penalty
-from asyncrl.config.check_losses import LOSS_NORMALISERS
+from asyncrl.algorithms.registry import LOSSES, build_loss, build_reward_penalty, make_loss, make_terms
+from asyncrl.config.methods import numbers
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.errors import ConfigError
 from asyncrl.types import FinishReason, Group, Microbatch, Normaliser, Prompt, Ticket, Trajectory
@@ -25,10 +24,11 @@ ROWS = [range(7)]
 
 
 def test_numbers_are_the_settings() -> None:
-    """Same names, same defaults: `build_loss` takes the algorithm section as it is."""
-    settings = AlgorithmConfig()
-    assert {name: getattr(settings, name) for name in NAMES} == {name: getattr(Numbers(), name) for name in NAMES}
-    assert {name: entry.normaliser for name, entry in LOSSES.items()} == dict(LOSS_NORMALISERS)
+    """Same defaults: `build_loss` takes the algorithm section as it is."""
+    given = numbers(AlgorithmConfig())
+    for name in LOSSES:
+        assert make_loss(name, **given) == make_loss(name)
+    assert make_terms(**given) == make_terms()
     assert set(AlgorithmConfig.model_fields["loss"].annotation.__args__) == set(LOSSES)  # type: ignore[union-attr]
 
 
@@ -249,7 +249,7 @@ def test_numbers_outside_their_range_are_refused() -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"{name} is"):
             build_loss("grpo", **{name: value})
-    with pytest.raises(ConfigError, match="unknown KL estimator 'k4'"):
+    with pytest.raises(ConfigError, match="kl_estimator is 'k4'; did you mean 'k"):
         build_loss("grpo", kl_estimator="k4")
     with pytest.raises(ConfigError, match="kl_in is 'both'"):
         build_loss("grpo", kl_in="both")

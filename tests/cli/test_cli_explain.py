@@ -24,12 +24,12 @@ def test_every_name_is_explained() -> None:
 
 
 def test_settings_show_default_interactions_and_formula() -> None:
-    text = explain("algorithm.importance_floor")
+    text = explain("algorithm.importance.floor")
     assert "default None" in text and "geometric  exp(sum_t d_t" in text and "may change" in text
     assert "read by: cispo; refused with another loss" in explain("cispo_high")
     assert "eq. 9" in explain("off_policy_mask_threshold")
     assert "loss grpo" in explain("grpo") and "advantage grpo" in explain("grpo")
-    assert "settings of its own: sapo_temperature_pos=1.0" in explain("sapo")
+    assert "settings of its own, algorithm.sapo.*: temperature_pos=1.0" in explain("sapo")
 
 
 def test_an_unknown_name_exits_2_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.check_losses import LOSS_NORMALISERS, needs_second_buffer
+from asyncrl.algorithms.registry import LOSSES
+from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve, warnings
 from asyncrl.config.schema import Config
@@ -12,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
 
 BASE = ("engine.kind=dry_run", "train.kind=dry_run", "train.max_steps=1")
-BY_TOKENS = sorted(name for name, kind in LOSS_NORMALISERS.items() if kind is Normaliser.TOKENS)
+BY_TOKENS = sorted(name for name, loss in LOSSES.items() if loss.normaliser is Normaliser.TOKENS)
 
 
 def made(*overrides: str) -> Config:
@@ -25,7 +26,7 @@ def refusal(*overrides: str) -> str:
     return str(found.value)
 
 
-@pytest.mark.parametrize("name", sorted(LOSS_NORMALISERS))
+@pytest.mark.parametrize("name", sorted(LOSSES))
 def test_every_loss_is_reachable_by_name(name: str) -> None:
     config = made(f"algorithm.loss={name}", "preset=sync")
     assert config.algorithm.loss == name
@@ -42,46 +43,50 @@ def test_a_local_denominator_is_refused_where_steps_are_streamed() -> None:
 
 
 def test_an_all_rank_quantile_is_refused_where_steps_are_streamed() -> None:
-    text = refusal("algorithm.top_entropy_quantile=0.2")
+    text = refusal("algorithm.top_entropy.quantile=0.2")
     assert "known only when all tokens of the step on all ranks are" in text and "rollout.streaming=false" in text
-    made("algorithm.top_entropy_quantile=0.2", "preset=one_off")
+    made("algorithm.top_entropy.quantile=0.2", "preset=one_off")
 
 
-@pytest.mark.parametrize("name", sorted(LOSS_NORMALISERS))
+@pytest.mark.parametrize("name", sorted(LOSSES))
 def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are_streamed(name: str) -> None:
-    entropy = (f"algorithm.loss={name}", "algorithm.entropy_coef=0.01")
+    entropy = (f"algorithm.loss={name}", "algorithm.entropy.coef=0.01")
     if name in BY_TOKENS:
-        assert not needs_second_buffer(made(*entropy, "algorithm.second_gradient_buffer=true").algorithm)
+        assert not needs_second_buffer(made(*entropy, "algorithm.entropy.second_gradient_buffer=true").algorithm)
         made(*entropy)
         return
     text = refusal(*entropy)
     if name != "bnpo":
-        assert "the bonus is divided by tokens" in text and f"the loss by {LOSS_NORMALISERS[name].value}" in text
+        assert "the bonus is divided by tokens" in text and f"the loss by {LOSSES[name].normaliser.value}" in text
         assert "second_gradient_buffer=true" in text and "rollout.streaming=false" in text and "dapo" in text
-        assert needs_second_buffer(made(*entropy, "algorithm.second_gradient_buffer=true").algorithm)
+        assert needs_second_buffer(made(*entropy, "algorithm.entropy.second_gradient_buffer=true").algorithm)
     assert not needs_second_buffer(made(*entropy, "preset=sync").algorithm)
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["delta=1.1"], "expected more than 1 + epsilon_high = 1.2"),
-        (["delta=3", "dual_clip=3"], "two spellings of one bound"),
-        (["delta=3", "loss=cispo"], "loss is cispo, which does not read it"),
-        (["cispo_high=3"], "loss is grpo, which does not read it; leave it out, or use loss=cispo"),
-        (["loss=cispo", "epsilon_high=5.0"], "the bound of its ratio is cispo_high"),
-        (["loss=cispo", "cispo_low=6"], "expected less than cispo_high = 5.0"),
-        (["importance_floor=3"], "expected less than importance_cap = 2.0"),
-        (["importance_mode=icepop"], "it masks on both sides: set both (0.5 and 5.0"),
-        (["importance_mode=sequence_mask_tis"], "0.999 and 1.002"),
-        (["loss=vespo", "importance_mode=sequence_mask"], "use a token mode"),
-        (["loss=vespo", "importance_mode=geometric_truncate"], "use a token mode"),
-        (["old_logprobs=sampler", "importance_veto=1e-4"], "never applied together; set importance_veto=null"),
-        (["old_logprobs=sampler", "importance_cap=2"], "never applied together; set importance_cap=null"),
+        (["clip.delta=1.1"], "expected more than 1 + epsilon_high = 1.2"),
+        (["clip.delta=3", "clip.dual_clip=3"], "two spellings of one bound"),
+        (["clip.delta=3", "loss=cispo"], "loss is cispo, which does not read it"),
+        (["cispo.high=3"], "loss is grpo, which does not read it; leave it out, or use loss=cispo"),
+        (["loss=cispo", "clip.epsilon_high=5.0"], "the bound of its ratio is algorithm.cispo.high"),
+        (["loss=cispo", "cispo.low=6"], "expected less than algorithm.cispo.high = 5.0"),
+        (["importance.floor=3"], "expected less than algorithm.importance.cap = 2.0"),
+        (["importance.mode=icepop"], "it masks on both sides: set both (0.5 and 5.0"),
+        (["importance.mode=sequence_mask_tis"], "0.999 and 1.002"),
+        (["loss=vespo", "importance.mode=sequence_mask"], "use a token mode"),
+        (["loss=vespo", "importance.mode=geometric_truncate"], "use a token mode"),
+        (["old_logprobs=sampler", "importance.veto=1e-4"], "never applied together; set importance.veto=null"),
+        (["old_logprobs=sampler", "importance.cap=2"], "never applied together; set importance.cap=null"),
         (["old_logprobs=sampler", "force_on_policy=true"], "choose one"),
-        (["kl_in=reward"], "algorithm.kl_in is set but kl_coef is 0"),
-        (["kl_coef=0.1", "kl_in=reward", "use_bias_correction_kl=true"], "has no gradient to correct"),
-        (["epsilon=1"], "expected less than 1"),
+        (["kl.place=reward"], "algorithm.kl.place is reward but algorithm.kl.coef is 0"),
+        (["kl.coef=0.1", "kl.place=reward", "kl.bias_correction=true"], "has no gradient to correct"),
+        (["loss=sapo", "clip.epsilon=0.1"], "loss is sapo, which does not read it"),
+        (["sapo.temperature_pos=2"], "loss is grpo, which does not read it; leave it out, or use loss=sapo"),
+        (["kl.estimator=k1"], "algorithm.kl.coef is 0: there is no KL; set it, or leave it out"),
+        (["importance.cap=null", "importance.mode=token_mask"], "there is no correction"),
+        (["clip.epsilon=1"], "expected less than 1"),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
@@ -89,7 +94,7 @@ def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
 
 
 def test_kl_in_the_reward_needs_an_advantage_that_reads_the_reward() -> None:
-    words = refusal("preset=sync", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.advantage=gdpo")
+    words = refusal("preset=sync", "algorithm.kl.coef=0.1", "algorithm.kl.place=reward", "algorithm.advantage=gdpo")
     assert "the KL would be lost" in words
 
 
@@ -97,11 +102,12 @@ def test_what_is_seldom_meant_is_warned_of() -> None:
     def found(*overrides: str) -> str:
         return "\n".join(warnings(made(*overrides)))
 
-    assert "only adds noise" in found("algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1")
+    assert "only adds noise" in found("algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1")
     assert "only adds noise" not in found(
-        "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1", "algorithm.use_bias_correction_kl=true"
+        "algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.bias_correction=true"
     )
     assert "never clips" in found("algorithm.loss=luspo")
-    assert "no term needs it" in found("algorithm.second_gradient_buffer=true")
-    assert "nothing corrects" in found("algorithm.importance_cap=null")
-    assert "nothing corrects" not in found("algorithm.importance_cap=null", "algorithm.importance_veto=1e-4")
+    by_tokens = ("algorithm.loss=dapo", "algorithm.entropy.coef=0.1")
+    assert "no term needs it" in found(*by_tokens, "algorithm.entropy.second_gradient_buffer=true")
+    assert "nothing corrects" in found("algorithm.importance.cap=null")
+    assert "nothing corrects" not in found("algorithm.importance.cap=null", "algorithm.importance.veto=1e-4")

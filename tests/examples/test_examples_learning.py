@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.check_losses import LOSS_NORMALISERS
+from asyncrl.algorithms.registry import LOSSES
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "learning_comparison.py"
@@ -40,7 +40,7 @@ def test_a_loss_learns_and_one_with_a_wrong_clip_does_not(tmp_path: Path) -> Non
 
 def test_every_loss_is_compared_in_both_modes_with_three_seeds(tool: Any) -> None:
     runs = {(job.name, job.mode, job.seed) for job in tool.jobs(quick=False) if job.part == "loss"}
-    assert {(name, mode, seed) for name in LOSS_NORMALISERS for mode in tool.MODES for seed in (0, 1, 2)} <= runs
+    assert {(name, mode, seed) for name in LOSSES for mode in tool.MODES for seed in (0, 1, 2)} <= runs
     assert {"force_on_policy", "scalers"} <= {name for name, _, _ in runs}
     assert len({job.key for job in tool.jobs(quick=False)}) == len(tool.jobs(quick=False))
 

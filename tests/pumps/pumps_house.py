@@ -126,8 +126,8 @@ class House:
             loss=build_loss(
                 algorithm.loss,
                 old_logprobs=algorithm.old_logprobs,
-                kl_coef=algorithm.kl_coef,
-                top_entropy_quantile=algorithm.top_entropy_quantile,
+                kl_coef=algorithm.kl.coef,
+                top_entropy_quantile=algorithm.top_entropy.quantile,
             ),
             advantage=Estimator("scripted", plan.advantage) if plan.advantage else build_advantage(algorithm.advantage),
             book=self.book,

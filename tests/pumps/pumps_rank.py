@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.advantages import GroupRewards
-from asyncrl.algorithms.registry import build_advantage
-from asyncrl.config.schema import STEP_ADVANTAGES
+from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.distributed.world import World
 from asyncrl.pumps.signal import of_rank
 
 Row = tuple[int, GroupRewards]
+STEP_ADVANTAGES = [name for name, each in ADVANTAGES.items() if each.needs_whole_step]
 
 
 def drawn(rng: np.random.Generator, group_id: int) -> Row:

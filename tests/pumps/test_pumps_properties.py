@@ -165,7 +165,7 @@ def check_steps(house: House) -> None:
 def check_nobody_dropped(house: House) -> None:
     """With `late: wait` a group is dropped only because the run ended before it: never for being slow."""
     allowed = {"dropped: the run ended first", "dropped: closed"}
-    if house.config.rollout.dynamic_sampling:
+    if house.config.rollout.filter.dynamic_sampling:
         allowed.add("dropped: no signal")
     reasons = {reason for reason in house.book.reasons if reason.startswith("dropped")}
     assert house.plan.late == "drop" or reasons <= allowed, reasons
@@ -179,12 +179,12 @@ def check_nobody_dropped(house: House) -> None:
 def check_refills(house: House) -> None:
     """Where groups without a signal are replaced, one is trained only because its step had dropped as many as it may."""
     rollout = house.config.rollout
-    if not rollout.dynamic_sampling:
+    if not rollout.filter.dynamic_sampling:
         return
     kept = sum(not values.any() for report in house.reports for values in report.advantages.values())
     assert kept <= house.rooms.counters["filter/kept"]
     turns = -(-house.trainer.version // house.plan.versions) + 1
-    assert house.rooms.counters["filter/no signal"] <= rollout.max_refills * rollout.groups_per_step * turns
+    assert house.rooms.counters["filter/no signal"] <= rollout.filter.max_refills * rollout.groups_per_step * turns
 
 
 def check_syncs(house: House) -> None:

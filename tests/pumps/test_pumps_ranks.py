@@ -20,9 +20,10 @@ from pumps_plan import Plan
 
 import asyncrl
 from asyncrl.algorithms.advantages import GroupRewards
-from asyncrl.algorithms.registry import build_advantage
-from asyncrl.config.schema import STEP_ADVANTAGES
+from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.pumps.signal import of_rank
+
+STEP_ADVANTAGES = [name for name, each in ADVANTAGES.items() if each.needs_whole_step]
 
 
 def alone(name: str, rows: list[pumps_rank.Row]) -> dict[int, list[float]]:

@@ -12,7 +12,7 @@ import torch
 from runtime_helpers import MODEL, REAL, Process, equal_weights, metrics_of, weights_of, write_yaml
 from runtime_model import rows
 
-from asyncrl.config.check_losses import LOSS_NORMALISERS
+from asyncrl.algorithms.registry import LOSSES
 from asyncrl.main import main
 
 
@@ -37,7 +37,7 @@ def last(folder: Path, algorithm: dict[str, Any], *overrides: str, **more: Any) 
     return run(folder, algorithm, *overrides, **more)[-1]
 
 
-@pytest.mark.parametrize("name", sorted(LOSS_NORMALISERS))
+@pytest.mark.parametrize("name", sorted(LOSSES))
 def test_every_loss_trains_by_name(here: Path, name: str) -> None:
     preset = "sync" if name == "bnpo" else "async"
     line = last(here, {"loss": name, "updates_per_batch": 2}, f"preset={preset}")

@@ -83,7 +83,10 @@ async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.filter_by=shore"], "filter_by is 'shore'; expected `reward` or one of the components: share"),
+        (
+            ["rollout.filter.dynamic_sampling=true", "rollout.filter.by=shore"],
+            "filter.by is 'shore'; expected `reward` or one of the components: share",
+        ),
         (["reward.overlong_cache=2", "reward.functions=[{function: FILE, name: overlong}]"], "give it another `name`"),
     ],
 )

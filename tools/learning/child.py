@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,52 +24,47 @@ import anyio
 import torch
 
 from asyncrl import Runtime, load_config
-from asyncrl.algorithms import losses, registry
-from asyncrl.algorithms.base import LossInputs, LossSums
-from asyncrl.algorithms.numbers import Numbers
-from asyncrl.algorithms.ratios import token_ratio
-from asyncrl.algorithms.surrogates import Surrogate, clipped
+from asyncrl.algorithms import registry
+from asyncrl.algorithms.base import LossInputs
+from asyncrl.algorithms.losses.dapo import Dapo
+from asyncrl.algorithms.losses.loss import Surrogate
 
 TASK = Path(__file__).with_name("task.yaml")
 WINDOW = 5
 KEPT = {"reward": "reward/mean", "clip": "clip_ratio/region_mean", "age": "staleness/max", "kl": "mismatch_kl/mean"}
 
 
-def wrong_sign(inputs: LossInputs, n: Numbers) -> LossSums:
+class WrongSign(Dapo):
     """`dapo` whose clipped half has the wrong sign: `-min(r A, -clip(r) A)`."""
-    ratio_S, advantage_S = token_ratio(inputs), inputs.advantage_S
-    bounded_S = ratio_S.clamp(1 - n.epsilon, 1 + n.high)
-    return _wrong(inputs, -torch.minimum(ratio_S * advantage_S, -bounded_S * advantage_S), ratio_S, n)
+
+    def surrogate(self, inputs: LossInputs) -> Surrogate:
+        right, advantage_S = super().surrogate(inputs), inputs.advantage_S
+        bounded_S = right.ratio_S.clamp(1 - self.epsilon, 1 + self.high)
+        return replace(right, loss_S=-torch.minimum(right.ratio_S * advantage_S, -bounded_S * advantage_S))
 
 
-def wrong_bounds(inputs: LossInputs, n: Numbers) -> LossSums:
+class WrongBounds(Dapo):
     """`dapo`, written as the one-sided clip, with its two bounds exchanged: good tokens are held at `1 - epsilon`."""
-    ratio_S, advantage_S = token_ratio(inputs), inputs.advantage_S
-    bounded_S = torch.where(advantage_S > 0, ratio_S.clamp(max=1 - n.epsilon), ratio_S.clamp(min=1 + n.high))
-    return _wrong(inputs, -bounded_S * advantage_S, ratio_S, n)
+
+    def surrogate(self, inputs: LossInputs) -> Surrogate:
+        right, advantage_S = super().surrogate(inputs), inputs.advantage_S
+        low_S, high_S = right.ratio_S.clamp(max=1 - self.epsilon), right.ratio_S.clamp(min=1 + self.high)
+        return replace(right, loss_S=-torch.where(advantage_S > 0, low_S, high_S) * advantage_S)
 
 
-def _wrong(inputs: LossInputs, loss_S: torch.Tensor, ratio_S: torch.Tensor, n: Numbers) -> LossSums:
-    """The rest of `dapo`, its metrics included."""
-    surrogate = Surrogate(loss_S, ratio_S, clipped(inputs, ratio_S, n).metrics)
-    loss_S, metrics = losses.corrected(inputs, surrogate, n)
-    return LossSums(loss_S.sum(), metrics)
-
-
-WRONG = {"sign": wrong_sign, "bounds": wrong_bounds}
+WRONG: dict[str, type[Dapo]] = {"sign": WrongSign, "bounds": WrongBounds}
 
 
 @contextmanager
 def spoilt(name: str | None) -> Iterator[None]:
     """`dapo` with a wrong clip in its place inside the block."""
-    table: dict[str, registry.LossEntry] = registry.LOSSES  # type: ignore[assignment]
-    right = table["dapo"]
+    right = registry.LOSSES["dapo"]
     if name is not None:
-        table["dapo"] = registry.LossEntry(WRONG[name], right.normaliser)
+        registry.LOSSES["dapo"] = WRONG[name]
     try:
         yield
     finally:
-        table["dapo"] = right
+        registry.LOSSES["dapo"] = right
 
 
 async def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""PPO's clip, which eight losses share with its settings: `algorithm.clip`.
+
+Shape legend: S scored tokens of a microbatch, B its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from asyncrl.types import Normaliser
+
+from ..base import LossInputs, Metrics
+from ..method import Around, setting
+from ..ratios import sequence_ratio, token_ratio
+from .loss import LossMethod, Surrogate, shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bounded(LossMethod):
+    """A ratio that is held within [1 - epsilon, 1 + epsilon_high]."""
+
+    section: ClassVar[str] = "clip"
+    epsilon: float = setting(0.2, "Lower clip of the ratio: 1 - epsilon.", flat="epsilon", gt=0)
+    epsilon_high: float | None = setting(
+        None, "Upper clip: 1 + epsilon_high; epsilon by default.", flat="epsilon_high", gt=0
+    )
+
+    @property
+    def high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def derived(self) -> Mapping[str, Any]:
+        return {"epsilon_high": self.high}
+
+    def clip_metrics(self, inputs: LossInputs, ratio_S: Tensor, *, by_sequence: bool = False) -> Metrics:
+        detached_S, advantage_S = ratio_S.detach(), inputs.advantage_S
+        low_S = (detached_S < 1 - self.epsilon) & (advantage_S < 0)
+        high_S = (detached_S > 1 + self.high) & (advantage_S > 0)
+        if not by_sequence:
+            return shares(low_S, high_S)
+        low_B, high_B = (inputs.sequence_mean(side_S.to(ratio_S.dtype)) for side_S in (low_S, high_S))
+        return shares(low_B, high_B, Normaliser.SEQUENCES)
+
+    def problems(self, around: Around) -> Iterator[str]:
+        if self.epsilon >= 1:
+            yield (
+                f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
+                "epsilon below"
+            )
+
+
+@dataclass(frozen=True)
+class Clipped(Bounded):
+    """PPO's pessimistic surrogate with separate bounds: `-min(r' A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`.
+
+    Schulman et al. (arXiv:1707.06347), eq. 7; epsilon_high: DAPO (arXiv:2503.14476). `r' = min(r, delta)` bounds the loss
+    of a bad token made likelier (two-sided clip, INTELLECT-2, arXiv:2505.07291; delta > 1 + epsilon_high). `dual_clip` c
+    does the same in the form of Ye et al. (arXiv:1912.09729): `min(loss, -c A)` where A < 0.
+    Clip metrics count tokens, or sequences where the ratio belongs to a sequence.
+    """
+
+    by_sequence: ClassVar[bool] = False  # r is the geometric mean over the sequence
+    delta: float | None = setting(
+        None,
+        "Two-sided clip: largest ratio of a token with negative advantage; above 1 + epsilon_high.",
+        flat="delta",
+        gt=1,
+    )
+    dual_clip: float | None = setting(
+        None,
+        "Dual clip c of PPO: the loss of a token with negative advantage is at most c |A|.",
+        flat="dual_clip",
+        gt=1,
+    )
+
+    def surrogate(self, inputs: LossInputs) -> Surrogate:
+        ratio_S = sequence_ratio(inputs) if self.by_sequence else token_ratio(inputs)
+        advantage_S = inputs.advantage_S
+        clipped_S = ratio_S.clamp(1 - self.epsilon, 1 + self.high)
+        free_S = ratio_S if self.delta is None else ratio_S.clamp(max=self.delta)
+        # The minimum of two equal numbers hands half of the gradient to each; on-policy (r = 1) both reach the ratio.
+        loss_S = -(free_S * advantage_S).minimum(clipped_S * advantage_S)
+        if self.dual_clip is not None:
+            loss_S = loss_S.minimum(-self.dual_clip * advantage_S).where(advantage_S < 0, loss_S)
+        return Surrogate(loss_S, ratio_S, self.clip_metrics(inputs, ratio_S, by_sequence=self.by_sequence))
+
+    def problems(self, around: Around) -> Iterator[str]:
+        yield from super().problems(around)
+        if self.delta is not None and self.delta <= 1 + self.high:
+            yield (
+                f"algorithm.clip.delta is {self.delta}; expected more than 1 + epsilon_high = {1 + self.high}, or it "
+                "would clip before the clip"
+            )
+        if self.delta is not None and self.dual_clip is not None:
+            yield (
+                f"algorithm.clip.delta is {self.delta} and dual_clip is {self.dual_clip}: two spellings of one bound; set "
+                "one of them"
+            )
+
+
+@dataclass(frozen=True)
+class SequenceClipped(Clipped):
+    """The same with one ratio a sequence: the geometric mean of the ratios of its tokens."""
+
+    by_sequence: ClassVar[bool] = True
+
+    def warnings(self, around: Around) -> Iterator[str]:
+        if self.epsilon > 0.05:
+            yield (
+                f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: its ratios are means over a sequence and stay "
+                "near 1, so this never clips; the paper of gspo uses 3e-4 (and 4e-4 above)"
+            )
