@@ -13,13 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from asyncrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from .advantages import Estimator
-    from .losses.loss import LossMethod
 
 _BOUNDS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
     "gt": ("above", lambda value, bound: value > bound),
@@ -87,8 +83,8 @@ class Setting:
 class Around:
     """What a check may look at beside its own method."""
 
-    loss: LossMethod
-    advantage: Estimator
+    loss: Any  # a `losses.loss.LossMethod`, which is a method itself: named here it would be a circle
+    advantage: Any  # an `estimator.Estimator`, likewise
     at: Callable[[str], Any]  # the value of any dotted name of the configuration
     streaming: bool  # groups are trained as they arrive, before the step's number of tokens and sequences is known
     by_tokens: tuple[str, ...] = ()  # the losses that are divided by tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import create_model
 
@@ -15,9 +15,6 @@ from asyncrl.algorithms import registry
 from asyncrl.algorithms.method import Setting
 
 from .section import Section, field
-
-if TYPE_CHECKING:
-    from .schema import AlgorithmConfig
 
 SETTINGS: Mapping[str, Setting] = {each.dotted: each for each in registry.settings().values()}
 CENTRE = ("old_logprobs", "force_on_policy")
@@ -45,8 +42,8 @@ def sections() -> Mapping[str, type[Section]]:
     return made  # in the module's names too, where pickle looks for them
 
 
-def numbers(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The whole section under flat names, as `build_loss` and `build_advantage` take it."""
+def numbers(algorithm: Any) -> dict[str, Any]:
+    """The whole section `algorithm`, whose class is made of what stands here, under flat names, as `build_loss` and `build_advantage` take it."""
     found = {each.flat: getattr(getattr(algorithm, each.section), each.name) for each in SETTINGS.values()}
     return found | {name: getattr(algorithm, name) for name in CENTRE}
 
@@ -63,7 +60,7 @@ def about(section: str) -> str:
     return " ".join(said[0].split()).rstrip(".") if said else ""
 
 
-def unread(algorithm: AlgorithmConfig) -> list[str]:
+def unread(algorithm: Any) -> list[str]:
     """The sections of losses and advantages that are not chosen."""
     losses = {loss.section for loss in registry.LOSSES.values()} - {registry.LOSSES[algorithm.loss].section}
     own = {name: each.settings.section for name, each in registry.ADVANTAGES.items() if each.settings is not None}
