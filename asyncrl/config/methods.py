@@ -43,7 +43,8 @@ def sections() -> Mapping[str, type[Section]]:
 
 
 def numbers(algorithm: Any) -> dict[str, Any]:
-    """The whole section `algorithm`, whose class is made of what stands here, under flat names, as `build_loss` and `build_advantage` take it."""
+    """The whole section `algorithm` (its class is made of what stands here) under flat names, as `build_loss` and
+    `build_advantage` take it."""
     found = {each.flat: getattr(getattr(algorithm, each.section), each.name) for each in SETTINGS.values()}
     return found | {name: getattr(algorithm, name) for name in CENTRE}
 
