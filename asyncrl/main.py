@@ -9,11 +9,13 @@ terminal that closes sends two. Output that nobody reads any more ends nothing.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config.describe import help_text
@@ -74,6 +76,11 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(config: Config) -> int:
     """One run in this process, on uvloop where it is installed. Returns the exit code; raises `AsyncrlError`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool would fight the lane for the cores
+    with _no_collections():
+        pass
+    # The interpreter's end looks for garbage among everything that torch and transformers made, for a second: nothing there is.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         import uvloop
@@ -82,6 +89,18 @@ def run(config: Config) -> int:
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         # asyncio's own SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
         return runner.run(_run(config))
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Modules make a million objects that stay: looking for garbage among them is a sixth of the time that loading takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 async def _run(config: Config) -> int:
