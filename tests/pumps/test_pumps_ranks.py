@@ -13,6 +13,7 @@ from typing import Any
 import pumps_rank
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 from pumps_house import live
@@ -53,7 +54,7 @@ def start(out: str, shares: str) -> list[subprocess.Popen[str]]:
     size = len(shares.split(","))
     environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, pumps_rank.__file__, str(rank), str(size), port, out, shares],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

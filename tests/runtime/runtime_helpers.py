@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import warm
 import yaml
 
 from asyncrl.client import Scored
@@ -102,6 +103,7 @@ class Process:
         *arguments: str,
         program: Sequence[str] = ("-m", "asyncrl.main"),
         python: str = sys.executable,
+        start: type[subprocess.Popen[Any]] = warm.Popen,
         **environ: str,
     ):
         environment = {
@@ -113,7 +115,7 @@ class Process:
         }
         self.log = folder / "output.txt"
         with self.log.open("wb") as log:
-            self._popen = subprocess.Popen(
+            self._popen = start(
                 [python, *program, *arguments],
                 cwd=folder,
                 env=environment,

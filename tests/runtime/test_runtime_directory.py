@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from runtime_helpers import (
     DRY,
     MODEL,
@@ -152,15 +154,20 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(
 def limited(folder: Path, tree: dict[str, Any], largest: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run that cannot write a file of more than `largest` bytes."""
     program = [sys.executable, "-m", "asyncrl.main", str(write_yaml(folder, tree)), *overrides]
-    return subprocess.run(
+    with warm.Popen(
         program,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
-        capture_output=True,
+        preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest, largest)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-    )
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(program, process.returncode, out, err)
 
 
 def test_a_disk_that_is_full_for_rollouts_costs_no_checkpoint(tmp_path: Path) -> None:

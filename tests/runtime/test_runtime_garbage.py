@@ -20,6 +20,15 @@ from asyncrl.runtime.history import History
 from asyncrl.telemetry.recorder import Recorder
 
 
+@pytest.fixture(autouse=True, scope="module")
+def as_a_program_has_it() -> Iterator[None]:
+    """Nothing is frozen before."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 class Knot:
     """Garbage that only a collection frees."""
 

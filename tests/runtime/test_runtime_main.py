@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,10 @@ def test_all_doors_give_the_same_run(here: Path) -> None:
     """`asyncrl run`, `python -m asyncrl.main` and a one-rank torchrun: the same metrics for preset sync."""
     file = str(write_yaml(here, REAL | {"preset": "sync"}))
     assert console(["run", file, "run.name=console"]) == 0
-    module = Process(here, file, "run.name=module")
+    module = Process(here, file, "run.name=module", start=subprocess.Popen)
     assert module.wait() == 0, module.output
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "asyncrl.main")
-    launched = Process(here, file, "run.name=torchrun", program=torchrun)
+    launched = Process(here, file, "run.name=torchrun", program=torchrun, start=subprocess.Popen)
     assert launched.wait() == 0, launched.output
     lines = [unclocked(metrics_of(here / "runs" / name)) for name in ("console", "module", "torchrun")]
     assert len(lines[0]) == 3

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import warm
 from runtime_helpers import MODEL, REAL, ROOT, lines_at_least, metrics_of, write_yaml
 from test_runtime_signals import endless, last_checkpoint
 
@@ -24,7 +25,7 @@ class Run:
         self.directory = folder / "runs/run"
         self.output = "(nobody reads it)"
         program = [sys.executable, "-m", "asyncrl.main", str(write_yaml(folder, tree))]
-        self.popen = subprocess.Popen(program, cwd=folder, env=ENVIRONMENT, stdin=subprocess.DEVNULL, **streams)
+        self.popen = warm.Popen(program, cwd=folder, env=ENVIRONMENT, stdin=subprocess.DEVNULL, **streams)
 
     def __enter__(self) -> Run:
         return self

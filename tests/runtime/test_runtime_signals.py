@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 import yaml
 from runtime_helpers import (
     MODEL,
@@ -194,10 +196,13 @@ def test_only_the_first_rank_writes(two_ranks: tuple[Path, Process]) -> None:
     assert {row["group_id"] for row in rollouts_of(run)} == {group for step in one["groups"] for group in step}
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_torchrun_that_is_stopped_leaves_a_checkpoint(tmp_path: Path, ranks: str) -> None:
+@pytest.mark.parametrize(("ranks", "start"), [("1", warm.Popen), ("2", subprocess.Popen)], ids=["1", "2"])
+def test_torchrun_that_is_stopped_leaves_a_checkpoint(
+    tmp_path: Path, ranks: str, start: type[subprocess.Popen[Any]]
+) -> None:
+    """Two ranks: as their user starts them, every process from nothing."""
     program = (*TORCHRUN, ranks, "-m", "asyncrl.main")
-    process = Process(tmp_path, str(write_yaml(tmp_path, endless())), program=program)
+    process = Process(tmp_path, str(write_yaml(tmp_path, endless())), program=program, start=start)
     run = tmp_path / "runs/run"
     process.wait_until(lines_at_least(run, 3), "third step")
     assert stop(process, signal.SIGTERM) != 0

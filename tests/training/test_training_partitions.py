@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_partition
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_ranks import free_port
@@ -33,7 +34,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     logs = [(folder / f"{rank}.log").open("w") for rank in range(RANKS)]
     script = str(Path(training_partition.__file__))
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, script, str(rank), str(RANKS), str(port), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_rank
+import warm
 from training_helpers import STREAMED
 
 import asyncrl
@@ -53,7 +54,7 @@ def over_ranks(tmp_path: Path, shares: str, names: str) -> list[list[dict]]:
     script = Path(training_rank.__file__)
     environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, str(script), str(rank), str(size), str(port), str(tmp_path), shares, names],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

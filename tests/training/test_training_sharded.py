@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import training_sharded
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_ranks import free_port
@@ -43,7 +44,7 @@ class Ranks:
         port, script = str(free_port()), str(Path(training_sharded.__file__))
         self.logs = [(folder / f"{rank}.log").open("w") for rank in range(size)]
         self.processes = [
-            subprocess.Popen(
+            warm.Popen(
                 [sys.executable, "-W", "error", script, str(rank), str(size), port, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -1,0 +1,206 @@
+"""A Python process that has loaded what our programs load, and forks: a program that is started from it begins at once.
+
+`warm.Popen` starts it and asks it. One message is one program: a pickled `Program` with four descriptors (standard input, output
+and error, and the one at which its process id and then its wait status are told). For each program there is a guard, a fork that
+starts the program as its own child, waits for it and tells its end: so it is reaped at once, and the server never waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+LARGEST = 1 << 20  # bytes of a message
+# What a run, a rank and its tests load. Not `asyncrl.main`, which is run as a program.
+LOADED = (
+    "torch",
+    "torch.distributed.launcher.api",
+    "uvloop",
+    "anyio._backends._asyncio",
+    "transformers.generation.utils",
+    "transformers.models.qwen3.modeling_qwen3",
+    "asyncrl",
+    "asyncrl.checkpoint.store",
+    "asyncrl.client",
+    "asyncrl.config.describe",
+    "asyncrl.config.load",
+    "asyncrl.distributed.store_ledger",
+    "asyncrl.generation.embedded.engine",
+    "asyncrl.runtime.door",
+    "asyncrl.runtime.real",
+    "asyncrl.runtime.runtime",
+    "asyncrl.training.lane_trainer",
+    "asyncrl.training.sharded",
+    "asyncrl.weights.gathered",
+    "asyncrl.weights.shared",
+)
+
+
+@dataclass
+class Program:
+    """What the command line, the environment and the parent of a process would give it."""
+
+    arguments: list[str]  # after the interpreter
+    directory: str | None
+    environment: dict[str, str]
+    new_session: bool = False
+    ignored: list[signal.Signals] = field(default_factory=list)
+    before: Callable[[], object] | None = None
+
+
+def serve(control: socket.socket) -> Program | None:
+    """Start what is asked for. Returns a program in the process that is to be it, and None at the end of the server."""
+    while True:
+        while _reap(os.WNOHANG):
+            pass
+        message, descriptors, _, _ = socket.recv_fds(control, LARGEST, 4)
+        if not message:
+            while _reap(0):
+                pass
+            return None
+        guard = os.fork()
+        if guard == 0:
+            control.close()
+            program: Program = pickle.loads(message)
+            if _guard(descriptors[3]):
+                os._exit(0)
+            _become(program, descriptors)
+            return program
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _reap(options: int) -> bool:
+    try:
+        return os.waitpid(-1, options)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _guard(status: int) -> bool:
+    """True in the guard, once the program has ended; False in the program."""
+    os.setsid()  # signals to the program's group are not for its guard
+    pid = os.fork()
+    if pid == 0:
+        return False
+    for descriptor in range(3):
+        os.close(descriptor)
+    os.closerange(3, status)
+    os.closerange(status + 1, 4096)  # else a pipe of the program would have another end
+    with contextlib.suppress(OSError):
+        os.write(status, f"{pid}\n".encode())
+    ended = os.waitpid(pid, 0)[1]
+    with contextlib.suppress(OSError):
+        os.write(status, f"{ended}\n".encode())
+    return True
+
+
+def _become(program: Program, descriptors: list[int]) -> None:
+    """The state in which an interpreter begins."""
+    if program.new_session:
+        os.setsid()
+    for target, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, target)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in program.ignored:
+        signal.signal(number, signal.SIG_IGN)
+    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ.clear()
+    os.environ.update(program.environment)
+    if program.directory is not None:
+        os.chdir(program.directory)
+    after = [path for path in program.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = after + [path for path in sys.path[1:] if path not in before]
+    importlib.invalidate_caches()
+    if "PYTHONUNBUFFERED" in program.environment:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stderr.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if program.before is not None:
+        program.before()
+
+
+def run(program: Program) -> None:
+    """As `python` runs its command line: `-m module`, `-c code` or a script, after `-u` and `-W error`."""
+    rest = list(program.arguments)
+    while rest[0] in ("-u", "-W"):
+        if rest.pop(0) == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        else:
+            sys.warnoptions.append(rest[0])
+            warnings.simplefilter(rest.pop(0))  # type: ignore[arg-type]
+    sys.orig_argv = [sys.executable, *program.arguments]
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if rest[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = rest[1:]
+        if rest[1] == "torch.distributed.run":
+            _ranks_are_forked()
+        runpy._run_module_as_main(rest[1])  # type: ignore[attr-defined]
+    elif rest[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[2:]]
+        exec(compile(rest[1], "<string>", "exec"), main.__dict__)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(rest[0])))
+        sys.argv = rest
+        main.__dict__["__file__"] = rest[0]
+        with open(rest[0], "rb") as script:
+            code = compile(script.read(), rest[0], "exec")
+        exec(code, main.__dict__)
+
+
+def _ranks_are_forked() -> None:
+    """torchrun starts its ranks from a server of its own, a fork of this one: they are as warm as it is."""
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
+    import warm
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = os.fork()
+    if server == 0:
+        ours.close()
+        os.setsid()
+        raise Forked(theirs)
+    theirs.close()
+    warm.Popen.server = ours
+    atexit.register(os.waitpid, server, 0)
+    atexit.register(ours.close)
+    handler.Popen = warm.Popen  # type: ignore[misc]
+
+
+class Forked(BaseException):
+    """Carries a new server out of the program that it was forked from."""
+
+
+def main(control: socket.socket) -> None:
+    program = serve(control)
+    if program is None:
+        os._exit(0)  # its start was all that it was for
+    try:
+        run(program)
+    except Forked as forked:
+        main(forked.args[0])
+
+
+if __name__ == "__main__":
+    gc.disable()
+    for name in LOADED:
+        importlib.import_module(name)
+    gc.enable()
+    atexit.register(gc.freeze)  # in a program: its end need not look for garbage among all that was loaded
+    main(socket.socket(fileno=int(sys.argv[1])))
