@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch.distributed as dist
+import warm
 
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.errors import LedgerError, LifecycleError
@@ -287,7 +288,7 @@ def free_port() -> int:
 
 
 def start(program: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "-c", program, *map(str, args)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 
 from asyncrl.distributed.world import World
 from asyncrl.errors import LifecycleError, PlatformError
@@ -120,7 +121,7 @@ def start_rank(program: str, rank: int, size: int, port: int) -> subprocess.Pope
         "PATH": "/usr/bin:/bin",
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
         cwd=ROOT,
         env=env,
