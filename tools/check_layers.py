@@ -11,6 +11,7 @@ lower floors import no torch. Exceptions are listed below, each with its reason.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ TORCH_FREE = {
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+BARE_IGNORE = re.compile(r"# type: ignore(\[[\w, -]+\])?\s*$")
 MAX_TEST_FILE_LINES = 650  # a test file is a list: it is read entry by entry
 # Of arguments besides self, cls and an autograd function's ctx; and of options, which are keywords that may be left out.
 MAX_ARGUMENTS = 7
@@ -89,6 +91,7 @@ def main() -> int:
         complaints += check_private(module)
     for module in house:
         complaints += check_arguments(module)
+        complaints += check_ignores(module)
     print("\n".join(complaints) if complaints else f"{len(house)} files: imports point down, sizes are kept")
     return 1 if complaints else 0
 
@@ -113,6 +116,14 @@ def check_floors(module: Module) -> Iterator[str]:
             yield f"{where}:{line}: {room} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]}): imports point down"
         elif FLOORS[other] == FLOORS[room] and other not in SAME_FLOOR.get(room, set()):
             yield f"{where}:{line}: {room} imports {other} on its own floor; go through asyncrl.ports"
+
+
+def check_ignores(module: Module) -> Iterator[str]:
+    for number, line in enumerate(module.text.splitlines(), 1):
+        if BARE_IGNORE.search(line):
+            yield (
+                f"{module.relative}:{number}: what the type checker shall not see needs its reason: # type: ignore[kind]  # why"
+            )
 
 
 def check_circles(house: list[Module]) -> Iterator[str]:

@@ -196,7 +196,7 @@ class ThreadLane:
                 raise job.error
             finally:
                 del job  # the exception's frame would hold the job that holds the exception
-        return job.result  # type: ignore[no-any-return]
+        return job.result  # type: ignore[no-any-return]  # set by its closure, a T
 
     def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> _Job:
         loop = asyncio.get_running_loop()
@@ -343,7 +343,7 @@ class SimulatedLane:
                 raise error
             finally:
                 del error
-        return result  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]  # set by the closure, a T
 
     async def _wait_turn(self, loop: asyncio.AbstractEventLoop, priority: int) -> None:
         turn: asyncio.Future[None] = loop.create_future()

@@ -62,7 +62,7 @@ class Supervisor:
         swallowed: bool | None = None
         unknown: BaseException | None = None
         try:
-            swallowed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+            swallowed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]  # all three or none, which no type says
         except BaseException as exc:
             unknown = exc
         finally:

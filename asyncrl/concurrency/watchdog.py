@@ -253,7 +253,7 @@ class Watchdog:
         try:
             faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
         except (ValueError, OSError):  # stderr has no file descriptor: then the alarm would have nowhere to speak
-            self._arm_alarm = _unavailable  # type: ignore[method-assign]
+            self._arm_alarm = _unavailable  # type: ignore[method-assign]  # for this object alone
 
 
 def _unavailable() -> None:

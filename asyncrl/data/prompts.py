@@ -80,7 +80,7 @@ class PromptSource:
         if not 0 <= rank < world_size:
             raise DataError(f"rank is {rank} of world_size {world_size}; expected 0 <= rank < world_size")
         self.config = config or DataConfig()
-        self._rows: Rows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]
+        self._rows: Rows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # what is no list
         self._tokenizer, self._seed, self._rank, self._world_size = tokenizer, seed, rank, world_size
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows")

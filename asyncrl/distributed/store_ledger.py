@@ -107,7 +107,7 @@ class StoreLedger:
         await self._lane.__aenter__()
         try:
             await self._lane.run(self._join, name="open the books")
-            watching = self._store.clone()  # type: ignore[attr-defined]
+            watching = self._store.clone()  # type: ignore[attr-defined]  # not in the stubs
         except BaseException:
             self._closed = True
             await self._lane.aclose()
@@ -321,7 +321,7 @@ class StoreLedger:
 
     def _announce(self, number: int) -> None:
         # The one before once more: its writer may have died before it did, and who waits for it would not hear of this one.
-        self._asked(self._store.multi_set, [f"change/{number - 1}", f"change/{number}"], ["1", "1"])  # type: ignore[attr-defined]
+        self._asked(self._store.multi_set, [f"change/{number - 1}", f"change/{number}"], ["1", "1"])  # type: ignore[attr-defined]  # no stub
         if number > _KEPT_CHANGES:
             self._asked(self._store.delete_key, f"change/{number - _KEPT_CHANGES}")
 

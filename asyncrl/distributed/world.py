@@ -143,7 +143,7 @@ class World:
         """A connection of its own to the ranks' shared store, with keys of its own under `name` (for the ledger)."""
         if self._store is None:
             raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
-        return dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
+        return dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]  # not in the stubs
 
     # -- collectives; every rank calls them in the same order; RankLost where another one is gone --------------------
 

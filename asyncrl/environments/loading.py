@@ -41,7 +41,7 @@ def load_environment(address: str, *, tokenizer: Tokenizer, sampling: SamplingPa
     run = getattr(environment, "run", None)
     if not inspect.iscoroutinefunction(run):
         raise ConfigError(f"environment {address!r} has no `async def run(self, prompt, member, group_size, generate)`")
-    return environment  # type: ignore[no-any-return]
+    return environment  # type: ignore[no-any-return]  # checked by its form
 
 
 def _must_be_given(parameter: inspect.Parameter) -> bool:

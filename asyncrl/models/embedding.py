@@ -40,7 +40,7 @@ def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Ten
 
 def _scaled(module: nn.Module, rows: Tensor) -> Tensor:
     """In the dtype of the rows, to which transformers rounds the factor as well."""
-    result: Tensor = rows * module.embed_scale.to(rows.dtype)  # type: ignore[operator, union-attr]
+    result: Tensor = rows * module.embed_scale.to(rows.dtype)  # type: ignore[operator]  # an attribute of Module: Tensor or Module
     return result
 
 
@@ -52,7 +52,7 @@ class _Embed(torch.autograd.Function):
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         (tokens,) = ctx.saved_tensors
         rows = grad.to(ctx.buffer.dtype)
         if ctx.padding is not None:

@@ -165,7 +165,7 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
     _repair(module.config)
     if config.gguf_file:
         module.hf_quantizer = None  # the weights are dequantized: with it, transformers would refuse to save them
-    return module  # type: ignore[no-any-return]
+    return module  # type: ignore[no-any-return]  # transformers: Any
 
 
 def _repair(config: PretrainedConfig) -> PretrainedConfig:
@@ -190,7 +190,7 @@ def _check_tied(module: PreTrainedModel) -> None:
         )
     for part in module.modules():  # the repaired epsilon must reach the modules, which copied it when they were built
         if isinstance(getattr(part, "variance_epsilon", None), float):
-            part.variance_epsilon = float(f"{part.variance_epsilon:.6g}")  # type: ignore[assignment]
+            part.variance_epsilon = float(f"{part.variance_epsilon:.6g}")  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
 
 
 def _short(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.schema import LoraConfig
@@ -82,7 +82,7 @@ class PolicyModel:
             self.weights = self.flat
         self.decoder = decoder_of(module)
         self.head = linear_head(module)
-        embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]
+        embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
         self._embedding = embedding
         index = {id(parameter): i for i, parameter in enumerate(self.weights.parameters)}
         self._head_index = index[id(self.head.weight)]
@@ -105,7 +105,7 @@ class PolicyModel:
         self.matmul_parameters = sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not looked_up)
 
     @property
-    def config(self):  # type: ignore[no-untyped-def]
+    def config(self) -> PretrainedConfig:
         return self.module.config
 
     @property

@@ -56,7 +56,8 @@ def build_probe(
             tied = head is not None and parameter is head.weight  # of a size for logits, not for a residual stream
             _enliven(parameter, "embed" in name and not tied, generator)
     nn.Module.to(probe, torch.device(device))
-    return probe.eval()
+    probe.eval()
+    return probe
 
 
 def _build(module: PreTrainedModel, narrow: bool) -> PreTrainedModel:

@@ -116,7 +116,7 @@ class RewardModel:
     def _one_output(self, logits: Any, count: int) -> Tensor:
         """[B] of [B], [B, 1], or [B, labels] with a chosen label."""
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else None
-        if shape is None or shape not in ((count,), (count, *shape[1:2])):
+        if not isinstance(logits, Tensor) or shape is None or shape not in ((count,), (count, *shape[1:2])):
             raise RewardError(
                 f"reward model {self.name!r} returned {type(logits).__name__ if shape is None else f'the shape {list(shape)}'} "
                 f"for {count} texts; expected logits [{count}] or [{count}, labels]"
@@ -223,7 +223,7 @@ def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
             f"reward.model: {config.path!r} holds no weights for {missing[:3]} ({len(missing)} in all); transformers would have "
             "left them random: it is no sequence classifier"
         )
-    return module  # type: ignore[no-any-return]
+    return module  # type: ignore[no-any-return]  # transformers: Any
 
 
 def _tokenizer_of(path: str) -> Any:

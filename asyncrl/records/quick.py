@@ -44,7 +44,8 @@ def quick_rows(cls: type[T]) -> Callable[[tuple[int, ...], tuple[Any, ...], bool
 
     def rows(bounds: tuple[int, ...], columns: tuple[Any, ...], copy: bool) -> list[T]:
         if records is not None:
-            return records.rows(cls, bounds, columns, copy)
+            found: list[T] = records.rows(cls, bounds, columns, copy)
+            return found
         pieces = list(itertools.starmap(slice, itertools.pairwise(bounds)))
         full: list[list[Any]] = []
         for place, column in enumerate(columns):

@@ -98,7 +98,8 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None,
     `sequence`: what the ring expects there. `checksum`: also compare the payload's CRC32 where the writer set it.
     Errors: RecordError that says what is wrong: torn, damaged, of another sequence, or for a newer reader.
     """
-    if records is not None and (usual := records.read(buffer, sequence, checksum)) is not None:
+    usual: Record | None = None if records is None else records.read(buffer, sequence, checksum)
+    if usual is not None:
         return usual
     view = memoryview(buffer).toreadonly()
     if len(view) < HEADER.size:

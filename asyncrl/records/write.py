@@ -132,7 +132,8 @@ class Plan:
 
 def plan(draft: Draft) -> Plan:
     """Check a draft. Errors: RecordError that names the section, what it should be and what it is."""
-    if records is not None and (usual := records.plan(draft)) is not None:
+    usual: Plan | None = None if records is None else records.plan(draft)
+    if usual is not None:
         return usual
     members, given = list(draft.members), draft.sections
     n = len(members)

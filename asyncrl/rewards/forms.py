@@ -47,7 +47,7 @@ def as_trl(found: Any, source: str) -> Callable[..., Any]:
         return _from_verl(found, parameters)
     if {"answer", "entry"} == {p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD}:
         return _from_gym(found)
-    return found  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]  # callable, as its form shows
 
 
 def text_of(completion: Any) -> str:

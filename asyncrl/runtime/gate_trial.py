@@ -124,7 +124,7 @@ class Trial:
     def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int) -> Tensor:
         """[L] tokens -> [L - prompt]."""
         row = torch.from_numpy(tokens.astype(np.int64)).to(self.probe.device)
-        logits_LV = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
+        logits_LV: Tensor = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
         return (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1).gather(1, row[prompt:, None]).squeeze(1)
 
     @torch.no_grad()

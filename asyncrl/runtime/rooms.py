@@ -186,7 +186,7 @@ class Builder:
             return alone
 
         async def gather(part: T) -> list[T]:
-            return await lane.run(lambda: world.all_gather_object(part), name="train/gather", priority=1)  # type: ignore[no-any-return]
+            return await lane.run(lambda: world.all_gather_object(part), name="train/gather", priority=1)  # type: ignore[no-any-return]  # any lane
 
         return gather
 
@@ -272,7 +272,7 @@ class Builder:
         # Models and transformers are not loaded for a dry run; importing them takes seconds, which the loop does not wait.
         self.say("importing transformers")
         real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
-        return await real.open_real(  # type: ignore[no-any-return]
+        return await real.open_real(  # type: ignore[no-any-return]  # loaded by name
             self.config, self.world, self.device, self.recorder, self.stack, self.say
         )
 

@@ -57,7 +57,7 @@ class Lossy:
 def lossy_output() -> Iterator[None]:
     """stdout and stderr of this process, inside. For programs of ours, not inside of somebody else's."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream if stream is None else Lossy(stream) for stream in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (stream if stream is None else Lossy(stream) for stream in before)
     try:
         yield
     finally:

@@ -51,14 +51,14 @@ class Forward:
         )
 
 
-def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]
+def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]  # numpy says: no scalar type
     return torch.from_numpy(values).to(device)
 
 
 def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> LossInputs:
     """The columns of `batch` as tensors, in the dtype and on the device of `logp_S`."""
 
-    def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]
+    def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]  # numpy says: no scalar type
         return None if values is None else column(values, logp_S.device).to(logp_S.dtype)
 
     sampler_S, advantage_S = floats(batch.sampler_logprobs), floats(batch.advantages)

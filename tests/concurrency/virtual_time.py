@@ -39,7 +39,7 @@ class VirtualTimeLoop(base_events.BaseEventLoop):
         if timeout is None:
             raise StallError(_deadlock_message(self))
         if timeout > 0:
-            self._now = max(self._now, self._scheduled[0].when())  # type: ignore[attr-defined]
+            self._now = max(self._now, self._scheduled[0].when())  # type: ignore[attr-defined]  # private to BaseEventLoop
             # The base class runs timers earlier than now + resolution: the sum must differ from now for any now.
             self._clock_resolution = max(1e-9, 2.0 * math.ulp(self._now))
         return []

@@ -72,7 +72,7 @@ class KVCache:
     def _view(self, shape: CacheShape) -> None:
         self.shape = shape
         rows = self._planes[..., : shape.rows * shape.heads * shape.positions * shape.head_size]
-        self.data = rows.unflatten(2, (shape.rows, shape.heads, shape.positions, shape.head_size))
+        self.data: Tensor = rows.unflatten(2, (shape.rows, shape.heads, shape.positions, shape.head_size))
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
         self.flat_keys = [keys.view(-1, shape.head_size) for keys in self.keys]

@@ -119,7 +119,7 @@ def _attention(
         raise ConfigError(f"{type(module).__name__} has sinks {tuple(s_aux.shape)}, not one for each of its heads")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = plan.attend(
-        module.layer_idx,  # type: ignore[arg-type]
+        module.layer_idx,  # type: ignore[arg-type]  # an attribute of Module: Tensor or Module
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

@@ -290,14 +290,14 @@ class TreePlan:
             mask[row, :, context:] = causal  # a padded query sees token 0 of its row: a row of -inf would give NaN
             back[own] = row * longest + np.arange(length)
         tensors = (query_index, key_index, mask[:, None], back)
-        return tuple(torch.from_numpy(array).to(device) for array in tensors)  # type: ignore[return-value]
+        return tuple(torch.from_numpy(array).to(device) for array in tensors)  # type: ignore[return-value]  # four, as given
 
 
 class _TreeAttention(torch.autograd.Function):
     """Forward and backward of a plan as one node: on a CPU, and of what has terms anywhere."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
@@ -314,7 +314,7 @@ class _TreeAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
         terms = AttentionTerms(ctx.window, ctx.softcap, sinks)
         gradients = torch.empty_like(saved[0]), torch.empty_like(saved[1]), torch.empty_like(saved[2])

@@ -96,7 +96,7 @@ class FusedDecoder:
         x = rows_TE if self.multiplier == 1 else rows_TE * self.multiplier
         for layer in self.layers:
             if torch.is_grad_enabled():
-                x = _FusedLayer.apply(x, self, layer, plan, turns[layer.turn])  # type: ignore[no-untyped-call]
+                x = _FusedLayer.apply(x, self, layer, plan, turns[layer.turn])
             else:
                 x, _ = self.forward(layer, x, plan, turns[layer.turn], keep=False)
         result: Tensor = self.final_norm(x)
@@ -214,16 +214,14 @@ class FusedDecoder:
 
 class _FusedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, turn: Turn
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, turn: Turn) -> Tensor:
         out, kept = decoder.forward(layer, x, plan, turn, keep=not decoder.checkpointing)
         ctx.save_for_backward(x, *(kept or ()))
         ctx.rest = decoder, layer, plan, turn
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors  # autograd refuses a second backward, which would find them overwritten
         decoder, layer, plan, turn = ctx.rest
         kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, turn, keep=True)[1]

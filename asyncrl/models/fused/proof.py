@@ -201,7 +201,7 @@ def repeats(layer: Layer, heard: Heard, turn: Turn, compute: Compute) -> bool:
     found = compute(layer, x, _Ear(), turn)
     unit = torch.finfo(x.dtype).eps
     error, added, whole = (float(part.double().norm()) for part in (found - expected, expected - x, expected))
-    return error <= unit**0.5 * added + 2 * unit * whole
+    return bool(error <= unit**0.5 * added + 2 * unit * whole)
 
 
 def _copy(block: nn.Module) -> tuple[nn.Module, FlatWeights]:

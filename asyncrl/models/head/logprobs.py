@@ -190,7 +190,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, inverse, lse, entropy = ctx.saved_tensors
         options: _Options = ctx.options
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]

@@ -157,7 +157,7 @@ def _number(module: PreTrainedModel, key: str) -> float | None:
 def _watch(module: PreTrainedModel, head: nn.Linear, found: _Found) -> _Found:
     """One forward of a few tokens with hooks at decoder and head."""
     module.eval()
-    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]
+    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
     vocabulary = embedding.weight.shape[0]
     tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
     arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}

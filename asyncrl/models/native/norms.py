@@ -29,10 +29,11 @@ class _RMSNorm(torch.autograd.Function):
         scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
-        return (wide * scale).mul_(shifted(weight, offset, wide.dtype)).to(x.dtype)
+        out: Tensor = (wide * scale).mul_(shifted(weight, offset, wide.dtype)).to(x.dtype)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed = x.to(scale.dtype) * scale
         wide = grad.to(scale.dtype)
@@ -74,7 +75,7 @@ def replace_norms(module: nn.Module) -> int:
         for offset in (0.0, 1.0):
             if _computes(part, eps, offset):
                 part.__class__ = FusedRMSNorm
-                part.eps, part.offset = eps, offset  # type: ignore[assignment]
+                part.eps, part.offset = eps, offset  # type: ignore[assignment]  # its class was changed in the line above
                 count += 1
                 break
     return count

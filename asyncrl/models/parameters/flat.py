@@ -11,7 +11,7 @@ Parameters lie in registration order, so q/k/v and gate/up are adjacent and can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class FlatParameters(FlatWeights):
             else:
                 parameter.grad = self.view(self.grad, index)
 
-    def _accumulator(self, index: int):  # type: ignore[no-untyped-def]
+    def _accumulator(self, index: int) -> Callable[[Tensor], None]:
         target = self.view(self.grad, index)
 
         def accumulate(parameter: Tensor) -> None:

@@ -76,7 +76,7 @@ class _Adapted(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
         rows_NO, x_NI = grad.flatten(0, -2), x.flatten(0, -2)
         grad_a = (rows_NO @ b).mul_(ctx.scale).t() @ x_NI
@@ -100,7 +100,7 @@ class LoraParameters(FlatParameters):
         for number, (_, layer) in enumerate(targets):
             a, b = 2 * number, 2 * number + 1
             layer.__class__ = AdaptedLinear
-            layer.adapter = Adapter(  # type: ignore[assignment]
+            layer.adapter = Adapter(  # type: ignore[assignment]  # its class was changed in the line above
                 self.parameters[a], self.parameters[b], self.view(self.grad, a), self.view(self.grad, b), self.scale
             )
 

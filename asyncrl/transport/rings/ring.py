@@ -276,7 +276,9 @@ class RingReader:
         """The record, as views of the payload. Errors: RecordError, after which `release` is all that is left to do."""
         memory, payload = self.memory, self.memory.payload
         if records is not None:
-            record = records.take(memory.readable, memory.slots, memory.payload_at, slot, sequence, checksum)
+            record: Record | None = records.take(
+                memory.readable, memory.slots, memory.payload_at, slot, sequence, checksum
+            )
             if record is not None:
                 self.counts.records += 1
                 return record
