@@ -40,7 +40,7 @@ from asyncrl.transport.rings.types import RingSettings
 if TYPE_CHECKING:
     from asyncrl.pumps.pipeline import StepReport
     from asyncrl.records.read import Record
-    from asyncrl.transport.rings.record_ring import Delivery
+    from asyncrl.transport.rings.delivery import Delivery
 
     from .runtime import Runtime
 

@@ -21,7 +21,8 @@ import pytest
 from asyncrl.client import AsyncClient
 from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.records.trajectories import trajectories_of
-from asyncrl.transport.rings.record_ring import Delivery, RecordRing
+from asyncrl.transport.rings.delivery import Delivery
+from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")

@@ -13,7 +13,7 @@ import pytest
 from transport_helpers import both_loops, child, finish, line, names, say
 from transport_records import SMALL, groups, pair, planned, whole
 
-from asyncrl.errors import ArenaOwned, RingDetached, RingFull
+from asyncrl.errors import ArenaOwned, RingDetached, RingFull, TransportError
 from asyncrl.transport.rings import producer as producer_module
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -266,6 +266,23 @@ async def test_records_are_accepted_while_nobody_owns_the_ring(name: str) -> Non
         await producer.put(planned(8))
         (await ring.get()).release()
         await producer.close()
+
+
+@both_loops
+async def test_an_error_inside_the_owner_is_heard_by_both_sides(name: str) -> None:
+    """In a callback of the loop nobody waits for it: it ends who takes records, and no producer waits for its answer."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("of the test")
+
+    with anyio.fail_after(20):
+        async with RecordRing(name, SMALL) as ring:
+            ring._admit = broken  # type: ignore[method-assign, assignment]
+            attaching = asyncio.create_task(AsyncProducer.attach(name, timeout=0.3))
+            with pytest.raises(TransportError, match=r"cannot go on: ValueError\('of the test'\)"):
+                await ring.get()
+            with pytest.raises(RingDetached):
+                await attaching
 
 
 @both_loops

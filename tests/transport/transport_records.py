@@ -11,8 +11,9 @@ import numpy as np
 from asyncrl.records.layout import Section
 from asyncrl.records.read import Record
 from asyncrl.records.write import Draft, Plan, plan
+from asyncrl.transport.rings.delivery import Delivery
 from asyncrl.transport.rings.producer import AsyncProducer
-from asyncrl.transport.rings.record_ring import Delivery, RecordRing
+from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
 

@@ -24,6 +24,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -34,6 +35,7 @@ from ...records.read import Identity, Record
 from .. import rendezvous
 from ..memory.arena import Arena
 from ..queues.queue import wait_in, wake_all, wake_one
+from .delivery import Delivery
 from .link import Link
 from .producer_core import VERSION_WORD
 from .ring import TAG
@@ -43,26 +45,6 @@ if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
 
 _GONE = -1  # in the place of a slot: the producer is gone, and all that it put was taken
-
-
-class Delivery:
-    """A leased record. Its arrays are views: valid until `release`, or until `copy` was asked of them."""
-
-    __slots__ = ("_link", "_ring", "_slot", "fresh", "record", "released")
-
-    def __init__(self, ring: RecordRing, link: Link, slot: int, record: Record, fresh: tuple[int, ...]) -> None:
-        self.record = record
-        self.fresh = fresh  # positions of the members that had not come before
-        self.released = False
-        self._ring = ring
-        self._link = link
-        self._slot = slot
-
-    def release(self) -> None:
-        """Its group was trained or dropped: the record leaves the ring. Twice is fine."""
-        if not self.released:
-            self.released = True
-            self._ring._release(self._link, self._slot, self.record)
 
 
 class RecordRing:
@@ -89,6 +71,7 @@ class RecordRing:
         self._getters: deque[asyncio.Future[None]] = deque()
         self._arena: Arena | None = None
         self._door: socket.socket | None = None
+        self._failure: Exception | None = None  # of a callback of the loop
         self._state = "new"
 
     # -- life
@@ -120,8 +103,8 @@ class RecordRing:
         arena.segment.keep_at_exit(True)
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._door = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
-        self._loop.add_reader(self._data, self._on_data)
-        self._loop.add_reader(self._door.fileno(), self._on_door)
+        self._loop.add_reader(self._data, self._call, self._on_data)
+        self._loop.add_reader(self._door.fileno(), self._call, self._on_door)
         found = []
         for block in arena.blocks():
             if block.tag != TAG:
@@ -195,7 +178,7 @@ class RecordRing:
             self._counts.duplicates += len(members) - len(fresh)
             if fresh:
                 self._counts.records += 1
-                return Delivery(self, link, slot, record, fresh)
+                return Delivery(self._release, link, slot, record, fresh)
             self._let_go(link, slot, sequence)
 
     def get(self) -> Coroutine[Any, Any, Delivery]:
@@ -211,7 +194,7 @@ class RecordRing:
     async def _next(self, ended: type[Exception]) -> Delivery:
         """One coroutine for both: each more is resumed at every record."""
         while True:
-            if self._ready or self._state != "open":
+            if self._ready or self._state != "open" or self._failure is not None:
                 try:
                     return self.get_nowait()
                 except anyio.WouldBlock:  # of what was there nothing was new
@@ -240,6 +223,8 @@ class RecordRing:
             raise LifecycleError(f"record ring {self.name!r} is not open: `async with RecordRing(...) as ring`")
         if self._state == "closed":
             raise anyio.ClosedResourceError
+        if self._failure is not None:
+            raise TransportError(f"record ring {self.name!r} cannot go on: {self._failure!r}") from self._failure
 
     def _waiting(self, recorder: Recorder) -> AbstractContextManager[object]:
         who = task.get_name() if (task := asyncio.current_task()) else "?"
@@ -257,6 +242,14 @@ class RecordRing:
         if link.space is not None:
             os.eventfd_write(link.space, 1)
         self._free_if_done(link)
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        """From the loop, which would log an error of ours and go on: who takes records gets it instead of waiting for ever."""
+        try:
+            callback(*arguments)
+        except Exception as error:
+            self._failure = self._failure or error
+            wake_all(self._getters)
 
     def _on_data(self) -> None:
         try:  # noqa: SIM105 - `suppress` is a third of what this costs
@@ -284,7 +277,7 @@ class RecordRing:
             connection.setblocking(False)
             if rendezvous.peer(connection)[1] == os.geteuid():
                 self._visitors.add(connection)
-                self._loop.add_reader(connection.fileno(), self._on_hello, connection)
+                self._loop.add_reader(connection.fileno(), self._call, self._on_hello, connection)
             else:
                 self._counts.refused += 1
                 connection.close()
@@ -306,9 +299,12 @@ class RecordRing:
                 rendezvous.send(connection, {"error": str(error)[:2000]})
             self._dismiss(connection)
             return
+        except Exception:
+            self._dismiss(connection)  # it has spoken and waits for an answer, which will not come
+            raise
         self._loop.remove_reader(connection.fileno())
         self._visitors.discard(connection)
-        link.connect(self._loop, connection, self._on_connection)
+        link.connect(self._loop, connection, partial(self._call, self._on_connection))
         self._gather(link)  # what was put while nobody owned the ring
 
     def _dismiss(self, connection: socket.socket) -> None:
@@ -349,7 +345,7 @@ class RecordRing:
         return link
 
     def _watch(self, link: Link) -> None:
-        if not link.watch(self._loop, self._on_death):
+        if not link.watch(self._loop, partial(self._call, self._on_death)):
             self._on_death(link)
 
     def _on_connection(self, link: Link) -> None:
