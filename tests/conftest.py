@@ -3,6 +3,29 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import blockbuster as module
+
+# (file, functions) -> why they may block where an event loop runs
+MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
+    ("asyncrl/transport/memory/segment.py", ("start_time",)): "/proc/PID/stat, which the kernel writes from memory",
+    (
+        "asyncrl/transport/memory/segment.py",
+        ("check_platform", "let_go", "_link", "_still_named"),
+    ): "names in /dev/shm and /proc/self/fd: no disk",
+    ("asyncrl/transport/queues/tensor_receive.py", ("_connect",)): "a local socket: connected at once, or refused",
+    ("asyncrl/rewards/process.py", ("_spawn",)): "the kernel ties the worker's life to the thread that starts it",
+    ("asyncrl/rewards/pool.py", ("__aenter__",)): "os.getcwd: no disk",
+    ("asyncrl/runtime/lock.py", ("release",)): "the last that a run does: one unlink",
+    ("asyncrl/telemetry/sinks.py", ("write",)): "one line a step, into the page cache",
+    ("logging/__init__.py", ("emit",)): "a line of a log",
+    # Called by tests in their coroutine; a program calls them before its loop begins, or in a thread.
+    ("asyncrl/config/load.py", ("load_config", "load_resolved")): "a configuration is read before the run",
+    ("asyncrl/telemetry/sinks.py", ("read_jsonl",)): "read after the run",
+    ("asyncrl/cli/prompts.py", ("main",)): "a program of its own",
+}
 
 
 def pytest_collection_finish() -> None:
@@ -10,3 +33,40 @@ def pytest_collection_finish() -> None:
     would look at all of torch and transformers each time. test_runtime_garbage has the collector as a program has it."""
     gc.collect()
     gc.freeze()
+
+
+_found: list[str] = []
+
+
+class BlockingError(module.BlockingError):
+    """Remembered: it fails the test also where somebody catches it."""
+
+    def __init__(self, func: str) -> None:
+        super().__init__(func)
+        _found.append(str(self))
+
+
+@pytest.fixture(scope="session")
+def blockbuster() -> Iterator[module.BlockBuster]:
+    """While an event loop runs, asyncrl calls nothing that blocks: no sleep, no file, no socket that waits.
+
+    Locks are left out: they are held for microseconds, and the threads that hold them never wait for the loop meanwhile.
+    """
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "BlockingError", BlockingError)
+    with module.blockbuster_ctx("asyncrl") as active:
+        for name, function in active.functions.items():
+            if name.startswith("threading."):
+                function.deactivate()
+            for file, functions in MAY_BLOCK:
+                function.can_block_in(file, functions)
+        yield active
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks(blockbuster: module.BlockBuster) -> Iterator[list[str]]:
+    """The calls that blocked, which must be none at the end of the test."""
+    _found.clear()
+    yield _found
+    assert not _found, f"called in an event loop: {_found}; call it in a thread, or say in tests/conftest.py why it may"

@@ -1,0 +1,54 @@
+"""blockbuster is on in the tests of every room: what blocks is an error where asyncrl calls it in an event loop, and only there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from blockbuster import BlockingError
+
+import asyncrl
+from asyncrl.telemetry.sinks import discard_after
+
+
+@pytest.fixture
+def sleeps() -> Callable[[], None]:
+    """As if a module of asyncrl had it."""
+    names: dict[str, Callable[[], None]] = {}
+    file = str(Path(asyncrl.__file__).with_name("concurrency") / "new.py")
+    exec(compile("import time\ndef sleeps():\n    time.sleep(0)", file, "exec"), names)
+    return names["sleeps"]
+
+
+async def test_a_sleep_in_the_loop_is_an_error(sleeps: Callable[[], None], nothing_blocks: list[str]) -> None:
+    with pytest.raises(BlockingError, match=r"time\.sleep"):
+        sleeps()
+    assert nothing_blocks.pop() == "Blocking call to time.sleep"
+    await asyncio.to_thread(sleeps)
+    time.sleep(0)  # noqa: ASYNC251 - of the test itself, not of asyncrl
+
+
+async def test_a_file_that_is_read_in_the_loop_is_an_error(tmp_path: Path, nothing_blocks: list[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(BlockingError, match=r"os\.stat"):
+        discard_after(path, 1)
+    nothing_blocks.clear()
+    assert await asyncio.to_thread(discard_after, path, 1) == 0
+
+
+async def test_an_error_that_somebody_caught_is_not_forgotten(
+    sleeps: Callable[[], None], nothing_blocks: list[str]
+) -> None:
+    try:
+        sleeps()
+    except Exception:
+        assert len(nothing_blocks) == 1  # and fails the test at its end
+    nothing_blocks.clear()
+
+
+def test_without_a_loop_it_is_none(sleeps: Callable[[], None]) -> None:
+    sleeps()
