@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,8 +19,14 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ): "names in /dev/shm and /proc/self/fd: no disk",
     ("asyncrl/transport/queues/tensor_receive.py", ("_connect",)): "a local socket: connected at once, or refused",
     ("asyncrl/rewards/process.py", ("_spawn",)): "the kernel ties the worker's life to the thread that starts it",
+    ("asyncrl/rewards/process.py", ("_reap",)): "it waits for a process that was killed: a few milliseconds",
     ("asyncrl/rewards/pool.py", ("__aenter__",)): "os.getcwd: no disk",
-    ("asyncrl/runtime/lock.py", ("release",)): "the last that a run does: one unlink",
+    ("asyncrl/config/imports.py", ("_load_file",)): "the user's code is imported before the first step",
+    ("asyncrl/models/policy.py", ("set_attention",)): "transformers looks at its own files, before the first step",
+    ("asyncrl/runtime/saving.py", ("last_good",)): "after the last step",
+    ("asyncrl/runtime/lock.py", ("release",)): "after the last step: one unlink",
+    ("asyncrl/main.py", ("_print_summary",)): "after the last step",
+    ("asyncrl/telemetry/output.py", ("write",)): "standard output and error",
     ("asyncrl/telemetry/sinks.py", ("write",)): "one line a step, into the page cache",
     ("logging/__init__.py", ("emit",)): "a line of a log",
     # Called by tests in their coroutine; a program calls them before its loop begins, or in a thread.
@@ -43,7 +51,10 @@ class BlockingError(module.BlockingError):
 
     def __init__(self, func: str) -> None:
         super().__init__(func)
-        _found.append(str(self))
+        frame = sys._getframe(1)
+        while f"{os.sep}asyncrl{os.sep}" not in frame.f_code.co_filename and frame.f_back is not None:
+            frame = frame.f_back
+        _found.append(f"{func} in {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
 
 
 @pytest.fixture(scope="session")

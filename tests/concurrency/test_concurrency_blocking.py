@@ -26,7 +26,7 @@ def sleeps() -> Callable[[], None]:
 async def test_a_sleep_in_the_loop_is_an_error(sleeps: Callable[[], None], nothing_blocks: list[str]) -> None:
     with pytest.raises(BlockingError, match=r"time\.sleep"):
         sleeps()
-    assert nothing_blocks.pop() == "Blocking call to time.sleep"
+    assert nothing_blocks.pop().startswith("time.sleep in ")
     await asyncio.to_thread(sleeps)
     time.sleep(0)  # noqa: ASYNC251 - of the test itself, not of asyncrl
 
