@@ -34,6 +34,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/config/load.py", ("load_config", "load_resolved")): "a configuration is read before the run",
     ("asyncrl/telemetry/sinks.py", ("read_jsonl",)): "read after the run",
     ("asyncrl/cli/prompts.py", ("main",)): "a program of its own",
+    ("asyncrl/cli/shm.py", ("main",)): "a program of its own",
 }
 
 
