@@ -167,11 +167,11 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
     for name in _names(tree):
         origin[full_name(name)] = f"{path} line {lines[name]}" if name in lines else str(path)
     try:
-        tree = respelled(tree)
+        spelled: dict[str, Any] = respelled(tree)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    _anchor(tree, path.resolve().parent)
-    return tree
+    _anchor(spelled, path.resolve().parent)
+    return spelled
 
 
 def _anchor(tree: dict[str, Any], folder: Path) -> None:

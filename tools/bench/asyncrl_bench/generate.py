@@ -89,7 +89,7 @@ def judge(side: str, job: GenerateJob, rates: Mapping[str, Any], result: dict[st
 def needed_flop(job: GenerateJob, rates: Mapping[str, Any], tokens: int) -> float:
     body, head = rates["decoder_parameters"], rates["head_parameters"]
     groups = -(-job.sequences // job.group_size)
-    return 2.0 * (body * (tokens + groups * job.prompt_tokens) + head * tokens)
+    return float(2 * (body * (tokens + groups * job.prompt_tokens) + head * tokens))
 
 
 BENCH = Bench(
