@@ -373,6 +373,7 @@ class Runtime:
 
     @property
     def version(self) -> int:
+        self._check_open("version", or_closed=True)
         return self._rooms.trainer.version
 
     @property
@@ -388,10 +389,11 @@ class Runtime:
 
     @property
     def tokenizer(self) -> Any:
+        self._check_open("tokenizer", or_closed=True)
         return self.built.tokenizer
 
-    def _check_open(self, what: str) -> None:
-        if self._state is not State.OPEN:
+    def _check_open(self, what: str, *, or_closed: bool = False) -> None:
+        if self._state is not State.OPEN and not (or_closed and self._state is State.CLOSED):
             raise LifecycleError(
                 f"Runtime.{what}: the Runtime is {self._state.value}; call it inside `async with Runtime(...)`"
             )

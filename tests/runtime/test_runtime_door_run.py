@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,31 @@ async def test_a_producer_that_is_faster_than_the_training_waits_at_its_full_rin
         assert (f.counts.submitted, f.counts.too_old) == (2, 4)
 
 
+async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path: Path, name: str) -> None:
+    """Packing copies it, once (tests/data/test_data_packing.py); what is reported of the step outlives the record."""
+    async with fed(tmp_path, name, "rollout.groups_per_step=2") as f:
+        reports = f.runtime.steps()
+        async with await AsyncClient.attach(name) as client:
+            await client.push(0, [scored(), scored(reward=1.0)])
+            await f.until(lambda: f.counts.submitted == 1)
+            store = f.runtime._rooms.store
+            [group_id] = store._held
+            members = store.rows(group_id).group.trajectories
+            assert f.ring._arena is not None
+            memory = np.frombuffer(f.ring._arena.segment.buffer, np.uint8)
+            for column in ("tokens", "mask", "logprobs", "versions"):
+                assert all(np.shares_memory(memory, getattr(t, column)) for t in members), column
+            expected = [t.tokens.tolist() for t in members]
+            await client.push(1, [scored(), scored(reward=1.0)])
+            with anyio.fail_after(30):
+                groups = (await anext(reports)).groups
+        await f.until_released(2)
+        found = next(group for group in groups if group.group_id == group_id)
+        assert [t.tokens.tolist() for t in found.trajectories] == expected
+        assert not any(np.shares_memory(memory, t.tokens) for t in found.trajectories)
+        del memory, members
+
+
 async def test_groups_that_are_filtered_out_free_a_full_ring(tmp_path: Path, name: str) -> None:
     """No step comes between them: their release may not wait for one."""
     overrides = ("rollout.dynamic_sampling=true", "rollout.max_refills=100", "rollout.max_staleness=0")
@@ -232,6 +257,16 @@ RAW = {
 
 def column(*values: float) -> Any:
     return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize("column", ["advantages", "reference_logprobs"])
+async def test_columns_that_the_run_would_not_use_are_refused_by_name(tmp_path: Path, name: str, column: str) -> None:
+    async with fed(tmp_path, name) as f:
+        async with await AsyncClient.attach(name) as client:
+            await client.push(0, [replace(scored(), **{column: [0.0, 0.5, 0.5]}) for _ in range(2)])
+            await f.until(lambda: f.counts.refused == 1)
+        assert f"it holds {column}, which this run does not use" in f.counts.last_refusal
+        await f.until_released(1)
 
 
 async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_path: Path, name: str) -> None:

@@ -200,6 +200,9 @@ async def test_opened_once_used_open_closed_where_opened(tmp_path: Path) -> None
     runtime = Runtime(embedded(tmp_path, DRY), write=False)
     with pytest.raises(LifecycleError, match="new"):
         await runtime.generate("a")
+    for look in (lambda: runtime.version, lambda: runtime.tokenizer):
+        with pytest.raises(LifecycleError, match="is new; call it inside"):
+            look()
     async with runtime:
         async with asyncio.TaskGroup() as tasks:
             stranger = tasks.create_task(_expect_lifecycle_error(runtime.__aexit__(None, None, None)))
