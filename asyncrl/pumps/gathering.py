@@ -62,7 +62,7 @@ class Gathering:
         note: Callable[[str], None],
         statistics: DoorStatistics,
     ) -> None:
-        """`decode`: ids to text, for reward functions that are asked about a group's prompt."""
+        """`decode`: ids to text, for who reads prompts: reward functions, and people."""
         self._intake = intake
         self._reconnect_s = settings.reconnect_s
         self._stash: Stash[Mapping[str, Any]] = Stash(
@@ -197,9 +197,7 @@ class Gathering:
     def _prompt(self, group: StashedGroup[Mapping[str, Any]]) -> Prompt:
         first = group.trajectories[0]
         ids = first.tokens[: first.prompt_length].copy()
-        # Only where somebody will read it: members that bring their rewards are not scored.
-        text = self._decode(ids.tolist()) if any(t.reward is None for t in group.trajectories) else ""
-        return Prompt(group_id=first.group_id, ids=ids, prompt=text, columns=group.context)
+        return Prompt(first.group_id, ids, self._decode(ids.tolist()), group.context)
 
     def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:
         """An incomplete group ended."""

@@ -176,7 +176,10 @@ class Graph:
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> bool:
         """A whole group from outside: see `Intake.submit`."""
         try:
-            return await self.open_intake().submit(trajectories, prompt)
+            intake = self.open_intake()
+            for trajectory in trajectories:
+                intake.check(trajectory, self._rooms.limits)
+            return await intake.submit(trajectories, prompt)
         except DataError as error:
             raise type(error)(f"submit: {error}") from error.__cause__
 

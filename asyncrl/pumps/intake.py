@@ -128,7 +128,8 @@ class Intake:
     # -- from outside ----------------------------------------------------------------------------------------------
 
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, leases: Sequence[Lease] = ()) -> bool:
-        """A whole group; waits for a slot, and for the rewards of members that have none. With `leases` it lies in
+        """A whole group, each member of which passed `check`; waits for a slot, and for rewards that are missing. With
+        `leases` it lies in
         memory of somebody else's, which is given back when the group was trained or dropped.
 
         False where the ledger finds it too old. Its leases end then, but where the places that it could have had are taken
@@ -138,7 +139,7 @@ class Intake:
         for a group that cannot be trained, or was submitted before. None of them keeps the slot, or ends a lease.
         """
         parts = self._parts
-        members = self.check(trajectories)
+        members = whole(trajectories)
         self._check_open()
         if (group_id := prompt.group_id) in self._came and group_id not in parts.book:
             raise DataError(f"group {group_id} was submitted before; a group is submitted once")
@@ -168,29 +169,15 @@ class Intake:
             raise
         return True
 
-    def check(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """All members of one group, in order. Errors: DataError that names the member and the field."""
-        size = len(trajectories)
-        for place, trajectory in enumerate(trajectories):
-            if trajectory.group_size != size:
-                raise DataError(
-                    f"group_size of trajectory {place} is {trajectory.group_size}, and {size} were given; a group is submitted "
-                    "as a whole"
-                )
-        members = sorted(trajectories, key=lambda t: t.member)
-        if not size or (found := [t.member for t in members]) != list(range(size)):
+    def check(self, trajectory: Trajectory, limits: Limits) -> None:
+        """Once for each member from outside, before anything waits for it. Errors: DataError that names member and field."""
+        check_trajectory(trajectory, limits)
+        check_trains(trajectory)
+        if trajectory.reward is None and not self._parts.scores:
             raise DataError(
-                f"the fields member are {found if size else []}; expected each of 0 to {max(size - 1, 0)} once"
+                f"member {trajectory.member} came without a reward, and the run has no reward functions to score it "
+                "(reward.functions); bring one for each member"
             )
-        for trajectory in members:
-            check_trajectory(trajectory, self._parts.limits)
-            check_trains(trajectory)
-            if trajectory.reward is None and not self._parts.scores:
-                raise DataError(
-                    f"member {trajectory.member} came without a reward, and the run has no reward functions to score "
-                    "it (reward.functions); bring one for each member"
-                )
-        return tuple(members)
 
     def close(self, reason: str) -> None:
         """Nobody may submit any more; who waits for a slot hears `reason`."""
@@ -262,6 +249,22 @@ class Intake:
                     with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):
                         scored = {t.member: t for t in await parts.reward.score(group.prompt, missing)}
         return tuple(scored.get(t.member, t) for t in group.trajectories)
+
+
+def whole(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    """All members of one group, in order. Errors: DataError that names what is missing."""
+    size = len(trajectories)
+    for place, trajectory in enumerate(trajectories):
+        if trajectory.group_size != size:
+            raise DataError(
+                f"group_size of trajectory {place} is {trajectory.group_size}, and {size} were given; a group is submitted as a "
+                "whole"
+            )
+    members = sorted(trajectories, key=lambda t: t.member)
+    found = [t.member for t in members]
+    if not size or found != list(range(size)):
+        raise DataError(f"the fields member are {found}; expected each of 0 to {max(size - 1, 0)} once")
+    return tuple(members)
 
 
 def _release(leases: Sequence[Lease]) -> None:

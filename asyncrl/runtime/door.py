@@ -31,7 +31,7 @@ from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, RecordError
 from asyncrl.pumps.gathering import DoorStatistics, Gathering
-from asyncrl.records.check import Limits, check_trains, check_trajectory
+from asyncrl.records.check import Limits
 from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import group_metadata, trajectories_of
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -63,8 +63,9 @@ class _Door:
         self._ring = ring
         self._limits = limits_of(runtime)
         self._bound = staleness_bound(runtime.config)
+        self._intake = runtime.intake
         self._gathering = Gathering(
-            runtime.intake, runtime.config.door, runtime.tokenizer.decode, runtime.recorder, runtime.note, statistics
+            self._intake, runtime.config.door, runtime.tokenizer.decode, runtime.recorder, runtime.note, statistics
         )
         self.scope = anyio.CancelScope()
 
@@ -99,8 +100,7 @@ class _Door:
             members = trajectories_of(record, copy=False, group=gathering.own_id(record.epoch, record.group))
             fresh = [members[position] for position in delivery.fresh]
             for trajectory in fresh:
-                check_trajectory(trajectory, self._limits)
-                check_trains(trajectory)
+                self._intake.check(trajectory, self._limits)
             columns: dict[str, Any] = group_metadata(record)
         except (RecordError, DataError) as error:  # such a group can never be whole
             gathering.discard(error, record.epoch, record.group)

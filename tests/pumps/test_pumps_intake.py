@@ -208,7 +208,7 @@ def test_a_group_without_a_reward_is_refused_where_the_run_gives_none() -> None:
         mine = members(3, 0, reward=1.0)
         mine[1] = replace(mine[1], reward=None)
         with pytest.raises(DataError, match=r"member 1 came without a reward, and the run has no reward functions"):
-            await house.graph.intake.submit(mine, make_prompt(3), [lease])
+            await house.graph.submit(mine, make_prompt(3))
         assert lease.ended == 0 and nothing_here(house, 3) and house.books.admitted == 0
         assert await submit(house, 3)  # with them, under the same name: the refused one has not been here
 
