@@ -71,7 +71,7 @@ async def test_a_producer_process_feeds_the_training_and_reads_its_version(tmp_p
                 with anyio.fail_after(10):
                     while not counts.refused:
                         await anyio.lowlevel.checkpoint()
-            assert "without rewards" in counts.last_refusal
+            assert "came without a reward" in counts.last_refusal
             summary = await runtime.finish()
         assert seen == [[0.0, 1.0]] * 6
         assert (counts.submitted, counts.too_old, summary.books.trained) == (6, 0, 6)
