@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from warm_server import Program
 
 SERVER = Path(__file__).with_name("warm_server.py")
@@ -151,3 +152,15 @@ def _server() -> socket.socket:
 def _close(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
     control.close()
     process.wait()
+
+
+def children() -> list[psutil.Process]:
+    """This process' children, without the server."""
+    return [child for child in psutil.Process().children() if not _is_server(child)]
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return str(SERVER) in process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie has none: it is somebody's child all the same
+        return False

@@ -62,6 +62,7 @@ RUN = {
     "python tools/model_sweep.py --jobs 2": "tools",
     "model: {path: Qwen/Qwen3-0.6B": "own data",
     "door: {ring: my-run}": "settings",
+    "algorithm:": "part of a file",
     "reward:": "part of a file",  # its classifier is downloaded: the runs of one are tests of the rooms that load it
     "from dataclasses import replace": "hooks",
     "hooks: hooks.py:hooks": "hooks",

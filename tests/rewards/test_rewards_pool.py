@@ -12,6 +12,7 @@ import psutil
 import pytest
 import rewards_functions
 from rewards_helpers import FILE, pool, prompt, trajectories
+from warm import children
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
@@ -343,7 +344,7 @@ async def test_equal_names_are_refused():
     with pytest.raises(ConfigError, match="named 'length'"):
         await pool("length", "length").__aenter__()
     await asyncio.sleep(0)
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_used_new_or_closed_or_opened_twice():

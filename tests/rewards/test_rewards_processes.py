@@ -15,6 +15,7 @@ import psutil
 import pytest
 import uvloop
 from rewards_helpers import pool, prompt, trajectories
+from warm import children
 
 from asyncrl.errors import LifecycleError, RewardTimeout
 from asyncrl.rewards.calls import RewardSpec
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def only_worker():
-    (child,) = psutil.Process().children()
+    (child,) = children()
     return child
 
 
@@ -170,7 +171,7 @@ async def test_closing_while_callers_wait_and_work_fails_them_all():
             await until(lambda: len(rewards._recorder.active_waits()) == 3)
     assert len(errors) == 3
     assert all("closed while" in error for error in errors)
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_an_error_or_a_cancellation_in_the_block_leaves_nothing():
@@ -186,11 +187,11 @@ async def test_an_error_or_a_cancellation_in_the_block_leaves_nothing():
             await rewards.score(prompt(), trajectories("a"))
 
     task = asyncio.ensure_future(forever())
-    await until(lambda: psutil.Process().children())
+    await until(lambda: children())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_a_cancelled_opening_leaves_nothing(tmp_path):
@@ -200,7 +201,7 @@ async def test_a_cancelled_opening_leaves_nothing(tmp_path):
         async with RewardPool([RewardSpec(f"{file}:f")], workers=2):
             raise AssertionError("opened")
     assert scope.cancelled_caught
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_closed_by_another_task_is_an_error():
@@ -218,11 +219,11 @@ async def test_a_hundred_cycles_leave_nothing():
     await open_score_close()
     gc.collect()
     me = psutil.Process()
-    before = (me.num_fds(), threading.active_count(), len(asyncio.all_tasks()), me.children())
+    before = (me.num_fds(), threading.active_count(), len(asyncio.all_tasks()), children())
     for _ in range(100):
         await open_score_close()
     await asyncio.sleep(0)
-    assert (me.num_fds(), threading.active_count(), len(asyncio.all_tasks()), me.children()) == before
+    assert (me.num_fds(), threading.active_count(), len(asyncio.all_tasks()), children()) == before
 
 
 def test_it_works_under_uvloop():
@@ -237,7 +238,7 @@ def test_it_works_under_uvloop():
             assert (await rewards.score(prompt(), trajectories("go")))[0].reward == only_worker().pid
         await asyncio.sleep(0.01)
         assert me.num_fds() == before
-        assert not me.children()
+        assert not children()
 
     uvloop.run(run())
 
