@@ -80,6 +80,7 @@ class Claims:
             if ticket is None:
                 return state
             step.rows.append(self._book.claimed(ticket))
+            self._recorder.gauge("queue/groups/depth", len(self._book.ready()))
 
     @property
     def too_few(self) -> bool:

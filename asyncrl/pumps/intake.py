@@ -97,6 +97,7 @@ class Intake:
     async def take(self, item: Scoring) -> None:
         """One played trajectory, or all of a group in member order."""
         ticket, book = item.ticket, self._parts.book
+        self._parts.recorder.gauge("queue/stash/depth", self.incomplete)
         if ticket.group_id not in book:  # a sibling failed meanwhile
             return
         if len(item.trajectories) == item.trajectories[0].group_size:
@@ -113,7 +114,6 @@ class Intake:
             del self._members[ticket.group_id]
             whole = tuple(members[place] for place in sorted(members))
             await self._enter(book.put(Group(ticket, item.prompt, whole)))
-        self._parts.recorder.gauge("queue/stash/depth", self.incomplete)
 
     @property
     def incomplete(self) -> int:
@@ -231,6 +231,7 @@ class Intake:
         reason = self._screen.refuses(group)
         if reason is None:
             parts.book.scored(group)
+            parts.recorder.gauge("queue/groups/depth", len(parts.book.ready()))
         elif await parts.book.end(group.group_id, "dropped", reason):
             self._screen.dropped(reason)
             self._saw(group)
