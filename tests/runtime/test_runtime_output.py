@@ -76,7 +76,12 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
     """The kernel sends SIGHUP to the session, the shell sends another; writing fails with EIO."""
     master, slave = pty.openpty()
     terminal = {"stdout": slave, "stderr": slave, "start_new_session": True}
-    with Run(tmp_path, endless(telemetry={"live": "auto"}), **terminal) as run:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored here, under nohup
+    try:
+        run = Run(tmp_path, endless(telemetry={"live": "auto"}), **terminal)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with run:
         os.close(slave)
         seen = b""
         while b"step" not in seen or b"reward" not in seen:  # the bar is there
