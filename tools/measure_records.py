@@ -69,6 +69,7 @@ async def consume(name: str, groups: int, members: int, tokens: int) -> dict[str
             f"train.tokens_per_microbatch={members * tokens}", f"rollout.groups_per_step={PER_STEP}",
             f"rollout.group_size={members}", f"data.max_prompt_tokens={PROMPT}", f"rollout.max_tokens={tokens - PROMPT}",
             "dry_run.train_token_s=0", "dry_run.finish_s=0", "telemetry.trace_events=0",
+            "rollout.max_staleness=16",  # steps of no length: what waits in the ring must not get too old meanwhile
         ],
     )  # fmt: skip
     counts, slots = DoorStatistics(), 2 * PER_STEP
