@@ -6,7 +6,7 @@ differ by the weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -23,7 +23,7 @@ class EvaluateParts:
     """What the evaluate pump works with."""
 
     recorder: Recorder
-    environment: Callable[[], Environment]
+    environment: Environment
     engine: Engine
     reward: Reward
     settings: EvaluateConfig
@@ -62,7 +62,7 @@ class EvaluatePump:
     async def _one(self, prompt: Prompt, row: int, sample: int, scored: dict[tuple[int, int], Trajectory]) -> None:
         parts = self._parts
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
-        trajectory = await parts.environment().run(prompt, sample, parts.settings.samples, self._generate)
+        trajectory = await parts.environment.run(prompt, sample, parts.settings.samples, self._generate)
         if trajectory.reward is None:
             [trajectory] = await parts.reward.score(prompt, [trajectory])
         scored[row, sample] = trajectory

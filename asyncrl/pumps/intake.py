@@ -113,7 +113,7 @@ class Intake:
         if len(members) == scored[0].group_size:
             del self._members[ticket.group_id]
             whole = tuple(members[place] for place in sorted(members))
-            await self._enter(book.put(Group(ticket, item.prompt, whole)))
+            await self._settle(book.put(Group(ticket, item.prompt, whole)))
 
     @property
     def incomplete(self) -> int:
@@ -215,11 +215,12 @@ class Intake:
     # -- all alike -------------------------------------------------------------------------------------------------
 
     async def _enter(self, group: Group, *, leased: bool = False) -> None:
-        """A whole group with its slot, its rows in the store, scored or not."""
+        """A whole group with its slot, its rows in the store, that was not asked for its rewards."""
+        await self._settle(replace(group, trajectories=await self._rewarded(group)), leased=leased)
+
+    async def _settle(self, group: Group, *, leased: bool = False) -> None:
+        """Its members were scored; a reward that is None still is one that does not apply."""
         parts = self._parts
-        if any(t.reward is None for t in group.trajectories):
-            scored = await self._rewarded(group)
-            group = replace(group, trajectories=scored)
         if parts.shaping.overlong.cache is not None:
             shape = parts.shaping, parts.max_tokens
             group = replace(group, trajectories=tuple(shaped(t, *shape) for t in group.trajectories))

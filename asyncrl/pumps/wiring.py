@@ -134,7 +134,7 @@ def rollout_parts(rooms: Rooms) -> RolloutParts:
 
 
 def evaluate_parts(rooms: Rooms) -> EvaluateParts:
-    return EvaluateParts(rooms.recorder, lambda: rooms.environment, rooms.engine, rooms.reward, rooms.config.evaluate)
+    return EvaluateParts(rooms.recorder, rooms.environment, rooms.engine, rooms.reward, rooms.config.evaluate)
 
 
 def publish_parts(rooms: Rooms) -> PublishParts:

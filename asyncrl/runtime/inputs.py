@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from asyncrl.config.imports import load_object, split_address
@@ -78,24 +79,24 @@ def _checks(
             yield lambda: tokenizer_source(model)
     for judge in config.reward.model:
         if is_address(judge.path):
-            yield lambda address=judge.path: load_object(address)  # type: ignore[misc]  # mypy: no type for a default
+            yield partial(load_object, judge.path)
         else:
-            yield lambda path=judge.path: directory_or_hub(path, "reward.model")  # type: ignore[misc]  # mypy: no type for a default
+            yield partial(directory_or_hub, judge.path, "reward.model")
     sources = {
         "data.train": None if prompts else config.data.train,
         "data.eval": config.data.eval if config.evaluate.every else None,
     }
     for setting, source in sources.items():
         if source is not None:
-            yield lambda setting=setting, source=source: _check_rows(config, setting, source)  # type: ignore[misc]  # no type for a default
+            yield partial(_check_rows, config, setting, source)
     for function in () if rewards else config.reward.functions:
-        yield lambda address=function.function: _check_file("reward.functions", address)  # type: ignore[misc]  # mypy: no type for a default
+        yield partial(_check_file, "reward.functions", function.function)
     if not environment and config.rollout.environment != "single_turn":
         yield lambda: _check_file("rollout.environment", config.rollout.environment)
     if not hooks and config.hooks is not None:
         yield lambda: _check_file("hooks", str(config.hooks))
     for sink in config.telemetry.sinks:
-        yield lambda sink=sink: _check_sink(sink)  # type: ignore[misc]  # mypy: no type for a default
+        yield partial(_check_sink, sink)
 
 
 def _check_rows(config: Config, setting: str, source: str) -> None:

@@ -132,6 +132,15 @@ def test_one_call_per_completion_otherwise() -> None:
     assert sorted(house.reward_calls) == [((group, member),) for group in range(2) for member in range(3)]
 
 
+@pytest.mark.parametrize("score_groups", [True, False])
+def test_a_reward_that_does_not_apply_is_asked_for_once(score_groups: bool) -> None:
+    plan = Plan(score_groups=score_groups, groups_per_step=2, prompts=2, reward=lambda g, m: None if m else 1.0)
+    house = live(plan)
+    assert house.error is None and house.books.trained == 2
+    asked = [member for call in house.reward_calls for member in call]
+    assert sorted(asked) == sorted(set(asked)), "a member was scored twice"
+
+
 def test_a_group_that_failed_is_not_scored_at_all() -> None:
     plan = Plan(
         score_groups=True,
