@@ -62,14 +62,14 @@ class Rows:
     columns: dict[str, Column] = field(default_factory=dict)
     leases: tuple[Lease, ...] = ()
     claimed: bool = False
+    bytes: int = 0  # of the per-token columns of the trajectories, and of what was written; the store keeps it
 
     @property
     def group_id(self) -> int:
         return self.group.group_id
 
-    @property
-    def bytes(self) -> int:
-        """Of the per-token columns of the trajectories, and of what was written."""
+    def measured(self) -> int:
+        """What `bytes` is, counted anew."""
         return sum(nbytes(t) for t in self.group.trajectories) + sum(map(_bytes, self.columns.values()))
 
 
@@ -140,6 +140,7 @@ class Store:
                 raise DataError(f"group {group.group_id} is in the store already")
             members = tuple(_checked(t, group.group_id, copy=not leases) for t in group.trajectories)
             rows = self._held[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
+            rows.bytes = rows.measured()
             touched(rows)
             self._rows += len(members)
             self._bytes += rows.bytes
@@ -240,11 +241,11 @@ class Store:
 
     @contextmanager
     def _accounted(self, rows: Rows) -> Iterator[None]:
-        self._bytes -= rows.bytes
         try:
             yield
         finally:
-            self._bytes += rows.bytes
+            before, rows.bytes = rows.bytes, rows.measured()
+            self._bytes += rows.bytes - before
 
     @contextmanager
     def _observed(self, op: str, group_id: int, rows: int = 0, size: int = 0) -> Iterator[Callable[[Rows], None]]:
