@@ -41,7 +41,7 @@ from .publish import PublishPump
 from .rollout import RolloutPump
 from .score import ScorePump
 from .wiring import (
-    Rooms,
+    Ports,
     evaluate_parts,
     make_claims,
     make_intake,
@@ -60,23 +60,23 @@ class Graph:
 
     def __init__(
         self,
-        rooms: Rooms,
+        ports: Ports,
         prompts: PromptSource | None,
         held_out: Sequence[Prompt],
         at_version: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepReport], None],
     ) -> None:
-        self._rooms = rooms
+        self._ports = ports
         self._prompts = prompts
-        publications: Edge[Publication] = open_queue("publications", 1, rooms.recorder)
+        publications: Edge[Publication] = open_queue("publications", 1, ports.recorder)
         publications_in, publications_out = publications
-        reroll = make_reroll(rooms, prompts)
-        self.intake = make_intake(rooms, reroll)
-        self._publish = PublishPump(publish_parts(rooms), publications_out, at_version)
-        self._claims = make_claims(rooms)
-        self._train = make_train(rooms, self._claims, reroll, publications_in, self._publish.published, on_step)
-        environment = rooms.config.rollout.environment
-        self._evaluate = EvaluatePump(evaluate_parts(rooms), held_out, environment) if held_out else None
+        reroll = make_reroll(ports, prompts)
+        self.intake = make_intake(ports, reroll)
+        self._publish = PublishPump(publish_parts(ports), publications_out, at_version)
+        self._claims = make_claims(ports)
+        self._train = make_train(ports, self._claims, reroll, publications_in, self._publish.published, on_step)
+        environment = ports.config.rollout.environment
+        self._evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment) if held_out else None
         self._finished = anyio.Event()  # no step can come any more, the last one is published
         self._generated = anyio.Event()  # no rollout and no scorer is left
         self._generation_scope = anyio.CancelScope()
@@ -104,7 +104,7 @@ class Graph:
         try:
             await self._train.run()
         finally:
-            self._rooms.book.no_more_steps()
+            self._ports.book.no_more_steps()
             self.intake.close("the training ended")
         self._generation_scope.cancel()  # what is still generated or scored can be in no step
 
@@ -126,19 +126,19 @@ class Graph:
         else:
             self._generating = True
             supervisor.start("generation", self._generation)
-        limit = self._rooms.config.train.time_limit_s
+        limit = self._ports.config.train.time_limit_s
         with anyio.move_on_after(limit) as timer:
             await self._finished.wait()
         if timer.cancelled_caught:
             self.time_is_up = True
             if self._prompts is None:
                 await self.drain()
-            elif self._rooms.ranks == 1:  # several have to agree on the last step: see `stop_at`
+            elif self._ports.ranks == 1:  # several have to agree on the last step: see `stop_at`
                 self._claims.stop_after_step()
             await self._finished.wait()
         await self._generated.wait()  # else a group could be admitted after the others were ended
         self._generating = False
-        await self._rooms.book.end_all("the run ended first")
+        await self._ports.book.end_all("the run ended first")
 
     def stop_at(self, turn: int) -> None:
         """Begin no step of this turn or a later one. Every rank says the same turn, none that has begun anywhere."""
@@ -146,13 +146,13 @@ class Graph:
 
     async def _generation(self) -> None:
         assert self._prompts is not None
-        edge: Edge[Scoring] = open_queue("scoring", self._rooms.config.reward.workers, self._rooms.recorder)
+        edge: Edge[Scoring] = open_queue("scoring", self._ports.config.reward.workers, self._ports.recorder)
         scoring_in, scoring_out = edge
         try:
             with self._generation_scope:
                 async with anyio.create_task_group() as pumps:
-                    self._rollout = rollout = RolloutPump(rollout_parts(self._rooms), self._prompts, scoring_in)
-                    score = ScorePump(self.intake, scoring_out, self._rooms.config.reward.workers)
+                    self._rollout = rollout = RolloutPump(rollout_parts(self._ports), self._prompts, scoring_in)
+                    score = ScorePump(self.intake, scoring_out, self._ports.config.reward.workers)
                     pumps.start_soon(rollout.run, name="rollout pump")
                     pumps.start_soon(score.run, name="score pump")
         finally:
@@ -162,7 +162,7 @@ class Graph:
         """No more groups will be submitted: train what is here, then end. Returns when the training half ended."""
         if not self._finished.is_set():
             self.intake.close("the Runtime takes no more groups")
-            await self._rooms.ledger.exhaust()
+            await self._ports.ledger.exhaust()
             await self._finished.wait()
 
     # -- embedding -------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Graph:
         try:
             intake = self.open_intake()
             for trajectory in trajectories:
-                intake.check(trajectory, self._rooms.limits)
+                intake.check(trajectory, self._ports.limits)
             return await intake.submit(trajectories, prompt)
         except DataError as error:
             raise type(error)(f"submit: {error}") from error.__cause__
@@ -198,7 +198,7 @@ class Graph:
 
     def nothing_left(self) -> bool:
         """The version in hand is the last one."""
-        config, ledger = self._rooms.config, self._rooms.ledger
+        config, ledger = self._ports.config, self._ports.ledger
         reached = config.train.max_steps is not None and ledger.turn >= config.train.max_steps
         return reached or ledger.finished or self._claims.stopping
 
@@ -210,7 +210,7 @@ class Graph:
     @property
     def busy(self) -> bool:
         """Whether somebody waits for the pipeline to move: a run, or groups that were submitted."""
-        return not self._finished.is_set() and (self._generating or self._rooms.ledger.statistics().live > 0)
+        return not self._finished.is_set() and (self._generating or self._ports.ledger.statistics().live > 0)
 
     @property
     def scored(self) -> float:

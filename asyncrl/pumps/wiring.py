@@ -44,7 +44,7 @@ from .train import TrainPump
 
 
 @dataclass(slots=True)
-class Rooms:
+class Ports:
     """Everything of one rank behind its ports."""
 
     config: Config
@@ -83,100 +83,100 @@ class Rooms:
         return self.loss.needs_reference or self.reward_penalty is not None
 
 
-def make_reroll(rooms: Rooms, prompts: PromptSource | None) -> Reroll:
-    config, train = rooms.config, rooms.config.train
+def make_reroll(ports: Ports, prompts: PromptSource | None) -> Reroll:
+    config, train = ports.config, ports.config.train
     steps: float | None = train.max_steps
     if steps is None and train.max_epochs is not None and prompts is not None:
         steps = train.max_epochs * len(prompts) / config.rollout.groups_per_step
-    rules = RerollRules(config.reroll, steps, rooms.ledger, rooms.recorder, rooms.counters)
+    rules = RerollRules(config.reroll, steps, ports.ledger, ports.recorder, ports.counters)
     return Reroll(rules, prompts)
 
 
-def make_intake(rooms: Rooms, reroll: Reroll) -> Intake:
-    config, algorithm = rooms.config, rooms.config.algorithm
+def make_intake(ports: Ports, reroll: Reroll) -> Intake:
+    config, algorithm = ports.config, ports.config.algorithm
     parts = IntakeParts(
-        recorder=rooms.recorder,
-        ledger=rooms.ledger,
-        book=rooms.book,
-        reward=rooms.reward,
-        scores=rooms.scores,
-        hooks=rooms.hooks,
-        limits=rooms.limits,
+        recorder=ports.recorder,
+        ledger=ports.ledger,
+        book=ports.book,
+        reward=ports.reward,
+        scores=ports.scores,
+        hooks=ports.hooks,
+        limits=ports.limits,
         shaping=config.reward,
         max_tokens=config.rollout.max_tokens,
         versions_per_turn=versions_per_batch(config),
         turns_bound=turns_bound(config),
-        counters=rooms.counters,
+        counters=ports.counters,
     )
-    screen = Screen(config.rollout, rooms.ledger, rooms.reader, rooms.counters, rooms.recorder)
-    wanted = rooms.wants_reference and algorithm.kl.reference_ahead and rooms.score_groups
-    ahead = ReferenceAhead(rooms.trainer, rooms.book, config.train.tokens_per_microbatch, wanted=wanted)
-    return Intake(parts, screen, ahead, rooms.ids, reroll.saw)
+    screen = Screen(config.rollout, ports.ledger, ports.reader, ports.counters, ports.recorder)
+    wanted = ports.wants_reference and algorithm.kl.reference_ahead and ports.score_groups
+    ahead = ReferenceAhead(ports.trainer, ports.book, config.train.tokens_per_microbatch, wanted=wanted)
+    return Intake(parts, screen, ahead, ports.ids, reroll.saw)
 
 
-def rollout_parts(rooms: Rooms) -> RolloutParts:
-    config = rooms.config
+def rollout_parts(ports: Ports) -> RolloutParts:
+    config = ports.config
     # Of several ranks each plays its share of the slots: else the first to start would take all into its queue.
-    at_once = None if rooms.ranks == 1 else -(-slots(config) // rooms.ranks)
+    at_once = None if ports.ranks == 1 else -(-slots(config) // ports.ranks)
     return RolloutParts(
-        recorder=rooms.recorder,
-        ledger=rooms.ledger,
-        book=rooms.book,
-        engine=rooms.engine,
-        environment=rooms.environment,
-        hooks=rooms.hooks,
-        limits=rooms.limits,
+        recorder=ports.recorder,
+        ledger=ports.ledger,
+        book=ports.book,
+        engine=ports.engine,
+        environment=ports.environment,
+        hooks=ports.hooks,
+        limits=ports.limits,
         rollout=config.rollout,
         max_steps=config.train.max_steps,
         at_once=at_once,
-        whole_groups=rooms.score_groups,
+        whole_groups=ports.score_groups,
     )
 
 
-def evaluate_parts(rooms: Rooms) -> EvaluateParts:
-    return EvaluateParts(rooms.recorder, rooms.environment, rooms.engine, rooms.reward, rooms.config.evaluate)
+def evaluate_parts(ports: Ports) -> EvaluateParts:
+    return EvaluateParts(ports.recorder, ports.environment, ports.engine, ports.reward, ports.config.evaluate)
 
 
-def publish_parts(rooms: Rooms) -> PublishParts:
-    rollout = rooms.config.rollout
+def publish_parts(ports: Ports) -> PublishParts:
+    rollout = ports.config.rollout
     return PublishParts(
-        rooms.recorder, rooms.ledger, rooms.sinks, rollout.weight_sync_interval, rollout.sync_warmup_steps
+        ports.recorder, ports.ledger, ports.sinks, rollout.weight_sync_interval, rollout.sync_warmup_steps
     )
 
 
-def make_claims(rooms: Rooms) -> Claims:
-    config = rooms.config
+def make_claims(ports: Ports) -> Claims:
+    config = ports.config
     least = 1 if config.train.partial_final_step else config.rollout.groups_per_step
     rules = ClaimRules(
         least=max(least, config.algorithm.minibatches),  # every batch is the same number of versions
         drops_late=config.rollout.late == "drop",
         max_steps=config.train.max_steps,
     )
-    return Claims(rooms.ledger, rooms.book, rules, rooms.recorder, rooms.counters)
+    return Claims(ports.ledger, ports.book, rules, ports.recorder, ports.counters)
 
 
-def building_parts(rooms: Rooms) -> BuildingParts:
-    config, algorithm = rooms.config, rooms.config.algorithm
+def building_parts(ports: Ports) -> BuildingParts:
+    config, algorithm = ports.config, ports.config.algorithm
     return BuildingParts(
         algorithm=algorithm,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         skips_zero_advantage=bool(config.train.skip_zero_advantage),
         updates=versions_per_batch(config),
-        ranks=rooms.ranks,
-        rank=rooms.rank,
-        gather=rooms.gather,
-        loss=rooms.loss,
-        reader=rooms.reader,
-        penalty=rooms.reward_penalty,
-        trainer=rooms.trainer,
-        book=rooms.book,
-        hooks=rooms.hooks,
-        recorder=rooms.recorder,
+        ranks=ports.ranks,
+        rank=ports.rank,
+        gather=ports.gather,
+        loss=ports.loss,
+        reader=ports.reader,
+        penalty=ports.reward_penalty,
+        trainer=ports.trainer,
+        book=ports.book,
+        hooks=ports.hooks,
+        recorder=ports.recorder,
     )
 
 
 def make_train(
-    rooms: Rooms,
+    ports: Ports,
     claims: Claims,
     reroll: Reroll,
     publications: QueueSender[Publication],
@@ -184,36 +184,36 @@ def make_train(
     on_step: Callable[[StepReport], None],
 ) -> TrainPump:
     """`published(turn)` waits until the publish pump is done with that turn."""
-    config, algorithm, rollout = rooms.config, rooms.config.algorithm, rooms.config.rollout
+    config, algorithm, rollout = ports.config, ports.config.algorithm, ports.config.rollout
     updates = versions_per_batch(config)
     streams = bool(rollout.streaming) and updates == 1
-    surveys = rooms.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)
-    every = max(rollout.streaming_min_groups, 1) * rooms.ranks if streams else None
-    rounds = Rounds(rooms.round, rooms.ledger, every)
-    replaying = Replaying(rooms.replay, rooms.ledger, rooms.reader, updates)
+    surveys = ports.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)
+    every = max(rollout.streaming_min_groups, 1) * ports.ranks if streams else None
+    rounds = Rounds(ports.round, ports.ledger, every)
+    replaying = Replaying(ports.replay, ports.ledger, ports.reader, updates)
 
     async def last_published() -> None:
-        await published(rooms.ledger.turn)
+        await published(ports.ledger.turn)
 
     running = RunningParts(
         updates=updates,
         minibatches=algorithm.minibatches,
         mismatch_gate=algorithm.mismatch_gate,
-        ranks=rooms.ranks,
-        gather=rooms.gather,
-        loss=rooms.loss,
-        penalised=rooms.reward_penalty is not None,
-        trainer=rooms.trainer,
-        ledger=rooms.ledger,
-        book=rooms.book,
-        recorder=rooms.recorder,
-        counters=rooms.counters,
+        ranks=ports.ranks,
+        gather=ports.gather,
+        loss=ports.loss,
+        penalised=ports.reward_penalty is not None,
+        trainer=ports.trainer,
+        ledger=ports.ledger,
+        book=ports.book,
+        recorder=ports.recorder,
+        counters=ports.counters,
         surveys=surveys,
         published=last_published,
     )
     return TrainPump(
         claims,
-        Building(building_parts(rooms), replaying, last_published, surveys=surveys),
+        Building(building_parts(ports), replaying, last_published, surveys=surveys),
         Running(running, claims, rounds, replaying, reroll, publications, on_step),
         rounds,
         publications,

@@ -29,12 +29,12 @@ from asyncrl.training.trainer import TorchTrainer
 from asyncrl.weights.gathered import GatheredWeights
 from asyncrl.weights.shared import SharedWeights
 
+from .build import Parts
 from .gate import Verdict, check_for
 from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .offload import offload
 from .prompts import measure_prompts
 from .rates import Rates, measure_rates
-from .rooms import Parts
 from .starting import Say
 
 

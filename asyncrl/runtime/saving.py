@@ -28,10 +28,10 @@ from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallE
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
 
+from .build import Built
 from .directory import RunDirectory
 from .offload import offload
 from .positions import Positions
-from .rooms import Built
 
 if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
@@ -159,15 +159,15 @@ class Checkpointer:
         `untrained`: ids of the prompt stream that were taken from the cursor and not trained: admitted ones, those of the
         open step included, and the one that waits for its slot.
         """
-        replay = self._built.rooms.replay
+        replay = self._built.ports.replay
         where = self._where(prompts, in_hand, next_group)
         return {**where, "replay": None if replay is None else replay.snapshot()}
 
     def _where(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
-        rooms = self._built.rooms
-        live = {ticket.group_id for ticket in rooms.ledger.live_groups()} | (set() if in_hand is None else {in_hand})
+        ports = self._built.ports
+        live = {ticket.group_id for ticket in ports.ledger.live_groups()} | (set() if in_hand is None else {in_hand})
         return {
-            "turn": rooms.ledger.turn,
+            "turn": ports.ledger.turn,
             "prompts": prompts.state_dict() if prompts else None,
             "untrained": sorted(group_id for group_id in live if group_id % REROLLS < EMBEDDED_GROUPS),
             "next_group": next_group,
@@ -327,7 +327,7 @@ class Checkpointer:
             rank = str(self._world.rank)
             prompts.load_state_dict(run["prompts"][rank])
             prompts.requeue(run["untrained"][rank])
-        kept, buffer = run.get("replay", {}).get(str(self._world.rank)), self._built.rooms.replay
+        kept, buffer = run.get("replay", {}).get(str(self._world.rank)), self._built.ports.replay
         if buffer is not None and kept is not None:
             await offload(lambda: buffer.load(kept), "replay")
         if self._positions is not None:

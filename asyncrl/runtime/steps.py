@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import anyio
 
@@ -31,6 +32,30 @@ class Listener(Protocol[T_in]):
     def push(self, item: T_in) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Listeners(Generic[T]):
+    """Everybody who listens to one run, held by weak references."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[Listener[T]] = WeakSet()
+        self._over = False
+
+    def add(self, listener: Listener[T]) -> None:
+        """It hears of the end at once if that was reached already."""
+        self._all.add(listener)
+        if self._over:
+            listener.close()
+
+    def push(self, item: T) -> None:
+        for listener in self._all:
+            listener.push(item)
+
+    def close(self) -> None:
+        """No step will come any more. Each time it is said, everybody hears it."""
+        self._over = True
+        for listener in self._all:
+            listener.close()
 
 
 @dataclass(frozen=True, slots=True)

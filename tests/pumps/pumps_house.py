@@ -42,7 +42,7 @@ from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.intake import GroupIds
 from asyncrl.pumps.pipeline import StepReport
-from asyncrl.pumps.wiring import Rooms
+from asyncrl.pumps.wiring import Ports
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams
@@ -54,7 +54,7 @@ class House:
     def __init__(self, plan: Plan, ports: Mapping[str, Any] | None = None) -> None:
         """`ports`: of the rank, others than those made here."""
         self.plan = plan
-        self.ports = ports or {}
+        self.brought = ports or {}
         self.store_operations: Counter[str] = Counter()
         self.config = plan.config()
         self.log: list[Event] = []
@@ -113,7 +113,7 @@ class House:
         self.store = Store([lambda event: self.store_operations.update([event.op])])
         self.book = RecordingBook(self, self.ledger, self.store)
         algorithm = config.algorithm
-        self.rooms = Rooms(
+        self.ports = Ports(
             config=config,
             recorder=recorder,
             ledger=self.ledger,
@@ -135,10 +135,10 @@ class House:
             score_groups=plan.score_groups,
             replay=ReplayBuffer(config.replay.size, config.replay.max_age) if config.replay.size else None,
         )
-        self.rooms = replace(self.rooms, **self.ports)
+        self.ports = replace(self.ports, **self.brought)
         self.prompts: Any = plan.cursor() if plan.cursor else Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]
-        self.graph = Graph(self.rooms, self.prompts, held_out, self._at_version, self.reports.append)  # type: ignore[arg-type]
+        self.graph = Graph(self.ports, self.prompts, held_out, self._at_version, self.reports.append)  # type: ignore[arg-type]
 
     async def _at_version(self, version: int) -> None:
         """As the runtime does it: an evaluation where one is due."""

@@ -77,7 +77,7 @@ def test_3_strict_on_policy_rejects_a_stale_group_that_is_submitted() -> None:
 
     assert house.error is None
     assert house.trained() == [[0], [2]]
-    assert house.rooms.counters["staleness/dropped"] == 1
+    assert house.ports.counters["staleness/dropped"] == 1
 
 
 def test_4_training_starts_before_the_slowest_rollout_of_the_same_step_ends() -> None:
@@ -109,10 +109,10 @@ async def test_5_abort_is_idempotent_and_leaves_the_trainer_usable() -> None:
     async with AsyncExitStack() as stack:
         await house.build(stack)
         await house.trainer.abort_train_step()
-        await house.trainer.begin_train_step(house.rooms.loss)
+        await house.trainer.begin_train_step(house.ports.loss)
         for _ in range(3):
             await house.trainer.abort_train_step()
-        await house.trainer.begin_train_step(house.rooms.loss)  # not "already open"
+        await house.trainer.begin_train_step(house.ports.loss)  # not "already open"
         assert (await house.trainer.finish_train_step()).version == 1
 
 
@@ -301,7 +301,7 @@ def test_with_late_drop_a_straggler_is_dropped_and_counted_instead() -> None:
     house = live(Plan(groups_per_step=2, max_staleness=2, late="drop", prompts=20, rollout_s=slow(0, seconds=100.0)))
 
     assert house.error is None and house.books.dropped == 1 and house.books.trained == 19
-    assert house.rooms.counters["staleness/dropped"] == 1
+    assert house.ports.counters["staleness/dropped"] == 1
     assert house.events("commit")[2].at < 10.0
     assert house.book.reasons == {"dropped: past its deadline": 1}
 

@@ -43,7 +43,7 @@ def test_more_groups_of_one_version_than_can_be_trained_in_time_are_refused_at_o
 
     assert house.error is None
     assert answers == [True] * 4 + [False] * 2 and house.books.trained == 4
-    assert house.rooms.counters["staleness/dropped"] == 2
+    assert house.ports.counters["staleness/dropped"] == 2
 
 
 def test_submit_waits_for_a_slot_that_comes_back_with_the_publish() -> None:

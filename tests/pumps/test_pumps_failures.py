@@ -94,7 +94,7 @@ def test_an_environment_that_returns_another_member_fails_its_group() -> None:
             return replace(trajectory, member=0) if prompt.group_id == 1 else trajectory
 
     async def body(house: House, supervisor: object) -> None:
-        house.rooms.environment = Confused(house.rooms.environment)  # type: ignore[assignment]
+        house.ports.environment = Confused(house.ports.environment)  # type: ignore[assignment]
         await house.graph.run(supervisor)  # type: ignore[arg-type]
 
     house = live(Plan(groups_per_step=2, max_staleness=0, max_steps=3, max_failed_groups=1), body=body)
@@ -109,12 +109,12 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
     """A scorer that hears the end of the rollouts with half a group in the stash: counted, its slot released, no hang."""
 
     async def body(house: House, supervisor: object) -> None:
-        rooms = house.rooms
+        ports = house.ports
         scoring_in, scoring_out = open_queue("scoring", 4)
         for group, members in ((0, 2), (1, 1)):
-            ticket = await rooms.ledger.admit(group)
+            ticket = await ports.ledger.admit(group)
             assert ticket is not None
-            rooms.book.open(ticket)
+            ports.book.open(ticket)
             for member in range(members):
                 trajectory = make_trajectory(group, member, 2, [0])
                 await scoring_in.put(Scoring(ticket, make_prompt(group), (trajectory,)))

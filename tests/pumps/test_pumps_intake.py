@@ -113,7 +113,7 @@ def life(plan: Plan, hooks: Hooks, body: Any = None) -> tuple[dict[int, list[Any
     }
     books = house.books
     counted = {
-        "counters": dict(house.rooms.counters),
+        "counters": dict(house.ports.counters),
         "reasons": dict(house.book.reasons),
         "books": (books.admitted, books.trained, books.dropped, books.failed),
         "scored": house.graph.intake.scored,
@@ -234,7 +234,7 @@ def test_a_filtered_group_gives_slot_and_lease_back_at_once() -> None:
 
     house = live(plan, body=body)
     assert house.error is None and house.trained() == [[0, 3]]
-    assert house.rooms.counters["filter/too easy"] == house.book.reasons["dropped: too easy"] == 2
+    assert house.ports.counters["filter/too easy"] == house.book.reasons["dropped: too easy"] == 2
 
 
 def broken_hook(group: Group) -> Group:
@@ -402,7 +402,7 @@ def test_a_hopeless_group_ends_its_lease_at_once() -> None:
         await wait_for_version(house, 2)
         lease = Lease(house, 9)
         assert not await submit(house, 9, version=0, leases=[lease])
-        assert lease.ended == 1 and house.rooms.counters["staleness/dropped"] == 1
+        assert lease.ended == 1 and house.ports.counters["staleness/dropped"] == 1
 
     house = live(Plan(groups_per_step=2, max_staleness=1), body=body)
     assert house.error is None and nothing_here(house, 9)
@@ -420,7 +420,7 @@ def crowd(end: Callable[[House], Any] | None = None, **settings: Any) -> tuple[H
             await anyio.sleep(1.0)
             assert not await submit(house, 2, version=0, leases=leases[2:])
             assert leases[2].ended == 0 and nothing_here(house, 2)
-            assert house.rooms.counters["staleness/dropped"] == 1
+            assert house.ports.counters["staleness/dropped"] == 1
             if end is not None:
                 await end(house)
 

@@ -62,7 +62,7 @@ def test_groups_that_are_dropped_leave_nothing_behind() -> None:
             reward=lambda group, member: float(member * (group % 2)),
         )
     )
-    assert house.error is None and house.rooms.counters["filter/no signal"] >= 3
+    assert house.error is None and house.ports.counters["filter/no signal"] >= 3
     assert house.store.statistics().bytes == 0
 
 

@@ -90,4 +90,4 @@ def test_streaming_and_batches_that_are_used_twice(rest: dict[str, object]) -> N
 def test_an_aborted_step_stores_nothing_and_trains_the_same_again() -> None:
     house = live(plan(trainer_fails={("finish", 3): RuntimeError("the device is gone")}))
     assert isinstance(house.error, RuntimeError) and len(house.reports) == 2
-    assert house.rooms.replay is not None and len(house.rooms.replay) == 2
+    assert house.ports.replay is not None and len(house.ports.replay) == 2

@@ -93,7 +93,7 @@ def test_it_starts_at_a_fraction_of_the_run(fraction: float, first: int | None) 
     house = live(plan(reroll={"start_fraction": fraction}, reward=lambda group, member: 0.0))
     found = again(house)
     if first is None:
-        assert found == [] and not house.rooms.counters["reroll/failed"]
+        assert found == [] and not house.ports.counters["reroll/failed"]
     else:
         assert min(step for step, _, _ in found) == first + 1
         assert [step for step, _, _ in found] == list(range(first + 1, STEPS + 1))  # one per step, and no more
@@ -123,8 +123,8 @@ def test_what_counts_as_failed() -> None:
 def test_groups_that_the_filters_drop_are_seen_too() -> None:
     house = live(plan(rollout={"dynamic_sampling": True}))
     assert house.error is None
-    assert house.rooms.counters["reroll/admitted"] == house.rooms.counters["reroll/failed"] == 3
-    assert house.rooms.counters["filter/no signal"] == 6  # each of them failed twice
+    assert house.ports.counters["reroll/admitted"] == house.ports.counters["reroll/failed"] == 3
+    assert house.ports.counters["filter/no signal"] == 6  # each of them failed twice
     assert again(house) == []
 
 
@@ -140,7 +140,7 @@ def test_the_oldest_failure_gives_way_and_is_counted(monkeypatch: pytest.MonkeyP
     house = live(plan(reroll={"start_fraction": 0.5}, reward=lambda group, member: 0.0))
     assert [report.metrics["reroll/waiting"] for report in house.reports][:4] == [2, 3, 3, 3]
     assert again(house)[0] == (6, 7, 1)  # 7, 8 and 9 of the first five steps were left
-    assert house.rooms.counters["reroll/evicted"] > 0
+    assert house.ports.counters["reroll/evicted"] > 0
 
 
 def test_what_waits_is_part_of_the_cursors_state() -> None:

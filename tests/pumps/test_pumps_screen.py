@@ -25,7 +25,7 @@ def test_groups_without_a_signal_are_replaced_and_the_steps_stay_full(preset: st
     assert house.error is None
     assert sorted(group for step in house.trained() for group in step) == [2, 3, 5, 6, *range(8, 16)]
     assert all(len(step) == 3 for step in house.trained())
-    assert house.book.reasons["dropped: no signal"] == house.rooms.counters["filter/no signal"] == len(SOLVED)
+    assert house.book.reasons["dropped: no signal"] == house.ports.counters["filter/no signal"] == len(SOLVED)
     assert house.books.trained == 12 and all(report.result.sequences == 6 for report in house.reports)
 
 
@@ -45,8 +45,8 @@ def test_a_task_without_any_signal_still_ends_its_steps(max_refills: int, droppe
     )
     house = live(plan)
     assert house.error is None and len(house.reports) == 3
-    assert house.rooms.counters["filter/no signal"] == 3 * dropped_per_step
-    assert house.rooms.counters["filter/kept"] == 6
+    assert house.ports.counters["filter/no signal"] == 3 * dropped_per_step
+    assert house.ports.counters["filter/kept"] == 6
 
 
 def test_a_group_whose_members_fail_is_no_group_without_a_signal() -> None:
@@ -60,7 +60,7 @@ def test_a_group_whose_members_fail_is_no_group_without_a_signal() -> None:
     )
     house = live(plan)
     assert house.error is None and house.books.failed == 1
-    assert house.rooms.counters["filter/no signal"] == len(SOLVED)
+    assert house.ports.counters["filter/no signal"] == len(SOLVED)
 
 
 def test_slow_and_silent_groups_never_make_another_one_too_old() -> None:
@@ -76,7 +76,7 @@ def test_slow_and_silent_groups_never_make_another_one_too_old() -> None:
     house = live(plan)
     assert house.error is None and len(house.reports) == 6
     assert max(version - int(batch.versions.min()) for version, batch in house.tokens_trained) <= 1
-    assert house.rooms.counters["filter/no signal"] >= 2
+    assert house.ports.counters["filter/no signal"] >= 2
 
 
 # -- difficulty --------------------------------------------------------------------------------------------------------
@@ -94,16 +94,16 @@ def test_groups_that_are_too_hard_or_too_easy_are_replaced() -> None:
     house = live(plan)
     assert house.error is None
     assert {group % 5 for step in house.trained() for group in step} == {1, 2, 3}
-    counters = house.rooms.counters
+    counters = house.ports.counters
     assert counters["filter/too hard"] > 0 and counters["filter/too easy"] > 0
 
 
 def test_the_filters_may_look_at_one_component() -> None:
     """The environment's own part makes the sums differ; the scripted component does not."""
     plan = Plan(rollout={"dynamic_sampling": True, "filter_by": "scripted"}, max_steps=2, reward=mixed)
-    assert live(plan).rooms.counters["filter/no signal"] == 3
+    assert live(plan).ports.counters["filter/no signal"] == 3
     plan = replace(plan, rollout={"dynamic_sampling": True, "filter_by": "nobody has it", "max_refills": 1})
-    assert live(plan).rooms.counters["filter/kept"] == 4  # a group without the component has no signal in it
+    assert live(plan).ports.counters["filter/kept"] == 4  # a group without the component has no signal in it
 
 
 # -- shaping and batching ----------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path:
         async with await AsyncClient.attach(name) as client:
             await client.push(0, [scored(), scored(reward=1.0)])
             await f.until(lambda: f.counts.submitted == 1)
-            store = f.runtime._rooms.store
+            store = f.runtime.built.ports.store
             [group_id] = store._held
             members = store.rows(group_id).group.trajectories
             assert f.ring._arena is not None

@@ -200,14 +200,18 @@ async def test_opened_once_used_open_closed_where_opened(tmp_path: Path) -> None
     runtime = Runtime(embedded(tmp_path, DRY), write=False)
     with pytest.raises(LifecycleError, match="new"):
         await runtime.generate("a")
-    for look in (lambda: runtime.version, lambda: runtime.tokenizer):
-        with pytest.raises(LifecycleError, match="is new; call it inside"):
-            look()
+    parts = [name for name, part in vars(Runtime).items() if isinstance(part, property)]
+    assert {"version", "tokenizer", "config", "built", "intake"} <= set(parts)
+    whole = set(vars(runtime))
+    for name in parts:
+        with pytest.raises(LifecycleError, match=f"Runtime.{name}: the Runtime is new; call it inside"):
+            getattr(runtime, name)
     async with runtime:
         async with asyncio.TaskGroup() as tasks:
             stranger = tasks.create_task(_expect_lifecycle_error(runtime.__aexit__(None, None, None)))
         assert "task that opened it" in stranger.result()
         await feed(runtime, 2)  # and it is still open
+        assert set(vars(runtime)) == whole, "an attribute that exists only once it is open"
     for call in (runtime.generate("a"), runtime.submit([], []), runtime.finish(), runtime.run(), runtime.__aenter__()):
         assert "closed" in await _expect_lifecycle_error(call)
     with pytest.raises(LifecycleError, match="closed"):
@@ -240,7 +244,7 @@ async def test_a_pump_that_fails_cancels_the_block_and_its_error_comes_out(tmp_p
             async def broken_publish(version: int) -> None:
                 raise AsyncrlError("the disk is full")
 
-            runtime._rooms.sinks[0].update_weights = broken_publish  # type: ignore[method-assign]
+            runtime.built.ports.sinks[0].update_weights = broken_publish  # type: ignore[method-assign]
             await feed(runtime, 2)
             try:
                 await asyncio.Event().wait()

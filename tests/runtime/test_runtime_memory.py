@@ -96,7 +96,7 @@ async def test_a_prompt_longer_than_what_was_measured_is_served(
         tmp_path, [3] * 7 + [180], "train.max_steps=2", "telemetry.report=false", "telemetry.trace=false"
     )
     async with Runtime(config) as runtime:
-        engine: Any = runtime._rooms.engine
+        engine: Any = runtime.built.ports.engine
         assert engine.kv_positions < engine.max_sequences * 188
         summary = await runtime.run()
     assert summary.version == 2

@@ -85,7 +85,7 @@ async def test_what_ends_the_training_is_said_at_once_and_raised_by_close(
     async def broken_publish(version: int) -> None:
         raise AsyncrlError("the disk is full")
 
-    runtime._rooms.sinks[0].update_weights = broken_publish  # type: ignore[method-assign]
+    runtime.built.ports.sinks[0].update_weights = broken_publish  # type: ignore[method-assign]
     await feed(runtime, 2)
     assert runtime._holder is not None
     await asyncio.wait([runtime._holder])

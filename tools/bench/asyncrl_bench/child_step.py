@@ -102,7 +102,7 @@ async def measure_steps(job: StepJob) -> dict[str, Any]:
             async def watch() -> None:
                 nonlocal peak
                 async for report in runtime.steps():
-                    if window.add(report, runtime.built.rooms.engine.statistics().get("tokens", 0.0)):
+                    if window.add(report, runtime.built.ports.engine.statistics().get("tokens", 0.0)):
                         peak = peak_bytes()  # while the reward workers are still there
                         scope.cancel()
 

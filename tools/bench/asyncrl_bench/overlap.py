@@ -68,7 +68,7 @@ async def _pace(options: argparse.Namespace, train_token_s: float, shared: bool)
             async def watch() -> None:
                 async for step in runtime.steps():
                     times.append(time.perf_counter())
-                    decoded.append(runtime.built.rooms.engine.statistics()["decode_steps"])
+                    decoded.append(runtime.built.ports.engine.statistics()["decode_steps"])
                     tokens.append(step.metrics["dry_run/packed_tokens"])
                     if len(times) > last:
                         scope.cancel()

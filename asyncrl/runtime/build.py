@@ -1,4 +1,4 @@
-"""Builds the rooms of a run from its configuration: the one place that knows which class stands behind which port."""
+"""Builds the ports of a run from its configuration: the one place that knows which class stands behind which port."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asyncrl.pumps.intake import GroupIds
 from asyncrl.pumps.metrics import Gather, alone
 from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
-from asyncrl.pumps.wiring import Rooms
+from asyncrl.pumps.wiring import Ports
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards, TextModel
 from asyncrl.rewards.pool import RewardPool, RewardSpec
@@ -65,7 +65,7 @@ class Overrides:
 
 @dataclass(slots=True)
 class Built:
-    rooms: Rooms
+    ports: Ports
     lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane: what the watchdog looks at
     tokenizer: Any
     policy: PolicyModel | None
@@ -150,7 +150,7 @@ class Builder:
         store = self.stack.enter_context(Store([store_metrics(self.recorder), *([watch] if watch else [])]))
         algorithm, replay = self.config.algorithm, self.config.replay
         given = numbers(algorithm)
-        rooms = Rooms(
+        ports = Ports(
             config=self.config,
             recorder=self.recorder,
             ledger=ledger,
@@ -177,7 +177,7 @@ class Builder:
             store_watch=watch,
             limits=_limits(parts.policy),
         )
-        return Built(rooms, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)
+        return Built(ports, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)
 
     def _gather(self, lane: Any) -> Gather:
         """On the lane of the trainer, whose collectives it must not cross."""
@@ -281,9 +281,9 @@ def _limits(policy: PolicyModel | None) -> Limits:
     return Limits() if policy is None else Limits(vocabulary=int(policy.config.get_text_config().vocab_size))
 
 
-def check_books(rooms: Rooms) -> None:
+def check_books(ports: Ports) -> None:
     """Invariant 2, at the end of a run: every admitted group ended exactly once, and took its rows with it."""
-    books, store = rooms.ledger.statistics(), rooms.store.statistics()
+    books, store = ports.ledger.statistics(), ports.store.statistics()
     ended = books.trained + books.dropped + books.failed
     if books.live or books.claimed or books.held or books.admitted != ended or store.rows or store.bytes:
         raise LedgerError(f"the books do not add up at the end of the run: {books}, rows of groups: {store}")

@@ -1,0 +1,190 @@
+"""A run between its opening and its end: all its parts, what is due at a version, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import torch
+
+from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError, LifecycleError
+from asyncrl.pumps.graph import Graph
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.telemetry.lag import monitor
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Prompt
+
+from .build import Built, any_rank, check_books
+from .directory import RunDirectory
+from .journal import Journal
+from .offload import offload
+from .profiling import StepProfiler
+from .rates import needed_flop
+from .saving import Checkpointer
+from .starting import show_first_step
+from .steps import Listeners, RunSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """What a run stands on, known before its model is loaded."""
+
+    config: Config  # resolved: nothing in it is left to be derived
+    world: World
+    device: torch.device
+    recorder: Recorder
+    directory: RunDirectory | None  # None: the run writes nothing
+    journal: Journal
+    listeners: Listeners[StepReport]
+    began: float  # time.perf_counter
+
+
+class OpenRun:
+    def __init__(
+        self,
+        base: Foundation,
+        built: Built,
+        checkpointer: Checkpointer,
+        profiler: StepProfiler,
+        prompts: PromptSource | None,
+        held_out: list[Prompt],
+    ) -> None:
+        """`prompts`: None where groups are submitted. `held_out`: what evaluations play; empty: there are none."""
+        self.base = base
+        self.config = base.config
+        self.built = built
+        self.ports = built.ports
+        self.prompts = prompts
+        self.journal = base.journal
+        self.graph = Graph(built.ports, prompts, held_out, self._at_version, self._on_step)
+        self.graph.when_finished(base.listeners.close)
+        self.supervisor = Supervisor()
+        self._checkpointer = checkpointer
+        self._profiler = profiler
+        self._stop_agreed = False
+        self._ran = False
+
+    def start(self) -> None:
+        """Start what trains; the supervisor is open."""
+        if self.ports.store_watch is not None:
+            self.ports.store_watch.attach(self.supervisor.fail)
+        self.supervisor.start("event loop lag", monitor, self.base.recorder)  # for ever: cancelled when the block ends
+        self.graph.start(self.supervisor)
+        self.supervisor.start("first step", show_first_step, self.ports, self.graph, self.journal.live.status)
+
+    async def run(self) -> RunSummary:
+        """See `Runtime.run`."""
+        if self.prompts is None and self.config.door.ring is None:
+            raise ConfigError(
+                "Runtime.run needs prompts: set data.train (or door.ring), or pass prompts=[...] to Runtime"
+            )
+        if self._ran:
+            raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
+        self._ran = True
+        if not self.config.resume:
+            await self._at_version(self.ports.trainer.version)
+        await self.graph.run(self.supervisor)
+        return self.summary()
+
+    def summary(self) -> RunSummary:
+        return RunSummary(
+            version=self.ports.trainer.version,
+            books=self.ports.ledger.statistics(),
+            reasons=dict(self.ports.book.reasons),
+            seconds=time.perf_counter() - self.base.began,
+            shares=self.journal.idle(),
+            history=self.journal.history.copy(),
+        )
+
+    # -- what the watchdog asks, on a thread of its own --------------------------------------------------------------
+
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """Counters that change whenever something was generated, scored or trained."""
+        books = self.ports.ledger.statistics()
+        tokens = self.ports.engine.statistics().get("tokens", 0.0)
+        return (tokens, books.admitted, books.trained, self.graph.scored)
+
+    # -- steps and versions ------------------------------------------------------------------------------------------
+
+    def _on_step(self, report: StepReport) -> None:
+        extra = {"perf/needed_flop": needed_flop(report, self.built.policy, self.config)}
+        if self.prompts is not None:
+            counts = self.prompts.statistics()
+            extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
+        self.base.listeners.push(self.journal.committed(report, extra))
+
+    async def _at_version(self, version: int) -> None:
+        """What is due at a version, before its slots are released: evaluation, its line of metrics, checkpoint.
+
+        In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
+        checkpoint therefore stand in a later line.
+        """
+        await self._profiler.at(version)
+        await self._agree_on_time()
+        await self._checkpointer.say(version, self.prompts, self.graph.in_hand, self.ports.ids.next)
+        last = self.graph.nothing_left()
+        await self.journal.write(version, await self.graph.evaluate(version, last))
+        if self._checkpointer.due(version, last):
+            await self._checkpointer.at_version(version, self._books(), last, self.supervisor.start)
+
+    async def _agree_on_time(self) -> None:
+        """Whether the time limit passed on any rank. The step that may be in progress on some of them is the last one: it
+        cannot have finished anywhere, since its finish waits for this publish."""
+        world = self.base.world
+        if world.world_size == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
+            return
+        if await any_rank(self.graph.time_is_up, world, self.built.lanes[0], self.base.device):
+            self._stop_agreed = True
+            self.graph.stop_at(self.ports.ledger.turn + 1)
+
+    def _books(self) -> dict[str, Any]:
+        return self._checkpointer.books(self.prompts, self.graph.in_hand, self.ports.ids.next)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """A clean end: what was submitted is trained, and every rank has released its last step."""
+        await self.graph.drain()
+        await self._other_ranks()
+        self.supervisor.cancel()  # what runs for ever: the lag monitor
+
+    async def _other_ranks(self) -> None:
+        """Until every rank released its last step, so that the shared books can be checked.
+
+        A rank that died instead is noticed by torchrun, whose signal cancels this wait.
+        """
+        ledger = self.ports.ledger
+        while self.base.world.world_size > 1 and (books := ledger.statistics()).held + books.live + books.claimed:
+            seen = ledger.changes
+            if ledger.statistics() == books:  # else it changed between the two lines
+                await ledger.wait_changed(seen)
+
+    async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
+        stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
+        with anyio.CancelScope(shield=True):
+            version, books = self.ports.trainer.version, self._books()  # before live groups are ended
+            ended = "closed" if error is None else f"run ended: {type(error).__name__}"
+            try:
+                if error is not None and self.base.world.world_size > 1:
+                    # Another rank may wait in a collective that this one will never join: it must hear of that before
+                    # this one waits for it.
+                    await offload(self.base.world.leave, "leave")
+                await self.ports.book.end_all(ended)
+                await self._profiler.close(version)
+                await self.journal.write_pending()
+                await self._checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
+            finally:
+                await self.journal.finish(ended if error is not None else "completed")
+                self.base.listeners.close()
+            if error is None:
+                check_books(self.ports)

@@ -1,0 +1,110 @@
+"""Opens a run, in this order: device, inputs, run directory, the checkpoint to go on from, the other ranks, the model with all
+that is built on it, prompts, journal, and last the pumps.
+
+Everything that has to be closed goes on one exit stack, so that the run is closed in the opposite order, however far it came.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config.resolve import resolve
+from asyncrl.config.schema import Config
+from asyncrl.distributed.world import World
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.telemetry.recorder import Recorder
+
+from .build import Builder, Built, Overrides
+from .device import Settled, meet, settle
+from .directory import RunDirectory
+from .garbage import Collector
+from .inputs import check_inputs
+from .journal import Journal
+from .offload import offload
+from .opened import Foundation, OpenRun
+from .profiling import StepProfiler
+from .prompts import load_prompts
+from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
+from .steps import Listeners
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the program passed to its Runtime."""
+
+    config: Config
+    overrides: Overrides
+    prompts: Any  # as a data function may return them; None: by the configuration, or submitted
+    write: bool  # False leaves no run directory behind
+
+
+async def open_run(
+    given: Given, recorder: Recorder, listeners: Listeners[StepReport], watched: list[Any], stack: AsyncExitStack
+) -> OpenRun:
+    """`watched`: the lanes, for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost; as the model's
+    loading."""
+    base, saved = await _found(given, recorder, listeners, stack)
+    built = await _build(given, base, saved, stack)
+    watched.extend(built.lanes)  # only now: loading a model may take longer than any closure may later
+    base.journal.rates = built.rates
+    checkpointer = Checkpointer(base.config, base.directory, built, base.world, recorder)
+    with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
+        prompts, held_out = await offload(
+            lambda: load_prompts(base.config, built.tokenizer, base.world, given.prompts), "prompts"
+        )
+    if saved is not None:
+        await checkpointer.restore(saved, prompts)
+    base.journal.reserve = checkpointer.bytes_needed()
+    await base.journal.open(built.tokenizer.decode)
+    note = base.journal.live.note
+    profiler = StepProfiler(base.config, built.lanes[0], base.device, base.directory, base.world.rank, note)
+    await profiler.at(built.ports.trainer.version)
+    run = OpenRun(base, built, checkpointer, profiler, prompts, held_out)
+    listeners.add(stack.enter_context(Collector(recorder)))  # start-up ends here
+    stack.push_async_exit(run.finalize)
+    await stack.enter_async_context(run.supervisor)
+    run.start()
+    return run
+
+
+async def _found(
+    given: Given, recorder: Recorder, listeners: Listeners[StepReport], stack: AsyncExitStack
+) -> tuple[Foundation, SavedRun | None]:
+    """Everything before the model: what is wrong with files and settings is told here."""
+    began = time.perf_counter()
+    world = World.from_env()
+    settled = await offload(lambda: settle(given.config, world.local_rank), "device")
+    config = await _resolve(given, settled, world)
+    directory = RunDirectory(config) if given.write else None
+    opened: list[str] = []
+    if directory is not None:
+        stack.callback(directory.close)  # after everything that writes there
+        opened = await offload(lambda: directory.open(config, leader=world.is_first), "run-directory")
+    saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
+    version = saved.version if saved else 0
+    journal = stack.enter_context(Journal(config, directory if world.is_first else None, recorder, version))
+    for line in (*settled.lines, *opened):
+        journal.live.note(line)
+    stack.callback(world.close)
+    await offload(lambda: meet(world, settled), "rendezvous")
+    return Foundation(config, world, settled.device, recorder, directory, journal, listeners, began), saved
+
+
+async def _resolve(given: Given, settled: Settled, world: World) -> Config:
+    """What the settings mean together, checked with the files and the code that they name."""
+    own, brings = given.overrides, given.prompts is not None
+    submitted = not brings and given.config.data.train is None and given.config.door.ring is None
+    config = resolve(settled.config, world.world_size, embedding=submitted or brings, submitted=submitted)
+    brought = brings, bool(own.rewards), own.environment is not None, own.hooks is not None
+    await offload(lambda: check_inputs(config, *brought), "inputs")
+    return config
+
+
+async def _build(given: Given, base: Foundation, saved: SavedRun | None, stack: AsyncExitStack) -> Built:
+    turn, version = (saved.turn, saved.version) if saved else (0, 0)
+    first_group = EMBEDDED_GROUPS + base.world.rank if saved is None else saved.next_group(base.world.rank)
+    builder = Builder(base.config, base.world, base.device, base.recorder, stack, base.journal.live.status)
+    return await builder.build(given.overrides, turn, version, first_group)
