@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm import Popen
 
 from asyncrl import Runtime, Trajectory
 from asyncrl.config.load import load_config
@@ -23,6 +24,7 @@ from asyncrl.telemetry.sinks import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
+COMMANDS = {"python": [sys.executable], "asyncrl": [sys.executable, "-m", "asyncrl.cli.app"]}
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ def of(wanted: str) -> list[Block]:
 
 
 class Desk:
-    """Where a reader sits: a directory with the examples, and terminals in which `asyncrl` and `python` are these."""
+    """Where a reader sits: a directory with the examples, and terminals in which `asyncrl` and `python` are these.
+
+    The installed commands are started by tests of other rooms."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,14 +111,8 @@ class Desk:
         (folder / "tools").symlink_to(ROOT / "tools")
         for path in (folder / "examples").glob("external*"):
             path.write_text(self.mine(path.read_text()))
-        programs = folder / ".bin"
-        programs.mkdir()
-        for name, command in (("python", ""), ("asyncrl", "-m asyncrl.cli.app")):
-            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {command} "$@"\n')
-            (programs / name).chmod(0o755)
         self.environment = {
             **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -124,8 +122,9 @@ class Desk:
         return re.sub(r"(?<=ring: )external\b|(?<=\")external(?=\")", self.ring, text)
 
     def terminal(self, command: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"], cwd=self.folder, env=self.environment, text=True, start_new_session=True,
+        name, *arguments = shlex.split(command, comments=True)
+        process = Popen(
+            [*COMMANDS[name], *arguments], cwd=self.folder, env=self.environment, text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.started.append(process)
