@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
+
+from ..telemetry.lag import user_frame
+from ..telemetry.records import Wait
+
+_BETWEEN = ("its callers", " of queue ")  # edges: whoever is at the other end waits, too
 
 
 def describe_tasks(tasks: set[asyncio.Task[Any]]) -> list[str]:
@@ -17,6 +23,22 @@ def describe_task(task: asyncio.Task[Any]) -> str:
     waiter = getattr(task, "_fut_waiter", None)
     awaits = "is ready to run" if waiter is None else f"awaits {_name_of(waiter)}"
     return f"task {task.get_name()!r} {awaits} in {' > '.join(places[-4:]) or '(not started)'}"
+
+
+def culprit(waits: Sequence[Wait], now: float) -> str:
+    """Where a standstill comes from: of those that wait (longest first), the one that waits longest for somebody who does not
+    wait in turn. Pumps that wait for each other are named only where there is nobody else."""
+    if not waits:
+        return "nobody has a recorded wait"
+    waiting = {wait.who for wait in waits} | set(_BETWEEN)
+    ends = [wait for wait in waits if not any(who in wait.on for who in waiting)]
+    return describe_wait((ends or waits)[0], now)
+
+
+def describe_wait(wait: Wait, now: float) -> str:
+    """Who waits for what since when, and where its task is, if that is known."""
+    place = None if wait.task is None else user_frame(reversed(_suspended_frames(wait.task.get_coro())))
+    return wait.describe(now) + (f" in {place}" if place else "")
 
 
 def _suspended_frames(awaitable: Any) -> list[FrameType]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .describe import describe_tasks
+from .describe import describe_tasks, describe_wait
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -53,7 +53,7 @@ class Dump:
 
     def _waits(self) -> str:
         now = self.recorder.clock()
-        return _section("waits", [wait.describe(now) for wait in self.recorder.active_waits()])
+        return _section("waits", [describe_wait(wait, now) for wait in self.recorder.active_waits()])
 
     def _lanes(self) -> str:
         lines = []

@@ -126,6 +126,21 @@ class Supervisor:
         return first
 
 
+def spawn(group: TaskGroup, name: str, work: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
+    """Run `work(*args)` as a task of `group` that cannot vanish: cancelled by a stranger, and not by its group or what is
+    around that, it fails with a LifecycleError. A task group alone would take that for an ordinary end."""
+
+    async def run() -> None:
+        try:
+            await work(*args)
+        except asyncio.CancelledError:
+            if anyio.current_effective_deadline() == -math.inf:
+                raise
+            raise LifecycleError(f"{name} was cancelled by somebody else than its task group") from None
+
+    group.start_soon(run, name=name)
+
+
 @asynccontextmanager
 async def plain_task_group() -> AsyncIterator[TaskGroup]:
     """A task group whose block raises the first error that happened, without a group around it, so that callers can catch

@@ -4,7 +4,8 @@ It speaks when the event loop or a lane is wedged, because it is neither. What i
 
   * the loop has not answered a ping for `loop_timeout_s`; the frame that holds it is named
   * one closure has held a lane for `lane_timeout_s`; the closure and its frame are named
-  * the progress tuple has not changed for `stall_timeout_s` while work remains; the waits are listed
+  * nothing moved for as long as it may stand still now (`Standing`): the pumps for `stall_timeout_s`, a stage of the start or
+    the end for `stage_timeout_s`; who holds the others up is named, the waits are listed
   * an ordered shutdown (`shutdown_deadline`) has not ended within `abort_grace_s`
 
 First it prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the process has not ended
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..config.schema import WatchdogConfig
 from ..errors import LifecycleError, StallError
 from ..telemetry.lag import top_user_frame
+from .describe import culprit
 from .dump import Dump
 
 if TYPE_CHECKING:
@@ -45,6 +47,16 @@ class WatchedLane(Protocol):
     name: str
 
     def current(self) -> tuple[str, float] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What has to move now, and how long it may stand still."""
+
+    counters: tuple[Any, ...]  # some change whenever it moves
+    limit_s: float
+    sentence: str  # what did not happen if none of them changes: "nothing was generated"
+    where: Callable[[], str | None] | None = None  # who holds it up, where that is not one who waits for another
 
 
 class WatchdogState(Enum):
@@ -74,11 +86,11 @@ class Watchdog:
     closure hangs the supervisor's exit unwatched. Lanes may be new when they are passed in.
 
     config: intervals and timeouts in seconds (section `watchdog` of the configuration).
-    progress: a tuple of counters that changes whenever something was generated, scored or trained. Like `work_remains`
-        and `details` it is called on the watchdog's thread, so it may only read.
-    work_remains: False while standing still is right (before the start, after the last step, an idle embedded run).
+    standing: what has to move now; None while standing still is right (an idle embedded run). Like `details` it is called on
+        the watchdog's thread, so it may only read.
     on_stall: called once, on the loop, with the error that should end the run.
     details: sentences for the dump, such as a ledger's `describe`.
+    name: of this process, before what it says ("rank 1: ").
     """
 
     def __init__(
@@ -86,18 +98,18 @@ class Watchdog:
         config: WatchdogConfig,
         *,
         recorder: Recorder,
-        progress: Callable[[], tuple[Any, ...]],
-        work_remains: Callable[[], bool],
+        standing: Callable[[], Standing | None],
         on_stall: Callable[[StallError], object],
         lanes: Sequence[WatchedLane] = (),
         details: Sequence[Callable[[], str]] = (),
         hard_exit: bool = True,
+        name: str = "",
     ) -> None:
         self.state = WatchdogState.NEW
         self._config = config
         self._recorder = recorder
-        self._progress = progress
-        self._work_remains = work_remains
+        self._standing = standing
+        self._name = name
         self._on_stall = on_stall
         self._lanes = lanes
         self._details = details
@@ -165,7 +177,7 @@ class Watchdog:
             except Exception as exc:  # a broken counter must end the run by name, not silence the watch
                 trouble = f"the watchdog's own questions failed: {type(exc).__name__}: {exc}"
             if trouble is not None:
-                self._raise_alarm(trouble)
+                self._raise_alarm(self._name + trouble)
 
     def _now(self) -> float:
         return time.monotonic() - self._lost
@@ -205,15 +217,16 @@ class Watchdog:
         return None
 
     def _look_at_progress(self) -> str | None:
-        now = self._now()
-        # While no work remains the time starts anew, so that an idle stretch is not charged to what comes after it.
-        value = self._progress() if self._work_remains() else object()
-        still = self._progress_since.seconds(value, now)
-        if still <= self._config.stall_timeout_s:
+        standing = self._standing()
+        # While standing still is right the time starts anew: an idle stretch is not charged to what comes after it.
+        value = object() if standing is None else (standing.sentence, standing.counters)
+        still = self._progress_since.seconds(value, self._now())
+        if standing is None or still <= standing.limit_s:
             return None
-        waits = self._recorder.active_waits()
-        first = waits[0].describe(self._recorder.clock()) if waits else "nobody has a recorded wait"
-        return f"nothing was generated, scored or trained for {still:.1f} s while work remains: {first}"
+        held_up = None if standing.where is None else standing.where()
+        if held_up is None:
+            held_up = culprit(self._recorder.active_waits(), self._recorder.clock())
+        return f"{standing.sentence} for {still:.1f} s: {held_up}"
 
     def _answer(self, number: int) -> None:
         self._answered = number

@@ -180,6 +180,11 @@ class RolloutConfig(Section):
     ignore_eos: bool = field(
         False, "Sample on after the end-of-sequence token, to max_tokens: benchmarks of fixed length."
     )
+    timeout_s: float = field(
+        3600.0,
+        "Longest episode of one completion, waits for the engine included; one that takes longer has failed.",
+        gt=0,
+    )
     max_failed_groups: int = field(
         0, "Groups whose environment or generation may fail before the run ends; each is counted.", ge=0
     )

@@ -24,7 +24,10 @@ class CheckpointConfig(Section):
 class WatchdogConfig(Section):
     interval_s: float = field(5.0, "How often the watchdog thread looks.", gt=0)
     stall_timeout_s: float = field(
-        600.0, "End the run if nothing was generated, scored or trained for this long.", gt=0
+        600.0, "End the run if nothing was generated, scored or trained for this long while it should.", gt=0
+    )
+    stage_timeout_s: float = field(
+        1800.0, "End the run if one stage of its start (loading the model) or of its end takes longer than this.", gt=0
     )
     loop_timeout_s: float = field(60.0, "End the run if the event loop did not answer for this long.", gt=0)
     lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)

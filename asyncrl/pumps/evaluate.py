@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 import anyio
 import numpy as np
 
+from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.schema import EvaluateConfig
-from asyncrl.ports import Engine, Environment, Reward
+from asyncrl.ports import Engine, Reward
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
+
+from .episode import Episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class EvaluateParts:
     """What the evaluate pump works with."""
 
     recorder: Recorder
-    environment: Environment
+    environment: Episodes
     engine: Engine
     reward: Reward
     settings: EvaluateConfig
@@ -55,14 +58,14 @@ class EvaluatePump:
             async with anyio.create_task_group() as tasks:
                 for row, prompt in enumerate(self._prompts):
                     for sample in range(samples):
-                        tasks.start_soon(self._one, prompt, row, sample, scored)
+                        spawn(tasks, f"evaluation of row {row}", self._one, prompt, row, sample, scored)
         self.progress = None
         return self._metrics(scored, samples)
 
     async def _one(self, prompt: Prompt, row: int, sample: int, scored: dict[tuple[int, int], Trajectory]) -> None:
         parts = self._parts
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
-        trajectory = await parts.environment.run(prompt, sample, parts.settings.samples, self._generate)
+        trajectory = await parts.environment.play(prompt, sample, parts.settings.samples, self._generate)
         if trajectory.reward is None:
             [trajectory] = await parts.reward.score(prompt, [trajectory])
         scored[row, sample] = trajectory

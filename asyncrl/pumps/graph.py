@@ -28,7 +28,7 @@ from typing import TypeAlias, TypeVar
 
 import anyio
 
-from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.concurrency.supervisor import Supervisor, spawn
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, LifecycleError
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
@@ -74,6 +74,7 @@ class Graph:
         self.intake = make_intake(ports, reroll)
         self._publish = PublishPump(publish_parts(ports), publications_out, at_version)
         self._claims = make_claims(ports)
+        self._trained_out = False  # no step can come any more, and that is right
         self._train = make_train(ports, self._claims, reroll, publications_in, self._publish.published, on_step)
         environment = ports.config.rollout.environment
         self._evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment) if held_out else None
@@ -93,8 +94,8 @@ class Graph:
     async def _training(self) -> None:
         try:
             async with anyio.create_task_group() as pumps:
-                pumps.start_soon(self._train_to_the_end, name="train pump")
-                pumps.start_soon(self._publish.run, name="publish pump")
+                spawn(pumps, "train pump", self._train_to_the_end)
+                spawn(pumps, "publish pump", self._publish.run)
         finally:
             self._finished.set()
             for callback in self._callbacks:
@@ -103,6 +104,7 @@ class Graph:
     async def _train_to_the_end(self) -> None:
         try:
             await self._train.run()
+            self._trained_out = True
         finally:
             self._ports.book.no_more_steps()
             self.intake.close("the training ended")
@@ -136,6 +138,9 @@ class Graph:
             elif self._ports.ranks == 1:  # several have to agree on the last step: see `stop_at`
                 self._claims.stop_after_step()
             await self._finished.wait()
+        if not self._trained_out:
+            turn = self._ports.ledger.turn
+            raise LifecycleError(f"the training ended after step {turn}, neither at its end nor with an error")
         await self._generated.wait()  # else a group could be admitted after the others were ended
         self._generating = False
         await self._ports.book.end_all("the run ended first")
@@ -153,8 +158,8 @@ class Graph:
                 async with anyio.create_task_group() as pumps:
                     self._rollout = rollout = RolloutPump(rollout_parts(self._ports), self._prompts, scoring_in)
                     score = ScorePump(self.intake, scoring_out, self._ports.config.reward.workers)
-                    pumps.start_soon(rollout.run, name="rollout pump")
-                    pumps.start_soon(score.run, name="score pump")
+                    spawn(pumps, "rollout pump", rollout.run)
+                    spawn(pumps, "score pump", score.run)
         finally:
             self._generated.set()
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import RewardConfig
 from asyncrl.data.store import Lease, owned
 from asyncrl.errors import DataError, LifecycleError
@@ -247,7 +247,7 @@ class Intake:
             with recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(missing)):
                 async with plain_task_group() as beside:
                     if self._reference.wanted and len(group.trajectories) == first.group_size:
-                        beside.start_soon(self._reference.compute, group)
+                        spawn(beside, "reference log-probs", self._reference.compute, group)
                     with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):
                         scored = {t.member: t for t in await parts.reward.score(group.prompt, missing)}
         return tuple(scored.get(t.member, t) for t in group.trajectories)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from asyncrl.concurrency.supervisor import spawn
 from asyncrl.ports import Ledger, WeightSink
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver
@@ -91,7 +92,7 @@ class PublishPump:
                 started = anyio.current_time()
                 async with anyio.create_task_group() as sinks:
                     for sink in parts.sinks:
-                        sinks.start_soon(self._hand_over, sink, version)
+                        spawn(sinks, "hand-over of weights", self._hand_over, sink, version)
                 parts.recorder.observe("time/weight_sync", anyio.current_time() - started)
         self._synced_turn, self._owed = self._owed.turn + 1, None
 

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 
 import anyio
 
+from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import AsyncrlError, DataError, EngineClosed, GenerationError
-from asyncrl.ports import Engine, Environment, Ledger
+from asyncrl.ports import Engine, Ledger
 from asyncrl.records.check import Limits, check_trajectory
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Prompt, Ticket, Trajectory
 
 from .book import GroupBook
+from .episode import Episodes
 from .hooks import Hooks
 from .pipeline import Scoring, hand_on
 
@@ -38,7 +40,7 @@ class RolloutParts:
     ledger: Ledger
     book: GroupBook
     engine: Engine
-    environment: Environment
+    environment: Episodes
     hooks: Hooks
     limits: Limits
     rollout: RolloutConfig
@@ -60,7 +62,7 @@ class RolloutPump:
         async with self._scoring, anyio.create_task_group() as groups:
             while (admitted := await self._admit()) is not None:
                 ticket, prompt = admitted
-                groups.start_soon(self._play, ticket, prompt, name=f"rollout group {ticket.group_id}")
+                spawn(groups, f"rollout group {ticket.group_id}", self._play, ticket, prompt)
             await self._parts.ledger.exhaust()
 
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
@@ -108,7 +110,8 @@ class RolloutPump:
             prompt = await parts.hooks.prompt(prompt)
             async with anyio.create_task_group() as members:
                 for member in range(parts.rollout.group_size):
-                    members.start_soon(self._member, ticket, prompt, member, done)
+                    name = f"member {member} of group {ticket.group_id}"
+                    spawn(members, name, self._member, ticket, prompt, member, done)
         except* _EpisodeError as failures:
             await self._failed(ticket, failures)
         else:
@@ -131,7 +134,7 @@ class RolloutPump:
         group_size = parts.rollout.group_size
         try:
             with parts.recorder.span("rollout", track="rollout", group=group_id, member=member):
-                trajectory = await parts.environment.run(prompt, member, group_size, parts.engine.generate)
+                trajectory = await parts.environment.play(prompt, member, group_size, parts.engine.generate)
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
                 raise GenerationError(
                     f"the environment was asked for member {member} of {group_size} of group {group_id} and returned "

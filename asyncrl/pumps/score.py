@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import anyio
 
+from asyncrl.concurrency.supervisor import spawn
 from asyncrl.transport.queues.queue import QueueReceiver
 
 from .intake import Intake
@@ -25,7 +26,7 @@ class ScorePump:
         """Ends when every rollout is scored. Groups that can never be whole by then are dropped and counted."""
         async with self._scoring, anyio.create_task_group() as scorers:
             for _ in range(self._workers + 1):
-                scorers.start_soon(self._score)
+                spawn(scorers, "scorer", self._score)
         await self._intake.end_of_rollouts()
 
     async def _score(self) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import anyio
 
+from asyncrl.concurrency.supervisor import spawn
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import ClaimState
 
@@ -50,7 +51,7 @@ class TrainPump:
 
     async def run(self) -> None:
         async with self._publications, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._claims.watch, self._claims.seen)
+            spawn(tasks, "watch of the claims", self._claims.watch, self._claims.seen)
             while not self._claims.finished and await self._step():
                 pass
             tasks.cancel_scope.cancel()

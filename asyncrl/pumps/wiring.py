@@ -26,6 +26,7 @@ from asyncrl.transport.queues.queue import QueueSender
 from .book import GroupBook
 from .building import Building, BuildingParts
 from .claims import ClaimRules, Claims
+from .episode import Episodes
 from .evaluate import EvaluateParts
 from .hooks import Hooks, StoreWatch
 from .intake import GroupIds, Intake, IntakeParts
@@ -123,7 +124,7 @@ def rollout_parts(ports: Ports) -> RolloutParts:
         ledger=ports.ledger,
         book=ports.book,
         engine=ports.engine,
-        environment=ports.environment,
+        environment=_episodes(ports),
         hooks=ports.hooks,
         limits=ports.limits,
         rollout=config.rollout,
@@ -133,8 +134,12 @@ def rollout_parts(ports: Ports) -> RolloutParts:
     )
 
 
+def _episodes(ports: Ports) -> Episodes:
+    return Episodes(ports.environment, ports.recorder, ports.config.rollout.timeout_s)
+
+
 def evaluate_parts(ports: Ports) -> EvaluateParts:
-    return EvaluateParts(ports.recorder, ports.environment, ports.engine, ports.reward, ports.config.evaluate)
+    return EvaluateParts(ports.recorder, _episodes(ports), ports.engine, ports.reward, ports.config.evaluate)
 
 
 def publish_parts(ports: Ports) -> PublishParts:

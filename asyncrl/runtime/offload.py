@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asyncrl.concurrency.shield import wait_shielded
+from asyncrl.telemetry.lag import top_user_frame
 
 T = TypeVar("T")
+_running: dict[int, str] = {}  # threads and what they do, for the watchdog
 
 
 async def offload(function: Callable[[], T], name: str) -> T:
@@ -23,10 +25,13 @@ async def offload(function: Callable[[], T], name: str) -> T:
     errors: list[BaseException] = []
 
     def work() -> None:
+        _running[threading.get_ident()] = name
         try:
             results.append(function())
         except BaseException as error:  # carried to the caller
             errors.append(error)
+        finally:
+            del _running[threading.get_ident()]
         loop.call_soon_threadsafe(done.set_result, None)
 
     thread = threading.Thread(target=work, name=f"asyncrl-{name}", daemon=True)
@@ -41,3 +46,9 @@ async def offload(function: Callable[[], T], name: str) -> T:
     if cancelled is not None:
         raise cancelled
     return results[0]
+
+
+def where() -> str | None:
+    """What the threads of `offload` execute now, in words; None if there is none."""
+    places = [f"{name} in {top_user_frame(thread) or 'no Python code'}" for thread, name in list(_running.items())]
+    return ", ".join(places) or None

@@ -12,6 +12,7 @@ import anyio
 import torch
 
 from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.concurrency.watchdog import Standing
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.distributed.world import World
@@ -29,6 +30,7 @@ from .offload import offload
 from .profiling import StepProfiler
 from .rates import needed_flop
 from .saving import Checkpointer
+from .stages import Stages
 from .starting import show_first_step
 from .steps import Listeners, RunSummary
 
@@ -44,6 +46,7 @@ class Foundation:
     directory: RunDirectory | None  # None: the run writes nothing
     journal: Journal
     listeners: Listeners[StepReport]
+    stages: Stages
     began: float  # time.perf_counter
 
 
@@ -104,14 +107,15 @@ class OpenRun:
             history=self.journal.history.copy(),
         )
 
-    # -- what the watchdog asks, on a thread of its own --------------------------------------------------------------
-
-    @property
-    def progress(self) -> tuple[float, ...]:
-        """Counters that change whenever something was generated, scored or trained."""
+    def standing(self) -> Standing | None:
+        """Asked by the watchdog, on a thread of its own. Tokens count: an episode that samples for ever has a limit of its
+        own (`rollout.timeout_s`), and a long one is no standstill."""
+        if not self.graph.busy:
+            return None
         books = self.ports.ledger.statistics()
-        tokens = self.ports.engine.statistics().get("tokens", 0.0)
-        return (tokens, books.admitted, books.trained, self.graph.scored)
+        ended = books.admitted, books.trained, books.dropped, books.failed
+        counters = (*ended, self.graph.scored, self.ports.engine.statistics().get("tokens", 0.0))
+        return Standing(counters, self.config.watchdog.stall_timeout_s, "nothing was generated, scored or trained")
 
     # -- steps and versions ------------------------------------------------------------------------------------------
 
@@ -154,6 +158,7 @@ class OpenRun:
     async def drain(self) -> None:
         """A clean end: what was submitted is trained, and every rank has released its last step."""
         await self.graph.drain()
+        self.base.stages.begin("waiting for the other ranks")
         await self._other_ranks()
         self.supervisor.cancel()  # what runs for ever: the lag monitor
 
@@ -172,6 +177,7 @@ class OpenRun:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
+            self.base.stages.begin("ending the groups in hand")
             version, books = self.ports.trainer.version, self._books()  # before live groups are ended
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
@@ -180,10 +186,13 @@ class OpenRun:
                     # this one waits for it.
                     await offload(self.base.world.leave, "leave")
                 await self.ports.book.end_all(ended)
+                self.base.stages.begin("writing the last metrics")
                 await self._profiler.close(version)
                 await self.journal.write_pending()
+                self.base.stages.begin("writing the last checkpoint")
                 await self._checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
             finally:
+                self.base.stages.begin("writing the trace and the report")
                 await self.journal.finish(ended if error is not None else "completed")
                 self.base.listeners.close()
             if error is None:

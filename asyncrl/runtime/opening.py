@@ -28,6 +28,7 @@ from .opened import Foundation, OpenRun
 from .profiling import StepProfiler
 from .prompts import load_prompts
 from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
+from .stages import Stages
 from .steps import Listeners
 
 
@@ -42,21 +43,30 @@ class Given:
 
 
 async def open_run(
-    given: Given, recorder: Recorder, listeners: Listeners[StepReport], watched: list[Any], stack: AsyncExitStack
+    given: Given,
+    recorder: Recorder,
+    listeners: Listeners[StepReport],
+    stages: Stages,
+    watched: list[Any],
+    stack: AsyncExitStack,
 ) -> OpenRun:
-    """`watched`: the lanes, for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost; as the model's
-    loading."""
-    base, saved = await _found(given, recorder, listeners, stack)
+    """`stages`, `watched` (the lanes): for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost; as the
+    model's loading."""
+    base, saved = await _found(given, recorder, listeners, stages, stack)
     built = await _build(given, base, saved, stack)
+    stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
     watched.extend(built.lanes)  # only now: loading a model may take longer than any closure may later
     base.journal.rates = built.rates
     checkpointer = Checkpointer(base.config, base.directory, built, base.world, recorder)
+    stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
         prompts, held_out = await offload(
             lambda: load_prompts(base.config, built.tokenizer, base.world, given.prompts), "prompts"
         )
+    stages.begin("restoring the checkpoint")
     if saved is not None:
         await checkpointer.restore(saved, prompts)
+    stages.begin("opening what the run writes")
     base.journal.reserve = checkpointer.bytes_needed()
     await base.journal.open(built.tokenizer.decode)
     note = base.journal.live.note
@@ -67,30 +77,35 @@ async def open_run(
     stack.push_async_exit(run.finalize)
     await stack.enter_async_context(run.supervisor)
     run.start()
+    stages.end()
     return run
 
 
 async def _found(
-    given: Given, recorder: Recorder, listeners: Listeners[StepReport], stack: AsyncExitStack
+    given: Given, recorder: Recorder, listeners: Listeners[StepReport], stages: Stages, stack: AsyncExitStack
 ) -> tuple[Foundation, SavedRun | None]:
     """Everything before the model: what is wrong with files and settings is told here."""
     began = time.perf_counter()
+    stages.begin("looking at the device, the settings and the files they name")
     world = World.from_env()
     settled = await offload(lambda: settle(given.config, world.local_rank), "device")
     config = await _resolve(given, settled, world)
     directory = RunDirectory(config) if given.write else None
     opened: list[str] = []
+    stages.begin("opening the run directory")
     if directory is not None:
         stack.callback(directory.close)  # after everything that writes there
         opened = await offload(lambda: directory.open(config, leader=world.is_first), "run-directory")
     saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
     version = saved.version if saved else 0
     journal = stack.enter_context(Journal(config, directory if world.is_first else None, recorder, version))
+    stages.show_on(journal.live.status)
     for line in (*settled.lines, *opened):
         journal.live.note(line)
     stack.callback(world.close)
+    stages.begin("meeting the other ranks")
     await offload(lambda: meet(world, settled), "rendezvous")
-    return Foundation(config, world, settled.device, recorder, directory, journal, listeners, began), saved
+    return Foundation(config, world, settled.device, recorder, directory, journal, listeners, stages, began), saved
 
 
 async def _resolve(given: Given, settled: Settled, world: World) -> Config:
@@ -106,5 +121,6 @@ async def _resolve(given: Given, settled: Settled, world: World) -> Config:
 async def _build(given: Given, base: Foundation, saved: SavedRun | None, stack: AsyncExitStack) -> Built:
     turn, version = (saved.turn, saved.version) if saved else (0, 0)
     first_group = EMBEDDED_GROUPS + base.world.rank if saved is None else saved.next_group(base.world.rank)
-    builder = Builder(base.config, base.world, base.device, base.recorder, stack, base.journal.live.status)
+    builder = Builder(base.config, base.world, base.device, base.recorder, stack, base.stages.say)
+    base.stages.begin("opening the ledger")
     return await builder.build(given.overrides, turn, version, first_group)

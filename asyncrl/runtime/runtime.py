@@ -11,15 +11,16 @@ at the end  clean exit: what was submitted is trained (a last, smaller step wher
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from asyncrl.concurrency.watchdog import Watchdog
+from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
-from asyncrl.errors import LifecycleError
+from asyncrl.errors import LifecycleError, StallError
 from asyncrl.ports import Environment
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.intake import Intake
@@ -35,6 +36,7 @@ from .embedding import as_group, as_prompt, play, sampled_as
 from .opened import OpenRun
 from .opening import Given, open_run
 from .plan import announcement
+from .stages import Stages
 from .steps import Listener, Listeners, RunSummary, State, StepStream
 
 
@@ -63,6 +65,8 @@ class Runtime:
         self._task: asyncio.Task[Any] | None = None
         self._stack = AsyncExitStack()
         self._run: OpenRun | None = None  # from the end of the opening on, also when it is closed
+        self._stages = Stages()
+        self._stall: StallError | None = None  # while it is being opened
         self._watched: list[Any] = []  # lanes
         self._watchdog = self._make_watchdog(hard_exit)
 
@@ -75,10 +79,16 @@ class Runtime:
         await self._stack.__aenter__()
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
-            self._run = await open_run(self._given, self.recorder, self._listeners, self._watched, self._stack)
-        except BaseException:
+            self._run = await open_run(
+                self._given, self.recorder, self._listeners, self._stages, self._watched, self._stack
+            )
+        except BaseException as error:
             self._state = State.CLOSED
             await self._stack.__aexit__(*sys.exc_info())
+            if self._stall is not None and isinstance(error, asyncio.CancelledError):
+                if self._task is not None:
+                    self._task.uncancel()
+                raise self._stall from None
             raise
         return self
 
@@ -104,12 +114,26 @@ class Runtime:
             self._given.config.watchdog,
             recorder=self.recorder,
             lanes=self._watched,
-            progress=lambda: self._run.progress if self._run is not None else (),
-            work_remains=lambda: self._run is not None and self._run.graph.busy,
-            on_stall=lambda error: self._run.supervisor.fail(error) if self._run is not None else None,
+            standing=self._standing,
+            on_stall=self._end,
             details=[lambda: self._run.ports.ledger.describe() if self._run is not None else "starting"],
             hard_exit=hard_exit,
+            name=f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "",
         )
+
+    def _standing(self) -> Standing | None:
+        standing = self._stages.standing(self._given.config.watchdog.stage_timeout_s)
+        if standing is None and self._run is not None:
+            standing = self._run.standing()
+        return standing
+
+    def _end(self, error: StallError) -> None:
+        """It stalls. While it is being opened that cancels the opening; a stage of the end can only be ended with the process."""
+        if self._run is not None:
+            self._run.supervisor.fail(error)
+        elif self._task is not None:
+            self._stall = error
+            self._task.cancel()
 
     def expect_end(self, reason: str) -> None:
         """The program is about to cancel the block (a signal): from now on it has `watchdog.abort_grace_s`."""

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -41,10 +41,14 @@ def top_user_frame(thread_id: int) -> str | None:
     Where there is none, the innermost frame of this package, else of any library. The frames that run the event loop
     and those outside of it (the user's own `asyncio.run(...)`) do not count. None: no such thread, or only the loop.
     """
-    frame = sys._current_frames().get(thread_id)
+    return user_frame(_outwards(sys._current_frames().get(thread_id)))
+
+
+def user_frame(frames: Iterable[FrameType]) -> str | None:
+    """As `top_user_frame`, of frames from the innermost one outwards."""
     own: FrameType | None = None
     library: FrameType | None = None
-    while frame is not None:
+    for frame in frames:
         path = frame.f_code.co_filename
         if path.endswith(_LOOP_FILES):
             break
@@ -54,9 +58,14 @@ def top_user_frame(thread_id: int) -> str | None:
             library = library or frame
         else:
             return _describe(frame)
-        frame = frame.f_back
     found = own or library
     return None if found is None else _describe(found)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _describe(frame: FrameType) -> str:

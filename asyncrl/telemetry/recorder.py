@@ -12,12 +12,13 @@ Three stores, three readers: trace events (`trace.write_trace`), the intervals o
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import nvtx
 
@@ -83,7 +84,7 @@ class WaitSpan:
         self.cause = cause
         self.since = 0.0
 
-    def __enter__(self) -> WaitSpan:
+    def __enter__(self) -> Self:
         self.since = self._recorder.clock()
         self._recorder._open_wait(self)
         return self
@@ -92,6 +93,25 @@ class WaitSpan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._recorder._close_wait(self)
+
+
+class Watched(WaitSpan):
+    """Context manager of `Recorder.watch`. It takes no part in the trace, or in what lanes waited for."""
+
+    __slots__ = ("task",)
+
+    def __init__(self, recorder: Recorder, who: str, what: str, on: str) -> None:
+        super().__init__(recorder, who, what, on, "")
+        self.task = asyncio.current_task()
+
+    def turn(self, on: str) -> None:
+        """From now on it is with `on`."""
+        self.on, self.since = on, self._recorder.clock()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._recorder._forget_wait(self)
 
 
 class Timer:
@@ -182,6 +202,10 @@ class Recorder:
             raise ValueError(f"wait of {who!r} has cause {cause!r}; expected one of {', '.join(sorted(CAUSES))}")
         return WaitSpan(self, who, what, on, cause)
 
+    def watch(self, who: str, what: str, *, on: str) -> Watched:
+        """For work of users that may stand still, of the calling task: among `active_waits`, and nowhere else."""
+        return Watched(self, who, what, on)
+
     def idle(self, cause: Cause, start: float, end: float) -> None:
         """A stretch of everybody's waiting that is known only afterwards."""
         if cause not in CAUSES:
@@ -192,7 +216,8 @@ class Recorder:
         """Who waits for whom now, longest first."""
         with self._lock:
             waits = list(self._waits.values())
-        return sorted((Wait(w.who, w.what, w.on, w.cause, w.since) for w in waits), key=lambda wait: wait.since)
+        found = (Wait(w.who, w.what, w.on, w.cause, w.since, getattr(w, "task", None)) for w in waits)
+        return sorted(found, key=lambda wait: wait.since)
 
     # ---- trace only
 
@@ -258,7 +283,8 @@ class Recorder:
             busy, idle = self._busy, self._idle
             self._busy, self._idle, self._window_start = [], [], end
             lanes = tuple(self._lane_end)
-            open_spans, waits = list(self._open_spans.values()), list(self._waits.values())
+            open_spans = list(self._open_spans.values())
+            waits = [wait for wait in self._waits.values() if wait.cause]
         for span in open_spans:
             if span._lane is not None:
                 busy.append(Interval(span._name, span._lane, span.started, end))
@@ -318,6 +344,10 @@ class Recorder:
     def _open_wait(self, wait: WaitSpan) -> None:
         with self._lock:
             self._waits[id(wait)] = wait
+
+    def _forget_wait(self, wait: WaitSpan) -> None:
+        with self._lock:
+            self._waits.pop(id(wait), None)
 
     def _close_wait(self, wait: WaitSpan) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -50,6 +51,7 @@ class Wait:
     on: str
     cause: str
     since: float  # on the recorder's clock
+    task: asyncio.Task[Any] | None = None  # who waits, where that is a task whose place is worth knowing
 
     def describe(self, now: float) -> str:
         return f"{self.who} waits for {self.what} from {self.on} since {now - self.since:.1f} s"

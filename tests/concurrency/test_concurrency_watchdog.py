@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.concurrency.watchdog import Watchdog, WatchdogState
+from asyncrl.concurrency.watchdog import Standing, Watchdog, WatchdogState
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import LifecycleError, StallError
 from asyncrl.telemetry.recorder import Recorder
@@ -27,7 +27,7 @@ import asyncio, os, re, sys, threading, time
 import anyio
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.concurrency.watchdog import Watchdog
+from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import StallError
 from asyncrl.telemetry.recorder import Recorder
@@ -41,9 +41,11 @@ async def main():
     recorder = Recorder(nvtx=False)
     lane = ThreadLane("trainer", recorder, close_timeout_s=20)
     supervisor = Supervisor()
+    timeouts_now = {{**timeouts, **SHORT}}
     watchdog = Watchdog(
-        WatchdogConfig(**{{**timeouts, **SHORT}}), recorder=recorder, lanes=[lane], hard_exit=HARD,
-        progress=lambda: progress, work_remains=lambda: True, on_stall=supervisor.fail,
+        WatchdogConfig(**timeouts_now), recorder=recorder, lanes=[lane], hard_exit=HARD,
+        on_stall=supervisor.fail,
+        standing=lambda: Standing(progress, timeouts_now["stall_timeout_s"], "nothing was generated, scored or trained"),
         details=[lambda: "turn 7: 3 of 4 places claimed"],
     )
     async with watchdog, lane, supervisor:
@@ -259,10 +261,9 @@ async def test_standing_still_without_work_is_no_stall(capsys: pytest.CaptureFix
         done.set()
 
     watchdog = Watchdog(
-        short(stall_timeout_s=0.1),
+        short(),
         recorder=Recorder(nvtx=False),
-        progress=lambda: (1, 2),
-        work_remains=lambda: work,
+        standing=lambda: Standing((1, 2), 0.1, "nothing moved") if work else None,
         on_stall=on_stall,
         hard_exit=False,
     )
@@ -272,7 +273,7 @@ async def test_standing_still_without_work_is_no_stall(capsys: pytest.CaptureFix
         work = True
         with anyio.fail_after(10):
             await done.wait()
-    assert len(heard) == 1 and "while work remains" in str(heard[0])
+    assert len(heard) == 1 and "nothing moved for 0.1" in str(heard[0])
     assert "asyncrl watchdog" in capsys.readouterr().err
 
 
@@ -280,7 +281,7 @@ async def test_a_broken_counter_ends_the_run_by_name(capsys: pytest.CaptureFixtu
     heard: list[StallError] = []
     done = anyio.Event()
 
-    def broken() -> tuple[int, ...]:
+    def broken() -> Standing:
         raise ZeroDivisionError("oops")
 
     def on_stall(error: StallError) -> None:
@@ -290,8 +291,7 @@ async def test_a_broken_counter_ends_the_run_by_name(capsys: pytest.CaptureFixtu
     async with Watchdog(
         short(),
         recorder=Recorder(nvtx=False),
-        progress=broken,
-        work_remains=lambda: True,
+        standing=broken,
         on_stall=on_stall,
         hard_exit=False,
     ):
@@ -306,8 +306,7 @@ async def test_closing_ends_the_thread_and_a_countdown() -> None:
     watchdog = Watchdog(
         short(abort_grace_s=0.05),
         recorder=Recorder(nvtx=False),
-        progress=lambda: (0,),
-        work_remains=lambda: True,
+        standing=lambda: Standing((0,), 30.0, "nothing moved"),
         on_stall=lambda error: pytest.fail(str(error)),
         hard_exit=True,  # if closing did not end the countdown, this would end the test run
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from dataclasses import replace
@@ -120,6 +121,25 @@ def rows(count: int = 24) -> list[dict[str, str]]:
     return [{"prompt": f"{LETTERS[i % 8]}{1 + i % 9}=", "answer": LETTERS[i % 8]} for i in range(count)]
 
 
+def rows_never() -> list[dict[str, str]]:
+    time.sleep(3600)
+    return rows()
+
+
+def build_hanging(seed: int) -> tuple[Any, Any]:
+    time.sleep(3600)
+    return build(seed)
+
+
+def pipe_in_place_of_the_report(completions: list[Any], **columns: Any) -> list[float]:
+    """Writing into it waits for a reader, who never comes."""
+    path = Path("runs/run/report.html.partial")
+    if not path.exists():
+        with contextlib.suppress(FileExistsError):  # there are several workers
+            os.mkfifo(path)
+    return [0.5] * len(completions)
+
+
 def held_out() -> list[dict[str, str]]:
     return rows(6)
 
@@ -168,6 +188,15 @@ class Hanging:
     async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
         if prompt.group_id >= 4:
             await asyncio.Event().wait()
+        return await self._inner.run(prompt, member, group_size, generate)
+
+
+class Endless(Hanging):
+    """Samples, and never has enough."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        while prompt.group_id >= 4:
+            await self._inner.run(prompt, member, group_size, generate)
         return await self._inner.run(prompt, member, group_size, generate)
 
 

@@ -12,6 +12,7 @@ import yaml
 from runtime_helpers import DRY, MODEL, REAL, Process, metrics_of, unclocked, write_yaml
 
 from asyncrl.cli.app import main as console
+from asyncrl.errors import GenerationError, StallError
 from asyncrl.main import main, split_arguments
 
 
@@ -125,7 +126,29 @@ def test_a_reward_that_cannot_be_imported_exits_2(here: Path, capsys: pytest.Cap
 STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "environment that never returns": (
         DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Hanging"}, "watchdog": {"stall_timeout_s": 1.0}},
-        ["StallError", "while work remains"],
+        [
+            "StallError",
+            "of group 4 waits for its episode from the environment since",
+            "runtime_model.py",
+            "Hanging",
+            " run",
+        ],
+    ),
+    "environment that samples for ever": (
+        DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Endless", "timeout_s": 2.0}},
+        ["GenerationError: the episode of member", "did not end within rollout.timeout_s = 2 s: it asked the engine"],
+    ),
+    "data that never comes": (
+        DRY | {"data": DRY["data"] | {"train": f"{MODEL}:rows_never"}, "watchdog": {"stage_timeout_s": 1.0}},
+        ["the run stands still at 'looking at the device, the settings and the files", "rows_never"],
+    ),
+    "model that never comes": (
+        REAL | {"model": {"path": f"{MODEL}:build_hanging", "dtype": "float32"}, "watchdog": {"stage_timeout_s": 1.0}},
+        ["the run stands still at 'measuring prompts and memory'", "build_hanging"],
+    ),
+    "report that is never written": (
+        DRY | {"reward": f"{MODEL}:pipe_in_place_of_the_report", "watchdog": {"stage_timeout_s": 2.0}},
+        ["the run stands still at 'writing the trace and the report' for", "report.py"],
     ),
     "environment that blocks the loop": (
         DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Wedging"}, "watchdog": {"loop_timeout_s": 1.0}},
@@ -141,9 +164,10 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("what", STALLS)
 def test_a_stalled_run_names_the_culprit_and_exits_4(here: Path, what: str) -> None:
     tree, words = STALLS[what]
-    tree = tree | {"watchdog": {"interval_s": 0.2, "abort_grace_s": 1.0} | tree["watchdog"]}
+    tree = tree | {"watchdog": {"interval_s": 0.2, "abort_grace_s": 1.0} | tree.get("watchdog", {})}
     process = Process(here, str(write_yaml(here, tree)))
-    assert process.wait(60) == 4, process.output
+    expected = GenerationError.exit_code if "samples" in what else StallError.exit_code
+    assert process.wait(60) == expected, process.output
     for word in words:
         assert word in process.output
 
