@@ -3,8 +3,7 @@
     AsyncrlError                exit code 1
     |- ConfigError              2   a setting is unknown, of the wrong form, or contradicts another (also ValueError)
     |- DataError                2   a prompt file or row cannot be used (also ValueError)
-    |  |- stash.StashRefused        a trajectory contradicts its group, or a cap is reached; has a reason
-    |  `- partition.StoreFull       a put would exceed the capacity of the column store
+    |  `- stash.StashRefused        a trajectory contradicts its group, or a cap is reached; has a reason
     |- PlatformError            2   this machine lacks what the configuration needs
     |- DivergenceError          3   NaN, or sampler and trainer disagree beyond the gate
     |- StallError               4   nothing moved for too long; the message names who waits for whom
@@ -44,30 +43,44 @@ class AsyncrlError(Exception):
 
 
 class ConfigError(AsyncrlError, ValueError):
+    """A setting is unknown, out of its bounds or contradicts another one; the message names it and the way out."""
+
     exit_code = 2
 
 
 class DataError(AsyncrlError, ValueError):
+    """Prompts, or what an external producer pushed, cannot be used; the message names the file and row, or the group."""
+
     exit_code = 2
 
 
 class PlatformError(AsyncrlError):
+    """This machine lacks what was asked for: memory, a kind of device, shared memory that can be relied on."""
+
     exit_code = 2
 
 
 class DivergenceError(AsyncrlError):
+    """Training has gone wrong: a loss, gradient or weight is not finite, or sampler and trainer disagree beyond the gate."""
+
     exit_code = 3
 
 
 class StallError(AsyncrlError):
+    """Nothing moved for too long, and the watchdog or the stash ended the run; the message says who waits for whom."""
+
     exit_code = 4
 
 
 class CheckpointError(AsyncrlError):
+    """A checkpoint could not be written, or the one to go on from cannot be read; the message names the path."""
+
     exit_code = 5
 
 
 class RewardError(AsyncrlError):
+    """A reward function or reward model raised, or gave something that is no reward; the message names it."""
+
     exit_code = 6
 
 
@@ -80,6 +93,8 @@ class RewardCrash(RewardError):
 
 
 class GenerationError(AsyncrlError):
+    """The engine cannot serve a request, or more rollouts failed than may."""
+
     exit_code = 7
 
 
@@ -88,10 +103,15 @@ class EngineClosed(GenerationError):
 
 
 class TrainStepError(AsyncrlError, RuntimeError):
+    """A call of the split train step came in the wrong state; nothing was changed."""
+
     exit_code = 8
 
 
 class LedgerError(AsyncrlError, RuntimeError):
+    """The books of slots and places would go wrong: a bug, or (with several ranks) their store is gone or was made with other
+    numbers."""
+
     exit_code = 9
 
 
@@ -100,10 +120,14 @@ class VersionAhead(LedgerError, ValueError):
 
 
 class LifecycleError(AsyncrlError, RuntimeError):
+    """Something was opened twice, used before it was opened or after it was closed, or closed in another task."""
+
     exit_code = 10
 
 
 class TransportError(AsyncrlError):
+    """Shared memory, or the process on the other side of it, is not as it has to be."""
+
     exit_code = 11
 
 
@@ -136,6 +160,8 @@ class RingDetached(TransportError, ConnectionError):
 
 
 class HookError(AsyncrlError):
+    """A function of `Hooks` raised, or returned what it may not; the message names it."""
+
     exit_code = 13
 
 

@@ -33,6 +33,7 @@ USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-r
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command, with the arguments of the process by default. Returns the exit code."""
     with lossy_output():
         return _main(list(sys.argv[1:] if arguments is None else arguments))
 

@@ -59,7 +59,9 @@ class WeightSink(Protocol):
 class Environment(Protocol):
     """Plays one episode. The trajectory comes back without reward unless the environment gives one itself."""
 
-    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory: ...
+    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
+        """Play member `member` of `group_size` for `prompt`; `generate` samples a completion, as often as there are rounds."""
+        ...
 
 
 class Reward(Protocol):
@@ -84,17 +86,27 @@ class Trainer(Protocol):
     """
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The policy version: optimizer steps behind the weights."""
+        ...
 
     async def begin_train_step(self, loss: Any) -> None:
         """`loss` is an `algorithms.base.Loss`."""
         ...
 
-    async def train_microbatch(self, batch: Microbatch) -> None: ...
+    async def train_microbatch(self, batch: Microbatch) -> None:
+        """Forward and backward; the gradient is added to that of the open step."""
+        ...
 
-    async def finish_train_step(self) -> StepResult: ...
+    async def finish_train_step(self) -> StepResult:
+        """Divide by the true counts of all ranks, step the optimizer, move to the next version. With several ranks a
+        collective. Errors, all before a weight moves: `TrainStepError` for a step without sequences, `DivergenceError` for a
+        loss or gradient that is not finite."""
+        ...
 
-    async def abort_train_step(self) -> None: ...
+    async def abort_train_step(self) -> None:
+        """Forget what the open step added up. Without an open step: nothing."""
+        ...
 
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
@@ -117,7 +129,9 @@ class Ledger(Protocol):
     """
 
     @property
-    def turn(self) -> int: ...
+    def turn(self) -> int:
+        """The turn of the open step: steps that this rank has committed, those before a resume included."""
+        ...
 
     @property
     def first_turn(self) -> int:
@@ -140,7 +154,9 @@ class Ledger(Protocol):
         ...
 
     @property
-    def changes(self) -> int: ...
+    def changes(self) -> int:
+        """The number of the last change: what `wait_changed` takes as `seen`."""
+        ...
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
         """Give an unclaimed group's slot back at once."""
@@ -179,4 +195,6 @@ class Ledger(Protocol):
         """Every engine acknowledged the weights that follow `turn`: the slots of that step are free."""
         ...
 
-    def statistics(self) -> LedgerStatistics: ...
+    def statistics(self) -> LedgerStatistics:
+        """A snapshot of the books."""
+        ...

@@ -25,6 +25,8 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 class FinishReason(StrEnum):
+    """Why a completion ended."""
+
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the caller gave up
@@ -119,11 +121,13 @@ class Trajectory:
 
     @property
     def newest_version(self) -> int:
+        """The newest policy version that sampled one of its trained tokens; -1 where no token is trained."""
         sampled = self.versions[self.mask]
         return int(sampled.max()) if sampled.size else -1
 
     @property
     def completion_length(self) -> int:
+        """Tokens after the prompt, those with mask 0 included."""
         return int(self.tokens.size) - self.prompt_length
 
 
@@ -146,10 +150,12 @@ class Group:
 
     @property
     def group_id(self) -> int:
+        """The id of its ticket."""
         return self.ticket.group_id
 
     @property
     def oldest_version(self) -> int:
+        """The oldest policy version behind its trained tokens; where none is trained, the one that it was admitted at."""
         versions = [t.oldest_version for t in self.trajectories if t.oldest_version >= 0]
         return min(versions, default=self.ticket.admitted)
 
@@ -189,10 +195,12 @@ class Microbatch:
 
     @property
     def sequences(self) -> int:
+        """B, the number of suffixes: each is a completion."""
         return int(self.suffix_start.size)
 
     @property
     def scored(self) -> int:
+        """S, the number of tokens with loss mask 1."""
         return int(self.source.size)
 
 
@@ -211,6 +219,8 @@ class StepResult:
 
 
 class ClaimState(StrEnum):
+    """The ledger's answer to a claim."""
+
     GRANTED = "granted"  # the group has a place in the open step
     WAIT = "wait"  # not this one now: the place is reserved for a group that must go first
     FULL = "full"  # the step has no place left

@@ -12,7 +12,7 @@ from blockbuster import blockbuster as module
 
 # (file, functions) -> why they may block where an event loop runs
 MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
-    ("asyncrl/transport/memory/segment.py", ("start_time",)): "/proc/PID/stat, which the kernel writes from memory",
+    ("asyncrl/transport/memory/owners.py", ("start_time",)): "/proc/PID/stat, which the kernel writes from memory",
     (
         "asyncrl/transport/memory/segment.py",
         ("check_platform", "let_go", "_link", "_still_named"),

@@ -109,10 +109,12 @@ class Loss:
     with_bonus: Callable[[float], LossFn] | None = None  # the same loss with this coefficient: what `at` binds
 
     def __call__(self, inputs: LossInputs) -> LossSums:
+        """The sums over one microbatch."""
         return self.fn(inputs)
 
     @property
     def needs_whole_step(self) -> bool:
+        """Whether something has to be known of all ranks' microbatches before the first backward."""
         return self.extra_normaliser is not None or self.top_entropy_quantile < 1
 
     def at(self, control: EntropyControl) -> Loss:

@@ -75,6 +75,8 @@ class Entropy(Method):
         return self.on and loss.normaliser is not Normaliser.TOKENS
 
     def problems(self, around: Around) -> Iterator[str]:
+        """Refused: `coef_delta` without a target, a controlled coefficient above 1, and a bonus in a streamed step that is
+        divided by another number than the loss, without a second buffer."""
         default = {each.name: each.default for each in self.settings()}["coef_delta"]
         if self.target is None and self.coef_delta != default:
             yield (
@@ -96,6 +98,7 @@ class Entropy(Method):
             )
 
     def warnings(self, around: Around) -> Iterator[str]:
+        """Warned of: a second gradient buffer that no term needs."""
         if self.second_gradient_buffer and not self.apart(around.loss):
             yield (
                 f"algorithm.entropy.second_gradient_buffer=true with loss {around.loss.name} and entropy.coef={self.coef}: no "

@@ -47,6 +47,7 @@ class Estimator:
 
     @property
     def doc(self) -> str:
+        """The docstring of its function: formula and paper."""
         return (self.batch if self.group is None else self.group).__doc__ or ""
 
     def bound(self, numbers: Mapping[str, Any]) -> Estimator:

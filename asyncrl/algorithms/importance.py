@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
+    """A value of `algorithm.importance.mode`: the level of the ratio, and how the bounds act on it."""
+
     level: Literal["token", "sequence", "geometric"]
     action: Literal["truncate", "mask"]
     raw_token_weights: bool = False  # of what the mask leaves
@@ -99,9 +101,11 @@ class Importance(Method):
 
     @property
     def on(self) -> bool:
+        """Whether there is a bound. Without one the sampler's log-probs correct nothing."""
         return any(bound is not None for bound in (self.cap, self.floor, self.veto))
 
     def problems(self, around: Around) -> Iterator[str]:
+        """Refused: a floor that is not below the cap, and a mode that masks on both sides without both bounds."""
         if around.at("algorithm.old_logprobs") == "sampler":
             return
         cap, floor = self.cap, self.floor

@@ -120,10 +120,12 @@ class Kl(Method):
 
     @property
     def on(self) -> bool:
+        """Whether there is a KL anywhere; it needs the reference's log-probs."""
         return self.coef > 0
 
     @property
     def in_loss(self) -> bool:
+        """Whether it is a term of the loss; otherwise it is taken off the rewards, or is nowhere."""
         return self.on and self.place == "loss"
 
     def term(self, inputs: LossInputs, ratio_S: Tensor, metrics: Metrics) -> Tensor:
@@ -139,6 +141,7 @@ class Kl(Method):
         return self.coef * kl_S
 
     def problems(self, around: Around) -> Iterator[str]:
+        """Refused: a bias correction, which is one of a gradient, for a penalty on the reward, which has none."""
         if self.place == "reward" and self.bias_correction:
             yield (
                 "algorithm.kl.bias_correction is true but algorithm.kl.place is reward: a penalty on the reward has no gradient "
@@ -146,6 +149,7 @@ class Kl(Method):
             )
 
     def warnings(self, around: Around) -> Iterator[str]:
+        """Warned of: k1 in the loss without correction: a gradient of mean 0."""
         if self.in_loss and self.estimator == "k1" and not self.bias_correction:
             yield (
                 "algorithm.kl.estimator=k1 in the loss: the mean of its gradient is 0, it only adds noise; use k2, k3, "

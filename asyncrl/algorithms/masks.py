@@ -101,6 +101,7 @@ class TopEntropy(Method):
     )
 
     def problems(self, around: Around) -> Iterator[str]:
+        """Refused: a quantile in a streamed step, which trains before all its entropies are known."""
         if self.quantile < 1 and around.streaming:
             yield (
                 f"algorithm.top_entropy.quantile is {self.quantile} but steps are streamed: which tokens are on top is known "

@@ -59,6 +59,7 @@ class Setting:
 
     @property
     def dotted(self) -> str:
+        """Its name in the configuration."""
         return f"algorithm.{self.section}.{self.name}"
 
     def check(self, value: Any) -> None:
@@ -99,6 +100,7 @@ class Conflict:
     when: Callable[[Around], bool]
 
     def message(self, method: str, around: Around) -> str:
+        """The sentence, with the value that is set; `method` is the method's kind and name."""
         value = around.at(self.name)
         return f"{self.name} is {str(value).lower() if isinstance(value, bool) else value} but {method}, {self.reason}"
 
@@ -114,6 +116,7 @@ class Method:
 
     @classmethod
     def settings(cls) -> tuple[Setting, ...]:
+        """The settings that this class declares and inherits, in order. Errors: TypeError for a field that is no setting."""
         return _settings(cls)  # type: ignore[arg-type]  # mypy asks whether its instances can be hashed
 
     @classmethod

@@ -43,6 +43,7 @@ class Scale(Method):
 
     @property
     def on(self) -> bool:
+        """Whether one of the factors differs from 1."""
         return (self.positive, self.negative) != (1.0, 1.0)
 
 

@@ -85,6 +85,7 @@ class CheckpointStore:
         self._turn = threading.Lock()
 
     def path(self, version: int) -> Path:
+        """Where the checkpoint of this version lies, or would lie."""
         return self.directory / f"step_{version}"
 
     def versions(self) -> list[int]:

@@ -30,6 +30,7 @@ def explain(name: str) -> str:
 
 
 def known() -> list[str]:
+    """Every name that can be explained, sorted."""
     settings = [knob for full in (*knobs(), *SPELLINGS) for knob in (full, full.rpartition(".")[2])]
     return sorted({*registry.LOSSES, *registry.ADVANTAGES, *importance.IMPORTANCE_MODES, *kl.KL_ESTIMATORS, *settings})
 

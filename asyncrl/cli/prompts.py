@@ -17,6 +17,7 @@ USAGE = "usage: asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 
 
 
 def main(arguments: Sequence[str]) -> int:
+    """The command. Returns the exit code: that of the error where there is one."""
     given = list(arguments)
     if not given or "--help" in given or "-h" in given:
         print(USAGE)

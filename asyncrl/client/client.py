@@ -112,6 +112,7 @@ class AsyncClient(_Numbering):
         )
 
     async def close(self) -> None:
+        """Let go of the ring. What was accepted stays in it. Closing twice is fine."""
         await self._producer.close()
 
     async def __aenter__(self) -> AsyncClient:

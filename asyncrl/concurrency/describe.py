@@ -15,10 +15,10 @@ _BETWEEN = ("its callers", " of queue ")  # edges: whoever is at the other end w
 
 def describe_tasks(tasks: set[asyncio.Task[Any]]) -> list[str]:
     """One line per task that has not ended, by name: its name and the frames it is suspended in, innermost last."""
-    return [describe_task(task) for task in sorted(tasks, key=lambda task: task.get_name()) if not task.done()]
+    return [_describe(task) for task in sorted(tasks, key=lambda task: task.get_name()) if not task.done()]
 
 
-def describe_task(task: asyncio.Task[Any]) -> str:
+def _describe(task: asyncio.Task[Any]) -> str:
     places = [_place(frame) for frame in _suspended_frames(task.get_coro())]
     waiter = getattr(task, "_fut_waiter", None)
     awaits = "is ready to run" if waiter is None else f"awaits {_name_of(waiter)}"

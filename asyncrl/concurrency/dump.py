@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 
-class DumpedLane(Protocol):
+class WatchedLane(Protocol):
+    """What the watchdog reads of a lane, from its own thread."""
+
     name: str
 
-    def current(self) -> tuple[str, float] | None: ...
+    def current(self) -> tuple[str, float] | None:
+        """The running closure's name and its start (`time.monotonic`, seconds); None while idle."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Dump:
 
     headline: str
     recorder: Recorder
-    lanes: Sequence[DumpedLane]
+    lanes: Sequence[WatchedLane]
     loop: asyncio.AbstractEventLoop | None
     loop_thread: int
     details: Sequence[Callable[[], str]] = ()

@@ -20,6 +20,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import LifecycleError
+from .job import Job
 from .shield import call_soon, wait_shielded
 
 if TYPE_CHECKING:
@@ -43,34 +44,12 @@ class Lane(Protocol):
 
 
 class LaneState(Enum):
+    """The life of a lane."""
+
     NEW = "new"
     OPEN = "open"
     CLOSING = "closing"  # accepts nothing, drains
     CLOSED = "closed"
-
-
-class _Job:
-    """One closure on its way. `started` moves under the lane's lock; `ended` belongs to the caller's loop."""
-
-    __slots__ = ("ended", "error", "finished_at", "fn", "future", "loop", "name", "result", "started", "submitted_at")
-
-    def __init__(self, fn: Callable[[], Any], name: str, loop: asyncio.AbstractEventLoop, submitted_at: float) -> None:
-        self.fn = fn
-        self.name = name
-        self.loop = loop
-        self.future: asyncio.Future[None] = loop.create_future()
-        self.started = False
-        self.ended = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.submitted_at = submitted_at  # times of the recorder's clock
-        self.finished_at = 0.0
-
-    def notify(self) -> None:
-        """On the caller's loop: the closure has ended."""
-        self.ended = True
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 class ThreadLane:
@@ -95,7 +74,7 @@ class ThreadLane:
         self._on_start = on_start
         self._close_timeout_s = close_timeout_s
         self._wakeup = threading.Condition(threading.Lock())
-        self._queue: list[tuple[int, int, _Job]] = []  # guarded by _wakeup
+        self._queue: list[tuple[int, int, Job]] = []  # guarded by _wakeup
         self._submitted = 0
         self._current: tuple[str, float] | None = None
         self._thread: threading.Thread | None = None
@@ -198,20 +177,20 @@ class ThreadLane:
                 del job  # the exception's frame would hold the job that holds the exception
         return job.result  # type: ignore[no-any-return]  # set by its closure, a T
 
-    def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> _Job:
+    def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> Job:
         loop = asyncio.get_running_loop()
         with self._wakeup:
             if self.state is not LaneState.OPEN:
                 raise LifecycleError(f"lane {self.name!r} is {self.state.value}: it cannot run {name!r}")
             if threading.current_thread() is self._thread:
                 raise LifecycleError(f"{name!r} was submitted from lane {self.name!r} itself: it would wait for itself")
-            job = _Job(fn, name, loop, 0.0 if self._recorder is None else self._recorder.clock())
+            job = Job(fn, name, loop, 0.0 if self._recorder is None else self._recorder.clock())
             self._submitted += 1
             heapq.heappush(self._queue, (-priority, self._submitted, job))
             self._wakeup.notify()
         return job
 
-    def _withdraw(self, job: _Job) -> bool:
+    def _withdraw(self, job: Job) -> bool:
         """Take a closure that has not started out of the queue; False if it has."""
         with self._wakeup:
             if job.started:
@@ -232,7 +211,7 @@ class ThreadLane:
             for callback in callbacks:
                 callback()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> Job | None:
         with self._wakeup:
             while not self._queue:
                 if self.state is not LaneState.OPEN:
@@ -243,7 +222,7 @@ class ThreadLane:
             self._current = (job.name, time.monotonic())
             return job
 
-    def _execute(self, job: _Job) -> None:
+    def _execute(self, job: Job) -> None:
         try:
             if self._recorder is None:
                 job.result = job.fn()
@@ -321,7 +300,7 @@ class SimulatedLane:
         self._submitted += 1
         submitted_at = 0.0 if self._recorder is None else self._recorder.clock()
         if self._busy:
-            await self._wait_turn(loop, priority)
+            await self._wait_for_lane(loop, priority)
         self._busy = True
         self._current = (name, time.monotonic())
         cancelled: asyncio.CancelledError | None = None
@@ -345,14 +324,14 @@ class SimulatedLane:
                 del error
         return result  # type: ignore[no-any-return]  # set by the closure, a T
 
-    async def _wait_turn(self, loop: asyncio.AbstractEventLoop, priority: int) -> None:
-        turn: asyncio.Future[None] = loop.create_future()
-        heapq.heappush(self._queue, (-priority, self._submitted, turn))
+    async def _wait_for_lane(self, loop: asyncio.AbstractEventLoop, priority: int) -> None:
+        granted: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._queue, (-priority, self._submitted, granted))
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._queue = [entry for entry in self._queue if entry[2] is not turn]
+            if granted.cancelled():
+                self._queue = [entry for entry in self._queue if entry[2] is not granted]
                 heapq.heapify(self._queue)
             else:
                 self._pass_on()  # the lane had just been handed to us
@@ -377,9 +356,9 @@ class SimulatedLane:
     def _pass_on(self) -> None:
         """Hand the lane to the next waiting caller; it stays busy in between, so that nobody slips in."""
         while self._queue:
-            turn = heapq.heappop(self._queue)[2]
-            if not turn.done():
-                turn.set_result(None)
+            granted = heapq.heappop(self._queue)[2]
+            if not granted.done():
+                granted.set_result(None)
                 return
         self._busy = False
         for waiter in self._idle_waiters:

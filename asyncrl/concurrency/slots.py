@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..errors import LedgerError
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStatistics:
-    total: int
-    held: int
-    free: int
-    most_held: int  # high-water mark
 
 
 class Slots:
     """`total` permissions. Never waits: who waits for a slot, and in which order, is the ledger's business."""
 
-    __slots__ = ("held", "most_held", "total")
+    __slots__ = ("held", "total")
 
     def __init__(self, total: int, held: int = 0) -> None:
         if total < 1:
@@ -27,10 +17,10 @@ class Slots:
             raise LedgerError(f"slots: {held} held of {total} cannot be")
         self.total = total
         self.held = held
-        self.most_held = held
 
     @property
     def free(self) -> int:
+        """How many `take` may be called now."""
         return self.total - self.held
 
     def take(self) -> None:
@@ -38,13 +28,9 @@ class Slots:
         if self.held >= self.total:
             raise LedgerError(f"slots: all {self.total} are held, none can be taken")
         self.held += 1
-        self.most_held = max(self.most_held, self.held)
 
     def give(self, count: int = 1) -> None:
         """Raises LedgerError, with the state unchanged, when more would come back than were taken."""
         if count < 0 or count > self.held:
             raise LedgerError(f"slots: {count} given back but only {self.held} of {self.total} are held (over-release)")
         self.held -= count
-
-    def statistics(self) -> SlotStatistics:
-        return SlotStatistics(self.total, self.held, self.free, self.most_held)

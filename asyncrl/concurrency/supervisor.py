@@ -28,6 +28,8 @@ Args = TypeVarTuple("Args")
 
 
 class SupervisorState(Enum):
+    """The life of a supervisor: tasks may be started while it is open."""
+
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"

@@ -27,26 +27,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config.schema import WatchdogConfig
 from ..errors import LifecycleError, StallError
 from ..telemetry.lag import top_user_frame
 from .describe import culprit
-from .dump import Dump
+from .dump import Dump, WatchedLane
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _DUMP_LIMIT_S = 2.0
-
-
-class WatchedLane(Protocol):
-    """What the watchdog reads of a lane; both from its own thread."""
-
-    name: str
-
-    def current(self) -> tuple[str, float] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +52,8 @@ class Standing:
 
 
 class WatchdogState(Enum):
+    """The life of a watchdog: progress counts while it is watching."""
+
     NEW = "new"
     WATCHING = "watching"
     ENDING = "ending"  # the run was asked to end, or a shutdown was ordered: only the deadline counts

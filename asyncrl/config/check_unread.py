@@ -76,6 +76,8 @@ def own_to_a_method(name: str) -> bool:
 
 
 def check_unread(config: Config, embedding: bool) -> Iterator[str]:
+    """A complaint for each setting that was given in a section which is off. `embedding`: a program of the user's runs this
+    configuration, and may read some of those sections itself."""
     for name, knob in knobs().items():
         section, _, key = name.rpartition(".")
         switched = SWITCHED.get(section)

@@ -45,14 +45,17 @@ class Knob:
 
     @property
     def takes_null(self) -> bool:
+        """Whether it may be null."""
         return type(None) in self._members
 
     @property
     def takes_bool(self) -> bool:
+        """Whether it may be true or false: a flag without a value then means true."""
         return bool in self._members
 
     @property
     def takes_list(self) -> bool:
+        """Whether it may be a list."""
         return any(get_origin(member) is tuple for member in self._members)
 
     @property

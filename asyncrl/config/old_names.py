@@ -60,4 +60,5 @@ def respelled(tree: Any) -> Any:
 
 
 def given_twice(spelling: str, value: Any, name: str, other: Any) -> str:
+    """The complaint about a setting that was given under two of its names."""
     return f"{spelling} is {value} and {name} is {other}: they are two names of one setting; give one of them"

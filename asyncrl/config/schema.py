@@ -43,6 +43,8 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
+    """Which model is trained, in which dtype, on which device."""
+
     path: str | None = field(
         None,
         "Directory or hub id of a Hugging Face causal language model, or `file.py:function` that takes a seed and "
@@ -71,6 +73,8 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
+    """The prompts, and how they become token ids."""
+
     train: str | None = field(
         None,
         "Training prompts: a JSONL, CSV or parquet file, a directory of parquet files or of `datasets`, a hub id "
@@ -97,6 +101,8 @@ class DataConfig(Section):
 
 
 class EngineConfig(Section):
+    """What samples, and how much of it at a time."""
+
     kind: Literal["embedded", "dry_run"] = field(
         "embedded", "`embedded` samples from the trainer's own model; `dry_run` has no model."
     )
@@ -178,6 +184,8 @@ else:
 
 
 class TrainConfig(Section):
+    """The optimizer, the microbatches, and when the run ends."""
+
     kind: Literal["torch", "dry_run"] = field("torch", "`torch` trains; `dry_run` has no model.")
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
@@ -220,6 +228,8 @@ class DistributedConfig(Section):
 
 
 class EvaluateConfig(Section):
+    """Completions of held-out prompts (`data.eval`) that are scored and not trained."""
+
     every: int | None = field(
         None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1
     )
@@ -242,6 +252,8 @@ class DryRunConfig(Section):
 
 
 class Config(Section):
+    """The whole configuration of a run: its sections, and what belongs to none of them."""
+
     preset: Literal["sync", "one_off", "async"] = field(
         "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )

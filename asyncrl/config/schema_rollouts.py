@@ -10,6 +10,8 @@ from .section import Section, field
 
 
 class RewardFunctionConfig(Section):
+    """One reward function."""
+
     function: str = Field(
         description="`file.py:function` or `module:function`, in the form of TRL, verl or reasoning-gym."
     )
@@ -18,6 +20,8 @@ class RewardFunctionConfig(Section):
 
 
 class RewardModelConfig(Section):
+    """One reward model: a classifier whose output is a reward."""
+
     path: str = Field(
         description="Directory or hub id of a sequence classifier, or `file.py:function` that takes a seed and returns "
         "(torch module, tokenizer)."
@@ -49,6 +53,8 @@ class OverlongConfig(Section):
 
 
 class RewardConfig(Section):
+    """What scores completions, and what is made of the scores."""
+
     functions: tuple[RewardFunctionConfig, ...] = field((), "The reward functions.")
     model: tuple[RewardModelConfig, ...] = field(
         (), "Reward models, on the run's device: a path, or a list; their scores are added to those of the functions."
@@ -144,6 +150,8 @@ class FilterConfig(Section):
 
 
 class RolloutConfig(Section):
+    """The groups: how many, how large, how old they may become, and how their tokens are sampled."""
+
     group_size: int = field(8, "Completions per prompt.", ge=1)
     groups_per_step: int = field(8, "Groups (prompts) per optimizer step, over all ranks.", ge=1)
     max_staleness: int | None = field(
@@ -193,6 +201,8 @@ class RolloutConfig(Section):
 
 
 class RerollConfig(Section):
+    """Prompts that are played again because all their completions failed."""
+
     start_fraction: float = field(
         1.0,
         "Part of the run after which prompts of which every completion failed, since its first step, are played again; 1 is "
@@ -206,6 +216,8 @@ class RerollConfig(Section):
 
 
 class ReplayConfig(Section):
+    """Trained groups that are trained a second time, in the place of groups that have no signal."""
+
     size: int = field(
         0,
         "Trained groups with a strong signal that are kept, per rank, to take the place of groups without any; 0 is off.",

@@ -10,6 +10,8 @@ from .section import Section, field
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, and how many are kept."""
+
     every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
     every_s: float | None = field(
         600.0,
@@ -22,6 +24,8 @@ class CheckpointConfig(Section):
 
 
 class WatchdogConfig(Section):
+    """How long what may take before the watchdog ends the run."""
+
     interval_s: float = field(5.0, "How often the watchdog thread looks.", gt=0)
     stall_timeout_s: float = field(
         600.0, "End the run if nothing was generated, scored or trained for this long while it should.", gt=0
@@ -53,6 +57,8 @@ ProfileConfig: Any = create_model("ProfileConfig", __base__=Section, __module__=
 
 
 class TelemetryConfig(Section):
+    """What a run tells about itself, and where."""
+
     trace: bool = field(True, "Write trace.json (opens in Perfetto).")
     trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
     report: bool = field(True, "Write report.html at the end.")
@@ -63,6 +69,8 @@ class TelemetryConfig(Section):
 
 
 class RunConfig(Section):
+    """The run directory."""
+
     name: str = field("run", "Name of the run directory.")
     dir: str = field("runs", "Where run directories live.")
     overwrite: bool = field(

@@ -8,8 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
+    """Base of the sections: frozen, without unknown keys, without infinity and NaN."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # no field means infinity: null does
 
 
 def field(default: Any, text: str, **bounds: Any) -> Any:
+    """A setting: its default, the sentence for `--help`, and bounds as pydantic has them (`ge`, `gt`, `le`, `lt`)."""
     return Field(default, description=text, **bounds)

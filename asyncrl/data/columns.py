@@ -31,6 +31,8 @@ NAMED_PADS = frozenset({"tokens"})
 
 
 class Form(StrEnum):
+    """The form of a column; the module docstring has the table."""
+
     JAGGED = "jagged"
     DENSE = "dense"
     SCALAR = "scalar"
@@ -61,6 +63,7 @@ class Jagged:
 
     @property
     def lengths(self) -> Int64Array:
+        """[N] the length of each row."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -75,6 +78,7 @@ class Jagged:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def take(self, indices: Iterable[int]) -> Jagged:
+        """These rows, in this order, copied."""
         rows = [self[int(index)] for index in indices]
         return Jagged.from_rows(rows) if rows else Jagged(self.values[:0], np.zeros(1, np.int64))
 

@@ -23,11 +23,17 @@ Policy: TypeAlias = Literal["auto", "leader_broadcast", "independent"]
 class Source(Protocol):
     """Where rows are read."""
 
-    def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns: ...
+    def get(self, meta: BatchMeta, fields: Sequence[str] | None = None) -> Columns:
+        """The columns of the rows that `meta` names, in its order; its fields by default."""
+        ...
 
 
 class Sink(Protocol):
-    def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta: ...
+    """Where results are written."""
+
+    def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta:
+        """Write these columns of the rows `ids` of a partition; what names the rows from now on."""
+        ...
 
 
 def fetch(

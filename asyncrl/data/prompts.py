@@ -108,6 +108,7 @@ class PromptSource:
 
     @property
     def epoch(self) -> int:
+        """The epoch of the next fresh prompt, counted from 0."""
         return self._position // len(self._rows)
 
     @property

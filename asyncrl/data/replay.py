@@ -42,6 +42,8 @@ _KEPT = "set_advantage_to_zero"  # the one entry of a trajectory's metadata that
 
 @dataclass(frozen=True, slots=True)
 class Stored:
+    """A group in the buffer, without texts and columns, and its priority."""
+
     group: Group
     priority: float
 
@@ -60,6 +62,8 @@ def priority(group: Group, advantages: npt.ArrayLike) -> float:
 
 
 class ReplayBuffer:
+    """See the module docstring."""
+
     def __init__(self, max_groups: int, max_age: int, seed: int = 0) -> None:
         """`max_groups` 1 or more; `max_age` in policy versions, at the time of training."""
         if max_groups < 1 or max_age < 0:

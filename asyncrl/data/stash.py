@@ -10,7 +10,7 @@ Guarantees
   groups never mix with the half-filled ones of its former life;
 * the same member again is idempotent (DUPLICATE); one that contradicts the group is refused (`StashRefused`, with its
   reason): the first is kept and nothing changes;
-* a record of a group that ended is LATE and goes nowhere: ended groups are remembered, the oldest forgotten first;
+* a trajectory of a group that ended is LATE and goes nowhere: ended groups are remembered, the oldest forgotten first;
 * what is here is bounded in groups; every group that was here leaves through exactly one `StashedGroup`.
 
 Used from one thread; only `wait_expired` waits.
@@ -68,6 +68,8 @@ class Status(StrEnum):
 
 
 class Refusal(StrEnum):
+    """What is wrong with a trajectory that the stash refuses."""
+
     MEMBER = "no such member"
     SIZE = "conflicting group size"
     CONFLICT = "conflicting member"
@@ -95,6 +97,7 @@ class StashedGroup(Generic[C]):
 
     @property
     def trainable(self) -> bool:
+        """Whether it is whole, or so nearly that it is trained without the members that are missing."""
         return self.ending in (Ending.WHOLE, Ending.PARTIAL)
 
 
@@ -113,6 +116,8 @@ _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
 @dataclass(frozen=True, slots=True)
 class StashStatistics:
+    """What waits now, and what came and left since the stash was made."""
+
     waiting_groups: int
     waiting_trajectories: int
     waiting_bytes: int
@@ -133,6 +138,8 @@ class _Entry(Generic[C]):
 
 
 class Stash(Generic[C]):
+    """See the module docstring. `C` is the type of what a caller keeps with a group, its context."""
+
     def __init__(
         self,
         max_groups: int,
@@ -302,7 +309,7 @@ class Stash(Generic[C]):
         return [self._end(key, Ending.EPOCH) for key in list(self._waiting) if key.epoch == epoch]
 
     def discard(self, group_id: int, epoch: int = 0) -> StashedGroup[C] | None:
-        """End one group, whether it waits here or not; later records of it are late. What waited of it, or None."""
+        """End one group, whether it waits here or not; later members of it are late. What waited of it, or None."""
         key = GroupKey(epoch, group_id)
         if key in self._waiting:
             return self._end(key, Ending.DISCARDED)
@@ -311,6 +318,7 @@ class Stash(Generic[C]):
         return None
 
     def statistics(self) -> StashStatistics:
+        """A snapshot."""
         return StashStatistics(
             waiting_groups=len(self._waiting),
             waiting_trajectories=sum(len(entry.members) for entry in self._waiting.values()),
@@ -345,7 +353,7 @@ class Stash(Generic[C]):
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
-    """Whether two records of one member say the same, bit for bit (so NaN equals NaN)."""
+    """Whether two trajectories of one member say the same, bit for bit (so NaN equals NaN)."""
     scalars = [(t.prompt_length, float(t.temperature).hex(), _hex(t.reward), str(t.finish_reason)) for t in (a, b)]
     return scalars[0] == scalars[1] and all(
         getattr(a, column).dtype == getattr(b, column).dtype

@@ -51,7 +51,9 @@ Status: TypeAlias = Literal["ok", "error"]
 class Lease(Protocol):
     """Somebody else's memory, in which rows lie."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """The rows were cleared: the memory may be used again. The store calls it once."""
+        ...
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class Rows:
 
     @property
     def group_id(self) -> int:
+        """The id of the group."""
         return self.group.group_id
 
     def measured(self) -> int:
@@ -75,6 +78,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
+    """One operation of the store, as observers hear of it when it is over."""
+
     op: str  # put, score, write, claim, unclaim, clear, close
     group_id: int  # -1: of several
     rows: int
@@ -87,6 +92,8 @@ class StoreEvent:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
+    """What the store holds now, and how its observers fared."""
+
     rows: int
     bytes: int
     claimed: int  # rows
@@ -95,6 +102,8 @@ class StoreStatistics:
 
 
 class Store:
+    """See the module docstring. A context manager, which closes it."""
+
     def __init__(
         self,
         observers: Sequence[Callable[[StoreEvent], None]] = (),
@@ -225,6 +234,7 @@ class Store:
         return self._of(group_id)
 
     def statistics(self) -> StoreStatistics:
+        """A snapshot."""
         claimed = sum(len(rows.group.trajectories) for rows in self._held.values() if rows.claimed)
         return StoreStatistics(self._rows, self._bytes, claimed, self._observer_failures, self._observer_failure)
 

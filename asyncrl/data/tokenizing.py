@@ -19,7 +19,7 @@ from asyncrl.types import Int32Array, Messages
 _OURS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
-def has_chat_template(tokenizer: Any) -> bool:
+def _has_chat_template(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
@@ -30,7 +30,7 @@ def as_messages(prompt: str | Messages, config: DataConfig, tokenizer: Any) -> M
     Errors: `DataError` for a message list without a template, a raw message list, or a system prompt before raw text.
     """
     template, system_prompt = config.template, config.system_prompt
-    renders = has_chat_template(tokenizer)
+    renders = _has_chat_template(tokenizer)
     if template == "chat" and not renders:
         raise DataError("data.template is chat but the tokenizer has no chat template; use data.template=raw")
     if isinstance(prompt, str):

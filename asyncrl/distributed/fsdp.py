@@ -120,6 +120,7 @@ class ShardedParameters:
         yield from zip(self.names, self._masters, strict=True)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of each gradient, views of `grad`."""
         yield from zip(self.names, self._grads, strict=True)
 
     def local(self, full: Tensor) -> Tensor:

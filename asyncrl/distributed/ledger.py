@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
+from .changes import Changes
 from .reservation import Late, Reservation
 
 if TYPE_CHECKING:
@@ -53,9 +54,8 @@ class LocalLedger:
         self._books = Reservation(groups_per_step, max_staleness, late, turn, warmup=warmup)
         self._recorder = recorder
         self._first_turn = turn
-        self._changes = 0
+        self._changes = Changes()
         self._applicants: deque[_Applicant] = deque()
-        self._watchers: set[asyncio.Future[None]] = set()
         self._entered = False
         self._closed = False
 
@@ -73,24 +73,27 @@ class LocalLedger:
         if self._closed:
             return
         self._closed = True
-        waiters: list[asyncio.Future[Any]] = [*(a.answer for a in self._applicants), *self._watchers]
-        for future in waiters:
-            if not future.done():
-                future.set_exception(LifecycleError("the ledger was closed while somebody waited for it"))
+        closed = LifecycleError("the ledger was closed while somebody waited for it")
+        for applicant in self._applicants:
+            if not applicant.answer.done():
+                applicant.answer.set_exception(closed)
         self._applicants.clear()
-        self._watchers.clear()
+        self._changes.wake(closed)
 
     @property
     def turn(self) -> int:
+        """As `Ledger.turn`."""
         return self._books.turn
 
     @property
     def first_turn(self) -> int:
+        """As `Ledger.first_turn`."""
         return self._first_turn
 
     @property
     def changes(self) -> int:
-        return self._changes
+        """As `Ledger.changes`."""
+        return self._changes.number
 
     @property
     def finished(self) -> bool:
@@ -135,29 +138,28 @@ class LocalLedger:
         return (ClaimState.FULL if self._books.step_complete() else ClaimState.WAIT), None
 
     async def wait_changed(self, seen: int) -> int:
+        """As `Ledger.wait_changed`. Errors: LifecycleError once the ledger is closed."""
         self._check_open("wait_changed")
-        while self._changes <= seen:
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.add(watcher)
-            try:
-                await watcher
-            finally:
-                self._watchers.discard(watcher)
-        return self._changes
+        return await self._changes.wait(seen)
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
+        """As `Ledger.end`; counted as `groups/OUTCOME/REASON`. Errors: LedgerError for a group that holds no slot or has a
+        place."""
         self._books.end(ticket, outcome)
         if self._recorder is not None:
             self._recorder.count(f"groups/{outcome}/{reason}")
         self._changed()
 
     async def commit(self) -> int:
+        """As `Ledger.commit`. Errors: LedgerError for a step without groups, and for one that leaves a live group behind too
+        late."""
         self._check_open("commit")
         turn = self._books.commit()
         self._changed()
         return turn
 
     async def rollback(self) -> list[Ticket]:
+        """As `Ledger.rollback`."""
         tickets = self._books.rollback()
         if tickets:
             self._changed()
@@ -177,6 +179,7 @@ class LocalLedger:
         return sorted((e.ticket for e in self._books.entries.values()), key=lambda t: t.group_id)
 
     def statistics(self) -> LedgerStatistics:
+        """As `Ledger.statistics`."""
         return self._books.statistics()
 
     def describe(self) -> str:
@@ -184,12 +187,10 @@ class LocalLedger:
         return f"{self._books.describe()}; {len(self._applicants)} groups wait for a slot"
 
     def _changed(self) -> None:
-        self._changes += 1
+        self._changes.number += 1
         if not self._closed:
             self._serve_applicants()
-        for watcher in self._watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._changes.wake()
         if self._recorder is not None:
             self._recorder.gauge("queue/slots/depth", self._books.slots.held)
 
@@ -205,7 +206,7 @@ class LocalLedger:
                     if not decided:
                         return
                     applicant.answer.set_result(ticket)
-                    self._changes += 1
+                    self._changes.number += 1
             self._applicants.popleft()
 
     def _waiting(self) -> AbstractContextManager[object]:

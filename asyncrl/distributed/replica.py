@@ -63,9 +63,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Ranks in all."""
         return self.dp * self.tp * self.cp * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Where this rank stands, by the formula of the module docstring. Errors: ConfigError for a rank that the layout
+        lacks."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} of a layout of {self.world_size} ranks: {self}")
         rest, tp = divmod(rank, self.tp)
@@ -102,6 +105,7 @@ class ReplicaGroup:
 
     @property
     def leads(self) -> bool:
+        """Whether this rank reads for its siblings."""
         return self.rank == 0
 
     def share(self, read: Callable[[], tuple[Arrays, Any]]) -> tuple[Arrays, Any]:

@@ -115,7 +115,7 @@ class Reservation:
             return False
         return True
 
-    def live_count(self) -> int:
+    def _live_count(self) -> int:
         return len(self.entries) - self.claimed
 
     def expired(self, rank: int | None = None) -> list[Ticket]:
@@ -134,13 +134,14 @@ class Reservation:
         """The open step can take no more: its places are gone, or nobody is left who could ask for one."""
         if self.claimed == self.groups_per_step:
             return True
-        return self.claimed > 0 and self.live_count() == 0 and all(self.exhausted)
+        return self.claimed > 0 and self._live_count() == 0 and all(self.exhausted)
 
     def statistics(self) -> LedgerStatistics:
+        """Of all ranks."""
         held = sum(self.held.values())
         return LedgerStatistics(
             turn=self.turn,
-            live=self.live_count(),
+            live=self._live_count(),
             claimed=self.claimed,
             held=held,
             admitted=self.admitted,
@@ -158,7 +159,7 @@ class Reservation:
             t = first.ticket
             waits = f"the earliest deadline is {t.deadline} (group {t.group_id} of rank {first.rank})"
         return (
-            f"turn {self.turn}: {self.claimed} of {self.groups_per_step} places claimed, {self.live_count()} live, "
+            f"turn {self.turn}: {self.claimed} of {self.groups_per_step} places claimed, {self._live_count()} live, "
             f"{sum(self.held.values())} held for publish, {self.slots.free} of {self.slots.total} slots free; {waits}"
         )
 
@@ -222,6 +223,7 @@ class Reservation:
         self.claimed -= 1
 
     def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
+        """Take a live group out and give its slot back. Errors: LedgerError for one that holds no slot, or has a place."""
         if outcome not in ("dropped", "failed"):
             raise LedgerError(f"group {ticket.group_id} cannot end as {outcome!r}: `dropped` or `failed`")
         self._live_entry(ticket)
@@ -231,6 +233,8 @@ class Reservation:
         self.failed += outcome == "failed"
 
     def commit(self) -> int:
+        """Close the open step; the next turn. Errors: LedgerError for a step without groups, and (`late="wait"`) for a partial
+        one after which a live group could not be trained in time."""
         if not self.claimed:
             raise LedgerError(f"an empty step was committed at turn {self.turn}: no group has a place in it")
         if self.late == "wait":
@@ -252,6 +256,7 @@ class Reservation:
         return later <= self.groups_per_step * (ticket.deadline - self.turn)
 
     def rollback(self, rank: int | None = None) -> list[Ticket]:
+        """Make the claimed groups (of one rank, or of all) live again; their tickets."""
         tickets = []
         for entry in self.entries.values():
             if entry.claimed and rank in (None, entry.rank):
@@ -306,6 +311,7 @@ class Reservation:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Reservation:
+        """The inverse of `to_state`."""
         entries = {g: Entry(Ticket(g, a, d), rank, bool(c)) for g, a, d, rank, c in state["entries"]}
         admitted, trained, dropped, failed = state["counts"]
         return cls(

@@ -30,6 +30,7 @@ import anyio
 from ..concurrency.lane import ThreadLane
 from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
+from .changes import Changes
 from .reservation import Late, Reservation
 
 if TYPE_CHECKING:
@@ -69,10 +70,9 @@ class StoreLedger:
         self.first_turn = books.turn
         self._turn = books.turn  # of this rank: the steps that it has committed itself
         self._books = books  # as last heard; replaced, never changed
-        self._changes = 0
+        self._changes = Changes()
         self._lane = ThreadLane("ledger", close_timeout_s=timeout_s)
         self._watch_ended: asyncio.Future[None] | None = None
-        self._watchers: set[asyncio.Future[None]] = set()
         self._order = anyio.Lock()  # admissions of this rank wait in line
         self._loop: asyncio.AbstractEventLoop | None = None
         self._broken: BaseException | None = None  # why the watching thread ended
@@ -112,7 +112,9 @@ class StoreLedger:
             self._closed = True
             await self._lane.aclose()
             raise
-        self._thread = threading.Thread(None, self._watch, "ledger-watch", (watching, self._changes), daemon=True)
+        self._thread = threading.Thread(
+            None, self._watch, "ledger-watch", (watching, self._changes.number), daemon=True
+        )
         self._thread.start()
         return self
 
@@ -125,7 +127,7 @@ class StoreLedger:
             self._closed = True
             return
         self._closed = True
-        self._wake(LifecycleError("the ledger was closed while somebody waited for it"))
+        self._changes.wake(LifecycleError("the ledger was closed while somebody waited for it"))
         with anyio.CancelScope(shield=True):
             try:
                 await self._lane.run(self._leave, name="leave the books")
@@ -141,11 +143,13 @@ class StoreLedger:
 
     @property
     def turn(self) -> int:
+        """Of this rank: the shared turn may be one further, where another rank committed first."""
         return self._turn
 
     @property
     def changes(self) -> int:
-        return self._changes
+        """The newest change, by whichever rank, that this one has heard of."""
+        return self._changes.number
 
     @property
     def finished(self) -> bool:
@@ -158,7 +162,7 @@ class StoreLedger:
         async with self._order:
             while True:
                 self._check_open("admit")
-                seen = self._changes
+                seen = self._changes.number
                 try:
                     decided, ticket = await self._run(lambda b: b.admit(group_id, oldest, self._rank), "admit", done)
                 except asyncio.CancelledError:
@@ -199,17 +203,13 @@ class StoreLedger:
         return (ClaimState.FULL if books.step_complete() else ClaimState.WAIT), None
 
     async def wait_changed(self, seen: int) -> int:
+        """As `Ledger.wait_changed`, for changes by any rank. Errors: LifecycleError once closed, LedgerError where the store is
+        gone."""
         self._check_open("wait_changed")
-        while self._changes <= seen:
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.add(watcher)
-            try:
-                await watcher
-            finally:
-                self._watchers.discard(watcher)
-        return self._changes
+        return await self._changes.wait(seen)
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
+        """As `LocalLedger.end`."""
         await self._run(lambda b: b.end(ticket, outcome), "end")
         if self._recorder is not None:
             self._recorder.count(f"groups/{outcome}/{reason}")
@@ -230,6 +230,7 @@ class StoreLedger:
         return await self._lane.run(closure, name="commit")
 
     async def rollback(self) -> list[Ticket]:
+        """As `Ledger.rollback`: this rank's groups alone; the other ranks abort their part themselves."""
         return await self._run(lambda b: b.rollback(self._rank), "rollback")
 
     async def release(self, turn: int) -> None:
@@ -281,7 +282,7 @@ class StoreLedger:
             mine, other = getattr(self._books, name), getattr(theirs, name)
             if mine != other:
                 raise LedgerError(f"rank {self._rank} has {name} = {mine!r}, but the shared ledger has {other!r}")
-        self._books, self._changes = theirs, found["change"]
+        self._books, self._changes.number = theirs, found["change"]
 
     def _leave(self) -> None:
         """A change without content wakes the watching threads; this rank's then sees that it is to end."""
@@ -368,10 +369,10 @@ class StoreLedger:
             return  # the loop is closed: nobody waits on it
 
     def _heard(self, number: int, books: Reservation) -> None:
-        if number <= self._changes:
+        if number <= self._changes.number:
             return
-        self._books, self._changes = books, number
-        self._wake(None)
+        self._books, self._changes.number = books, number
+        self._changes.wake()
         if self._recorder is not None:
             self._recorder.gauge("queue/slots/depth", books.slots.held)
 
@@ -380,12 +381,7 @@ class StoreLedger:
             self._watch_ended.set_result(None)
         if broken is not None and not self._closed:
             self._broken = self._lost(broken)
-            self._wake(self._broken)
-
-    def _wake(self, error: BaseException | None) -> None:
-        for watcher in self._watchers:
-            if not watcher.done():
-                watcher.set_exception(error) if error is not None else watcher.set_result(None)
+            self._changes.wake(self._broken)
 
     def _waiting(self) -> AbstractContextManager[object]:
         if self._recorder is None:

@@ -17,7 +17,9 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest, Messages,
 class Tokenizer(Protocol):
     """What is needed of a Hugging Face tokenizer."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of these ids."""
+        ...
 
 
 def episode_seed(seed: int, group_id: int, member: int) -> int:

@@ -99,7 +99,7 @@ class DryRunEngine(OwnedEngine):
                 ended.append(slot)
         return ended
 
-    async def _turn(self) -> list[tuple[Job, Generation]]:
+    async def _advance(self) -> list[tuple[Job, Generation]]:
         rows = len(self._rows)
         with self.recorder.span("decode", track=WHO, sequences=rows):
             ended = await self.lane.run(self._decode, name="engine/decode", cost=self._decode_step_s)

@@ -1,14 +1,14 @@
 """What every engine shares: one owner task, waiting requests, lifecycle, and the promise that no waiter ever hangs.
 
-    generate() --> waiting --admit (arrival order, while there is room)--> running --turns--> result to the caller
+    generate() --> waiting --admit (arrival order, while there is room)--> running --closures--> result to the caller
                       \\_____ caller cancelled: taken out at once _____/  \\__ or at the next boundary __/
 
 Room is a row, and positions of the cache: the rows of a batch are as long as its longest sequence (prompt + max_tokens), and
 all of them together are within `kv_positions`. One sequence always fits, and nobody overtakes the first that waits, so
-everybody's turn comes.
+everybody is served.
 
-Only the owner task touches the running batch. A *turn* is one closure on the lane; between two turns the owner drops
-aborted sequences, answers weight updates, admits and delivers. Whatever ends the owner (closing, an error, a
+Only the owner task touches the running batch. Between two closures on the lane the owner drops aborted
+sequences, answers weight updates, admits and delivers. Whatever ends the owner (closing, an error, a
 cancellation) fails everybody who waits, and an error leaves through `async with engine` as well.
 """
 
@@ -35,6 +35,8 @@ WHO = "engine"
 
 
 class State(Enum):
+    """The life of an engine."""
+
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"
@@ -132,12 +134,12 @@ class OwnedEngine(ABC):
         """Free what `_add` took."""
 
     @abstractmethod
-    async def _turn(self) -> list[tuple[Job, Generation]]:
+    async def _advance(self) -> list[tuple[Job, Generation]]:
         """One closure on the lane for the running batch. Returns the sequences that ended."""
 
     @abstractmethod
     async def _refresh(self) -> int:
-        """A turn that only notices the weights. Returns their version."""
+        """A closure that only notices the weights. Returns their version."""
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +200,8 @@ class OwnedEngine(ABC):
         await update.future
 
     def statistics(self) -> dict[str, float]:
+        """As `Engine.statistics`: `running`, `waiting` and `reserved_positions` now; `tokens`, `decode_steps`, `finished` and
+        `aborted` sequences so far."""
         return {
             "running": float(len(self._running)),
             "waiting": float(len(self._waiting)),
@@ -242,7 +246,7 @@ class OwnedEngine(ABC):
                 if self._updates:
                     await self._answer_updates()
                 elif self._running:
-                    ended = await self._turn()
+                    ended = await self._advance()
                     with self.recorder.work(WHO, "deliver"):
                         for job, generation in ended:
                             self._deliver(job, generation)

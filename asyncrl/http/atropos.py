@@ -76,6 +76,7 @@ class Terms:
 
     @classmethod
     def of(cls, runtime: Runtime) -> Terms:
+        """Out of the configuration of a run that is open."""
         config = runtime.config
         return cls(
             name=config.run.name,
@@ -88,6 +89,8 @@ class Terms:
 
 @dataclass(slots=True)
 class AtroposStatistics:
+    """What came through the door so far."""
+
     groups: int = 0  # accepted
     without_logprobs: int = 0  # of them: trained at ratio 1
     refused: int = 0

@@ -29,6 +29,8 @@ class _Environment:
 
 
 class Environments:
+    """Who registered, by number in the order of registration. Numbers are not used again."""
+
     def __init__(self) -> None:
         self._all: list[_Environment] = []
         self.over = False

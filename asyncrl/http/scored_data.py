@@ -45,6 +45,8 @@ UNUSABLE = {
 
 @dataclass(frozen=True, slots=True)
 class ReadGroup:
+    """A group as the client pushes it, and whether it brought the sampler's log-probs."""
+
     scored: list[Scored]
     with_logprobs: bool
 

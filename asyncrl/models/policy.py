@@ -106,10 +106,12 @@ class PolicyModel:
 
     @property
     def config(self) -> PretrainedConfig:
+        """The configuration of the model of transformers."""
         return self.module.config
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.flat.master.device
 
     @property

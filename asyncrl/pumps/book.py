@@ -41,6 +41,7 @@ class GroupBook:
         self._on_end.append(callback)
 
     def open(self, ticket: Ticket) -> None:
+        """The ledger admitted this group."""
         self._tickets[ticket.group_id] = ticket
 
     def put(self, group: Group, leases: Sequence[Lease] = ()) -> Group:
@@ -60,9 +61,11 @@ class GroupBook:
                 callback()
 
     def ready(self) -> list[Ticket]:
+        """Tickets of the groups that can be claimed, in the order in which they became ready."""
         return self.store.ready()
 
     def claimed(self, ticket: Ticket) -> Rows:
+        """The ledger gave this group a place in the open step; its rows."""
         del self._tickets[ticket.group_id]
         return self.store.claim(ticket.group_id)
 
@@ -93,6 +96,7 @@ class GroupBook:
         return True
 
     async def end_all(self, reason: str) -> int:
+        """Drop every group that is left; how many."""
         ended = [await self.end(group_id, "dropped", reason) for group_id in list(self._tickets)]
         return sum(ended)
 
@@ -106,6 +110,7 @@ class GroupBook:
         self.over = True
 
     def live(self) -> list[int]:
+        """Ids of the groups that no step has claimed, ascending."""
         return sorted(self._tickets)
 
     def __contains__(self, group_id: int) -> bool:

@@ -54,6 +54,8 @@ class BuildingParts:
 
 
 class Building:
+    """See the module docstring."""
+
     def __init__(
         self, parts: BuildingParts, replaying: Replaying, published: Callable[[], Awaitable[None]], *, surveys: bool
     ) -> None:

@@ -21,12 +21,16 @@ from .step import Step
 
 @dataclass(frozen=True, slots=True)
 class ClaimRules:
+    """What of the configuration decides which groups a step gets."""
+
     least: int  # claimed groups, over all ranks, that make a step, where no more can come
     drops_late: bool  # `rollout.late: drop`
     max_steps: int | None
 
 
 class Claims:
+    """See the module docstring. `changed` is the event that the next change sets; each is used once."""
+
     def __init__(
         self, ledger: Ledger, book: GroupBook, rules: ClaimRules, recorder: Recorder, counters: Counter[str]
     ) -> None:
@@ -44,6 +48,7 @@ class Claims:
 
     @property
     def stopping(self) -> bool:
+        """The step in progress, if any, was said to be the last one."""
         return self._stop_requested or (self._stop_turn is not None and self._ledger.turn >= self._stop_turn)
 
     @property
@@ -101,6 +106,7 @@ class Claims:
     # -- waking ----------------------------------------------------------------------------------------------------
 
     def notify(self) -> None:
+        """Wake who waits for a change."""
         self.changed.set()
         self.changed = anyio.Event()
 
@@ -111,6 +117,8 @@ class Claims:
             self.notify()
 
     async def wait(self, changed: anyio.Event) -> None:
+        """Until this event is set, told to the recorder as waiting for a group. `changed`: taken before the look at what is
+        ready."""
         with self._recorder.timed("time/wait_for_group"):
             with self._recorder.wait("train pump", "a claimable group", on="score pump", cause="group"):
                 await changed.wait()

@@ -11,6 +11,8 @@ from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
 
 class Episodes:
+    """The environment, as the pumps that play it use it."""
+
     def __init__(self, environment: Environment, recorder: Recorder, limit_s: float) -> None:
         """`limit_s`: of one episode, what it waits for the engine included."""
         self._environment = environment

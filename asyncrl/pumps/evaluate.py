@@ -33,6 +33,8 @@ class EvaluateParts:
 
 
 class EvaluatePump:
+    """See the module docstring. `name` is the part of the metrics' names that says what was evaluated."""
+
     def __init__(self, parts: EvaluateParts, prompts: Sequence[Prompt], name: str) -> None:
         self._parts = parts
         self._name = name
@@ -43,6 +45,7 @@ class EvaluatePump:
         ]
 
     def due(self, version: int, last: bool = False) -> bool:
+        """Whether `evaluate.every` asks for this version. `last`: it is the last one of the run."""
         every = self._parts.settings.every
         return every is not None and (last or version % every == 0)
 

@@ -106,7 +106,7 @@ class Gathering:
             try:
                 arrival = self._stash.add(trajectory, columns, lease=lease, epoch=epoch, group=group)
             except StashRefused as error:
-                self.refuse(error, epoch, group)
+                self._refuse(error, epoch, group)
                 continue
             kept |= arrival.status in (Status.WAITING, Status.WHOLE)
             for ended in arrival.ended:
@@ -117,16 +117,18 @@ class Gathering:
 
     def discard(self, error: Exception, epoch: int, group: int) -> None:
         """A record of the group cannot be trained: the group can never be whole."""
-        self.refuse(error, epoch, group)
+        self._refuse(error, epoch, group)
         rest = self._stash.discard(group, epoch)
         if rest is not None:
             _release(rest.leases)
 
     def came(self, epoch: int, producer: bytes) -> None:
+        """A producer feeds this epoch, which therefore goes on."""
         self._feeders.setdefault(epoch, set()).add(producer)
         self._over.pop(epoch, None)
 
     def gone(self, producer: bytes) -> None:
+        """A producer left or died: epochs that nobody feeds any more end after `door.reconnect_s`."""
         for epoch, feeders in list(self._feeders.items()):
             feeders.discard(producer)
             if not feeders:
@@ -140,7 +142,7 @@ class Gathering:
         for group in self._stash.evict_stale(version, bound):
             self._drop(group)
 
-    def refuse(self, error: Exception, epoch: int, group: int) -> None:
+    def _refuse(self, error: Exception, epoch: int, group: int) -> None:
         self._counts.refused += 1
         self._counts.last_refusal = f"group {group} of epoch {epoch}: {error}"
         self._recorder.count("door/refused")
@@ -150,6 +152,7 @@ class Gathering:
     # -- tasks
 
     async def submit(self) -> None:
+        """Whole groups to the intake, one after the other, until the training ends."""
         with contextlib.suppress(LifecycleError):  # the training ended while a group waited for its slot
             async for group in self._whole:
                 await self._submit(group)
@@ -166,6 +169,7 @@ class Gathering:
                     self._drop(group)
 
     async def end_epochs(self) -> None:
+        """For ever: drop the incomplete groups of epochs that are over."""
         while True:
             changed, now = self._changed, anyio.current_time()
             for epoch in [epoch for epoch, at in self._over.items() if at <= now]:
@@ -186,7 +190,7 @@ class Gathering:
         try:
             accepted = await self._intake.submit(trajectories, self._prompt(group), leases)
         except (DataError, ValueError) as error:  # VersionAhead too: what an earlier run of this name left behind
-            self.refuse(error, group.key.epoch, group.key.group_id)
+            self._refuse(error, group.key.epoch, group.key.group_id)
             _release(leases)
             return
         if accepted:

@@ -89,6 +89,7 @@ class Graph:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def start(self, supervisor: Supervisor) -> None:
+        """Begin to train; what is trained comes by `run` or `submit`."""
         supervisor.start("training", self._training)
 
     async def _training(self) -> None:
@@ -191,6 +192,7 @@ class Graph:
     # -- what the facade asks --------------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, last: bool) -> dict[str, float]:
+        """The metrics of the held-out prompts at this version; none where it is not due, or there are no such prompts."""
         if self._evaluate is None or not self._evaluate.due(version, last):
             return {}
         await self._publish.sync()  # what is evaluated is this version, whatever the interval says
@@ -219,4 +221,5 @@ class Graph:
 
     @property
     def scored(self) -> float:
+        """Trajectories that were scored so far."""
         return float(self.intake.scored)

@@ -134,6 +134,7 @@ class StoreWatch:
         self._end_run: Callable[[BaseException], None] | None = None
 
     def __call__(self, event: StoreEvent) -> None:
+        """An observer of the store: one event."""
         if self._error is not None:
             return
         try:

@@ -47,6 +47,7 @@ class GroupIds:
         self._stride = stride
 
     def take(self) -> int:
+        """The next id."""
         taken, self.next = self.next, self.next + self._stride
         return taken
 
@@ -70,6 +71,8 @@ class IntakeParts:
 
 
 class Intake:
+    """See the module docstring."""
+
     def __init__(
         self,
         parts: IntakeParts,

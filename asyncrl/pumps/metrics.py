@@ -36,6 +36,8 @@ class Row(NamedTuple):
 
 
 class GroupRows(NamedTuple):
+    """One group. Tuples, as above."""
+
     group_id: int
     oldest_version: int
     rows: tuple[Row, ...]
@@ -54,7 +56,9 @@ class StepPart:
 class Gather(Protocol):
     """The parts of all ranks, in rank order: a collective, of small values that can be pickled."""
 
-    async def __call__(self, part: T) -> list[T]: ...
+    async def __call__(self, part: T) -> list[T]:
+        """Every rank's part; all ranks call it, in the same order."""
+        ...
 
 
 async def alone(part: T) -> list[T]:
@@ -63,6 +67,7 @@ async def alone(part: T) -> list[T]:
 
 
 def group_rows(groups: Sequence[Group]) -> tuple[GroupRows, ...]:
+    """The rows of these groups, in their order."""
     return tuple(GroupRows(g.group_id, g.oldest_version, tuple(_row(t) for t in g.trajectories)) for g in groups)
 
 

@@ -36,6 +36,8 @@ class PublishParts:
 
 
 class PublishPump:
+    """See the module docstring."""
+
     def __init__(
         self,
         parts: PublishParts,

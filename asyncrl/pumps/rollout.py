@@ -50,6 +50,8 @@ class RolloutParts:
 
 
 class RolloutPump:
+    """See the module docstring."""
+
     def __init__(self, parts: RolloutParts, prompts: PromptSource, scoring: QueueSender[Scoring]) -> None:
         self._parts = parts
         self._prompts = prompts

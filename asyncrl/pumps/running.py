@@ -49,6 +49,8 @@ class RunningParts:
 
 
 class Running:
+    """Owns the calls of the trainer in a step, and what is told of it afterwards."""
+
     def __init__(
         self,
         parts: RunningParts,
@@ -68,6 +70,7 @@ class Running:
         self._on_step = on_step
 
     def new_step(self) -> Step:
+        """A step without groups, at the trainer's version."""
         return Step(version=self._parts.trainer.version, started=anyio.current_time())
 
     async def train(self, step: Step, batches: list[Microbatch]) -> None:
@@ -82,6 +85,7 @@ class Running:
             await self._parts.trainer.train_microbatch(batch)
 
     async def begin(self, step: Step) -> None:
+        """Open the trainer's step, once."""
         if not step.begun:
             step.begun = True  # before the await: a cancelled begin may still have opened the step on the lane
             await self._parts.trainer.begin_train_step(step.loss or self._parts.loss)

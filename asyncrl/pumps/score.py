@@ -17,6 +17,8 @@ from .pipeline import Scoring
 
 
 class ScorePump:
+    """See the module docstring."""
+
     def __init__(self, intake: Intake, scoring: QueueReceiver[Scoring], workers: int) -> None:
         self._intake = intake
         self._scoring = scoring

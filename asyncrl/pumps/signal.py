@@ -72,23 +72,24 @@ class RewardReader:
     weights: Mapping[str, float]  # of the components, by name
     scale_by_length: bool  # `reward.scale_adv_by_len`
 
-    def numbers(self, group: Group) -> GroupRewards:
+    def _numbers(self, group: Group) -> GroupRewards:
         return group_rewards(group, self.weights, self.scale_by_length)
 
     def has_signal(self, group: Group) -> bool:
-        return self.estimator.has_signal(self.numbers(group))
+        """As `Estimator.has_signal`."""
+        return self.estimator.has_signal(self._numbers(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Of `groups`: all groups of the step where the estimator needs the whole step, else any of them.
 
         A member whose metadata says `set_advantage_to_zero` gets 0; the others keep what the comparison with it gave them.
         """
-        return _by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
+        return _by_group(groups, self.estimator.of_step([self._numbers(group) for group in groups]))
 
     async def advantages_over_ranks(self, groups: Sequence[Group], gather: Gather, rank: int) -> Advantages:
         """The same, where the estimator needs the whole step and `groups` are those of this rank, perhaps none. A
         collective. Errors: whatever it raises when a rank is gone."""
-        mine = [(group.group_id, self.numbers(group)) for group in groups]
+        mine = [(group.group_id, self._numbers(group)) for group in groups]
         return _by_group(groups, of_rank(self.estimator, await gather(mine), rank))
 
 

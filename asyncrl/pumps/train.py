@@ -31,6 +31,8 @@ from .step import Step
 
 
 class TrainPump:
+    """See the module docstring."""
+
     def __init__(
         self,
         claims: Claims,
@@ -50,6 +52,7 @@ class TrainPump:
         self._streams_from = streams_from
 
     async def run(self) -> None:
+        """Step after step, until there is none any more; then the publish pump's edge is closed."""
         async with self._publications, anyio.create_task_group() as tasks:
             spawn(tasks, "watch of the claims", self._claims.watch, self._claims.seen)
             while not self._claims.finished and await self._step():

@@ -77,14 +77,18 @@ class Ports:
 
     @property
     def reader(self) -> RewardReader:
+        """How this run reads rewards."""
         return RewardReader(self.advantage, self.weights, self.config.reward.scale_adv_by_len)
 
     @property
     def wants_reference(self) -> bool:
+        """Whether somebody asks for log-probs of the reference: the loss, or a penalty on the rewards."""
         return self.loss.needs_reference or self.reward_penalty is not None
 
 
 def make_reroll(ports: Ports, prompts: PromptSource | None) -> Reroll:
+    """Which prompts are played again. The steps of the run are those of `train.max_steps`, else what `train.max_epochs` comes
+    to."""
     config, train = ports.config, ports.config.train
     steps: float | None = train.max_steps
     if steps is None and train.max_epochs is not None and prompts is not None:
@@ -94,6 +98,7 @@ def make_reroll(ports: Ports, prompts: PromptSource | None) -> Reroll:
 
 
 def make_intake(ports: Ports, reroll: Reroll) -> Intake:
+    """The intake, with its filters and the reference's log-probs ahead of the step."""
     config, algorithm = ports.config, ports.config.algorithm
     parts = IntakeParts(
         recorder=ports.recorder,
@@ -116,6 +121,7 @@ def make_intake(ports: Ports, reroll: Reroll) -> Intake:
 
 
 def rollout_parts(ports: Ports) -> RolloutParts:
+    """What the rollout pump gets."""
     config = ports.config
     # Of several ranks each plays its share of the slots: else the first to start would take all into its queue.
     at_once = None if ports.ranks == 1 else -(-slots(config) // ports.ranks)
@@ -139,10 +145,12 @@ def _episodes(ports: Ports) -> Episodes:
 
 
 def evaluate_parts(ports: Ports) -> EvaluateParts:
+    """What the evaluate pump gets."""
     return EvaluateParts(ports.recorder, _episodes(ports), ports.engine, ports.reward, ports.config.evaluate)
 
 
 def publish_parts(ports: Ports) -> PublishParts:
+    """What the publish pump gets."""
     rollout = ports.config.rollout
     return PublishParts(
         ports.recorder, ports.ledger, ports.sinks, rollout.weight_sync_interval, rollout.sync_warmup_steps
@@ -150,6 +158,7 @@ def publish_parts(ports: Ports) -> PublishParts:
 
 
 def make_claims(ports: Ports) -> Claims:
+    """The claims, with the fewest groups that make a step."""
     config = ports.config
     least = 1 if config.train.partial_final_step else config.rollout.groups_per_step
     rules = ClaimRules(
@@ -161,6 +170,7 @@ def make_claims(ports: Ports) -> Claims:
 
 
 def building_parts(ports: Ports) -> BuildingParts:
+    """What the building of a step gets."""
     config, algorithm = ports.config, ports.config.algorithm
     return BuildingParts(
         algorithm=algorithm,

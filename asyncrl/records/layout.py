@@ -146,4 +146,5 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
 
 
 def aligned(offset: int) -> int:
+    """The next multiple of 64."""
     return (offset + ALIGNMENT - 1) & -ALIGNMENT

@@ -125,6 +125,7 @@ class Plan:
             fault("header")
 
     def to_bytes(self, *, sequence: int = 0, checksum: bool = False) -> bytes:
+        """The record as bytes of their own; arguments as those of `write`."""
         buffer = bytearray(self.size)
         self.write(memoryview(buffer), sequence=sequence, checksum=checksum)
         return bytes(buffer)

@@ -70,6 +70,7 @@ def with_scores(
 
 
 def source_of(spec: RewardSpec) -> str | bytes:
+    """What travels to a worker: the import path, or the function itself by cloudpickle. Errors: ConfigError where it cannot."""
     if isinstance(spec.function, str):
         return spec.function
     try:
@@ -79,5 +80,6 @@ def source_of(spec: RewardSpec) -> str | bytes:
 
 
 def remote_text(reply: dict[str, str]) -> str:
+    """The message and traceback of an error reply."""
     traceback = reply["traceback"].rstrip()
     return reply["message"] + (f"\n--- in the worker ---\n{traceback}" if traceback else "")

@@ -57,13 +57,14 @@ def text_of(completion: Any) -> str:
     return "".join(str(message.get("content") or "") for message in completion if message.get("role") == "assistant")
 
 
-def answer_of(completion: Any) -> str:
+def _answer_of(completion: Any) -> str:
     text = text_of(completion)
     found = _ANSWER.match(text)
     return (found.group(1) if found else text).strip()
 
 
 def brief(value: Any) -> str:
+    """A value in words, for messages: its first 80 characters and its type."""
     text = repr(value)
     return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"
 
@@ -102,7 +103,7 @@ def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
                 + (", ".join(sorted(entry)) or "none")
             )
         entry.setdefault("question", prompts[0])
-        return _gathered([function(answer=answer_of(each), entry=entry) for each in completions])
+        return _gathered([function(answer=_answer_of(each), entry=entry) for each in completions])
 
     return score
 

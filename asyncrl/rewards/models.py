@@ -37,11 +37,17 @@ class TextModel(Protocol):
     name: str
     longest: int
 
-    def text(self, prompt: str | Messages, completion: str | Messages) -> Text: ...
+    def text(self, prompt: str | Messages, completion: str | Messages) -> Text:
+        """Prompt and completion as the model's token ids. Errors: RewardError where messages cannot be rendered."""
+        ...
 
-    def batches(self, texts: Sequence[Text]) -> Iterable[list[int]]: ...
+    def batches(self, texts: Sequence[Text]) -> Iterable[list[int]]:
+        """Which texts, by number, go into one forward."""
+        ...
 
-    def scores(self, texts: Sequence[Text]) -> list[float]: ...
+    def scores(self, texts: Sequence[Text]) -> list[float]:
+        """One score a text, in one forward."""
+        ...
 
 
 class ModelRewards:

@@ -90,6 +90,7 @@ class RewardPool:
 
     @classmethod
     def from_config(cls, config: RewardConfig, recorder: Recorder | None = None) -> RewardPool:
+        """With the functions that the configuration names."""
         specs = [RewardSpec(f.function, f.weight, f.name) for f in config.functions]
         return cls(specs, config.workers, config.timeout_s, config.on_error, recorder)
 

@@ -78,6 +78,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
+        """Its process number, also after its end."""
         return self._popen.pid
 
     async def request(self, kind: Kind, content: dict[str, Any]) -> tuple[Kind, bytes]:

@@ -22,6 +22,8 @@ HEADER_SIZE = _HEADER.size
 
 
 class Kind(IntEnum):
+    """What a frame is."""
+
     INIT = 1  # parent -> worker: import path, functions
     CALL = 2  # parent -> worker: index of the function, arguments
     READY = 3  # worker -> parent: names and accepted parameters of the functions
@@ -33,6 +35,8 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class Header(NamedTuple):
+    """What stands before the payload, without the magic; `length` in bytes."""
+
     kind: Kind
     request_id: int
     length: int

@@ -165,6 +165,7 @@ class Session:
 
 
 def main(descriptor: int, parent: int) -> None:
+    """Serve until the other end of the socket `descriptor` closes. `parent`: the process whose death ends this one."""
     die_with_parent(parent)
     os.nice(_NICENESS)
     worker = os.getpid()

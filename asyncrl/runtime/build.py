@@ -65,6 +65,8 @@ class Overrides:
 
 @dataclass(slots=True)
 class Built:
+    """What was built for this rank. None where a dry run has no such part."""
+
     ports: Ports
     lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane: what the watchdog looks at
     tokenizer: Any
@@ -92,6 +94,7 @@ class Parts:
 
 
 def sampling_params(config: Config) -> SamplingParams:
+    """How the rollouts sample."""
     rollout = config.rollout
     return SamplingParams(
         temperature=rollout.temperature,

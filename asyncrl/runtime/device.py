@@ -31,6 +31,8 @@ _SLOWER = 1.2  # times float32: from here on bfloat16 is worth a warning
 
 @dataclass(frozen=True, slots=True)
 class Settled:
+    """What a rank computes on, and in which dtype."""
+
     config: Config  # as given, `model.dtype` no longer auto where there is a model
     device: torch.device
     lines: tuple[str, ...] = ()  # for a run's first lines: which dtype and why; a warning where it is slow

@@ -32,6 +32,8 @@ KEPT_ASIDE = 2  # runs that `run.overwrite` moved aside; a run with checkpoints 
 
 
 class RunDirectory:
+    """The paths of one run's files, and the lock on them. Made without touching the disk."""
+
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir) / config.run.name
         self.config_file = self.path / "config.yaml"

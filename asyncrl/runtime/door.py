@@ -52,6 +52,7 @@ REFUSED = {
 
 
 def limits_of(runtime: Runtime) -> Limits:
+    """What a trajectory from outside may be: as for `Runtime.submit`, and no longer than prompts and completions of the run."""
     config = runtime.config
     return replace(runtime.limits, longest=config.data.max_prompt_tokens + config.rollout.max_tokens)
 

@@ -15,9 +15,11 @@ class ByteTokenizer:
     eos_token_id = 0
 
     def encode(self, text: str, **_: Any) -> list[int]:
+        """A byte, a token."""
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The inverse; what is no UTF-8 is replaced."""
         return bytes(int(t) % 256 for t in token_ids).decode(errors="replace")
 
 
@@ -29,10 +31,12 @@ class OwnWeights:
         self.engine: WeightSink | None = None  # its `version_source` reads ours, so it is made after us
 
     async def update_weights(self, version: int) -> None:
+        """As `WeightSink.update_weights`."""
         self.version = version
         assert self.engine is not None
         await self.engine.update_weights(version)
 
 
 def rows(count: int = 256) -> list[dict[str, str]]:
+    """The prompts of a dry run."""
     return [{"prompt": f"dry-run prompt number {number}"} for number in range(count)]

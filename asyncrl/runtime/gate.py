@@ -39,6 +39,7 @@ class Result:
 
     @property
     def agrees(self) -> bool:
+        """Whether the path computes what the model does, within the bounds."""
         return self.distance is not None and self.distance.agrees
 
     def __str__(self) -> str:
@@ -60,6 +61,7 @@ class Verdict:
 
     @property
     def chosen(self) -> Result | None:
+        """The first path that agrees."""
         return next((result for result in self.results if result.agrees), None)
 
     @property

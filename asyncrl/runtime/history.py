@@ -19,6 +19,7 @@ class History(Sequence[Line]):
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}  # most steps have the same: each kept once
 
     def add(self, version: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics."""
         names = tuple(sys.intern(name) for name in sorted(metrics))  # they are made anew for each step
         self._versions.append(version)
         self._numbers.append((self._names.setdefault(names, names), array("d", [metrics[name] for name in names])))

@@ -86,6 +86,7 @@ def available(device: torch.device) -> int:
 
 
 def table(parts: dict[str, int]) -> str:
+    """Bytes by what they are for, in GiB, with their sum: a line each."""
     width = max(len(name) for name in parts)
     lines = [f"  {name:<{width}}  {size / GIB:8.3f} GiB" for name, size in parts.items()]
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])

@@ -51,6 +51,8 @@ class Foundation:
 
 
 class OpenRun:
+    """See the module docstring. Made by `opening.open_run`; the supervisor is opened and closed around it."""
+
     def __init__(
         self,
         base: Foundation,
@@ -98,6 +100,7 @@ class OpenRun:
         return self.summary()
 
     def summary(self) -> RunSummary:
+        """How it stands, or, at the end, how it ended."""
         return RunSummary(
             version=self.ports.trainer.version,
             books=self.ports.ledger.statistics(),

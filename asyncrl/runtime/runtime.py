@@ -41,6 +41,9 @@ from .steps import Listener, Listeners, RunSummary, State, StepStream
 
 
 class Runtime:
+    """See the module docstring. `run` trains on the configured prompts; `generate`, `submit` and `finish` are for programs that
+    make the groups themselves; `steps` tells what was trained."""
+
     def __init__(
         self,
         config: Config,

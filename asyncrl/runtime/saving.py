@@ -58,6 +58,7 @@ class SavedRun:
 
     @classmethod
     def latest(cls, directory: RunDirectory) -> SavedRun:
+        """The newest whole checkpoint. Errors: CheckpointError where there is none."""
         found = CheckpointStore(directory.checkpoints).load_latest()
         if found is None:
             raise CheckpointError(f"resume=true: there is no checkpoint in {directory.checkpoints}")
@@ -65,10 +66,12 @@ class SavedRun:
 
     @property
     def version(self) -> int:
+        """Its policy version."""
         return int(self.checkpoint.run["version"])
 
     @property
     def turn(self) -> int:
+        """The ledger's turn at which the run goes on."""
         return int(self.checkpoint.run["turn"])
 
     def next_group(self, rank: int) -> int:
@@ -99,6 +102,8 @@ class Captured:
 
 
 class Checkpointer:
+    """See the module docstring."""
+
     def __init__(
         self, config: Config, directory: RunDirectory | None, built: Built, world: World, recorder: Recorder
     ) -> None:

@@ -29,9 +29,13 @@ class State(Enum):
 class Listener(Protocol[T_in]):
     """Hears of every committed step, and of the end of the training, in the step of the loop in which it happens."""
 
-    def push(self, item: T_in) -> None: ...
+    def push(self, item: T_in) -> None:
+        """A step was committed."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The training ended: no more steps."""
+        ...
 
 
 class Listeners(Generic[T]):
@@ -48,6 +52,7 @@ class Listeners(Generic[T]):
             listener.close()
 
     def push(self, item: T) -> None:
+        """A step was committed: everybody hears it."""
         for listener in self._all:
             listener.push(item)
 
@@ -82,6 +87,7 @@ class StepStream(Generic[T]):
         self._changed = anyio.Event()
 
     def push(self, item: T) -> None:
+        """The next item, kept until it is asked for."""
         self._items.append(item)
         self._wake()
 

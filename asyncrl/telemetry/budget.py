@@ -183,6 +183,7 @@ class RunBudget:
         return budget_metrics(budgets)
 
     def lanes(self) -> list[LaneBudget]:
+        """The account of each lane, over all steps so far."""
         return list(self._lanes.values())
 
     def metrics(self) -> dict[str, float]:

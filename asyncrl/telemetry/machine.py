@@ -21,6 +21,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_model() -> str:
+    """The model name of the processor; the architecture where nothing says it."""
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
@@ -38,4 +39,5 @@ def instruction_set() -> str:
 
 
 def describe_cpu() -> str:
+    """The model name and the widest instructions."""
     return f"{cpu_model()} ({instruction_set()})"

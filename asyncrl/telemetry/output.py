@@ -20,6 +20,7 @@ class Lossy:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write, or drop. The length of `text` in either case."""
         try:
             self._stream.write(text)
         except UnicodeEncodeError as error:
@@ -30,10 +31,12 @@ class Lossy:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
+        """Each by `write`."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
+        """Flush, or drop what was buffered."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:

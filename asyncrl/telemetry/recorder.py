@@ -222,6 +222,7 @@ class Recorder:
     # ---- trace only
 
     def instant(self, name: str, *, track: str, **args: Any) -> None:
+        """A moment without length in the trace, with arguments of plain values."""
         self._add_event("i", name, track, self.clock(), 0.0, _atoms(args))
 
     def events(self) -> list[TraceEvent]:

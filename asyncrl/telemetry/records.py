@@ -54,6 +54,7 @@ class Wait:
     task: asyncio.Task[Any] | None = None  # who waits, where that is a task whose place is worth knowing
 
     def describe(self, now: float) -> str:
+        """The sentence for error messages; `now` in seconds, on the recorder's clock."""
         return f"{self.who} waits for {self.what} from {self.on} since {now - self.since:.1f} s"
 
 

@@ -38,6 +38,7 @@ class RolloutWriter:
             self._discard_after(resume_step)
 
     def path(self, step: int) -> Path:
+        """The file of one step."""
         return self.directory / f"step_{step}.jsonl"
 
     def write(

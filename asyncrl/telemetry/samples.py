@@ -12,6 +12,8 @@ _KEPT = 65_536  # for a percentile: the latest of a step; bounds the memory of a
 
 
 class Samples:
+    """Adds up in constant memory; `value` is what `reduce` says of all samples ("p99": of the newest ones)."""
+
     __slots__ = ("_count", "_extreme", "_last", "_reduce", "_sum")
 
     def __init__(self, reduce: Reduce) -> None:
@@ -22,6 +24,7 @@ class Samples:
         self._last: deque[float] | None = deque(maxlen=_KEPT) if reduce == "p99" else None
 
     def add(self, value: float) -> None:
+        """One more sample."""
         self._count += 1
         self._sum += value
         if self._last is not None:
@@ -32,6 +35,7 @@ class Samples:
             self._extreme = value if self._count == 1 else min(self._extreme, value)
 
     def value(self) -> float:
+        """Their mean, minimum, maximum or 99th percentile. At least one sample must have come."""
         if self._last is not None:
             ordered = sorted(self._last)
             return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]

@@ -28,9 +28,13 @@ _MLFLOW_PARAMS = 100  # the most that one of its requests takes
 class Sink(Protocol):
     """Takes the metrics of each step. `close` may be called twice."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of step `step`, which is the policy version. On the event loop: no longer than a short line takes."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Everything that was written is kept; nothing is written afterwards."""
+        ...
 
 
 class JsonlSink:
@@ -48,10 +52,12 @@ class JsonlSink:
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line. Errors: OSError where the disk is full."""
         self._file.write(dump({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -117,9 +123,11 @@ class WandbSink:
             ) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over to wandb's own process."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """Wait until wandb has everything."""
         self._run.finish()
 
 
@@ -135,11 +143,13 @@ class TensorBoardSink:
         self._closed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A scalar each, flushed."""
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, float(value), step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         if not self._closed:
             self._closed = True
             self._writer.close()
@@ -178,6 +188,7 @@ class MlflowSink:
         self._failed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over to the thread."""
         self._thread.submit(self._send, step, dict(metrics), int(time.time() * 1000))
 
     def _send(self, step: int, metrics: Mapping[str, float], now: int) -> None:
@@ -196,6 +207,7 @@ class MlflowSink:
             logger.warning("mlflow gets %s: %s: %s", lost, type(error).__name__, error)
 
     def close(self) -> None:
+        """Wait for the thread, and tell MLflow that the run is over."""
         self._thread.shutdown()
         self._try(lambda: self._client.set_terminated(self._run), "no end of the run")
 
@@ -220,6 +232,7 @@ class Sinks:
         self._sinks = tuple(sinks)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """To every sink. Errors: the first OSError, after all of them."""
         failed: list[OSError] = []
         for sink in self._sinks:
             try:
@@ -230,6 +243,7 @@ class Sinks:
             raise failed[0]
 
     def close(self) -> None:
+        """Every sink, in reverse order."""
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)

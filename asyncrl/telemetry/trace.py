@@ -75,39 +75,39 @@ def write_trace(recorder: Recorder, path: Path) -> None:
         "dropped_events": recorder.dropped_events,
         "clock": "microseconds since start",
     }
-    _write(path, metadata, _records(events, threads, recorder.started), other)
+    _write(path, metadata, _entries(events, threads, recorder.started), other)
 
 
 def _meta(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": 0, "tid": tid, "args": args}
 
 
-def _records(events: list[TraceEvent], threads: dict[int, int], zero: float) -> Iterator[dict[str, Any]]:
+def _entries(events: list[TraceEvent], threads: dict[int, int], zero: float) -> Iterator[dict[str, Any]]:
     for event in events:
-        record: dict[str, Any] = {"ph": event.phase, "name": event.name, "pid": 0}
-        record["ts"] = round((event.start - zero) * 1e6, 3)
-        record["tid"] = threads[id(event)]
+        entry: dict[str, Any] = {"ph": event.phase, "name": event.name, "pid": 0}
+        entry["ts"] = round((event.start - zero) * 1e6, 3)
+        entry["tid"] = threads[id(event)]
         if event.phase == "X":
-            record["dur"] = round(event.duration * 1e6, 3)
-            record["cat"] = "wait" if event.args and "cause" in event.args else "span"
+            entry["dur"] = round(event.duration * 1e6, 3)
+            entry["cat"] = "wait" if event.args and "cause" in event.args else "span"
         else:
-            record["s"] = "t"
+            entry["s"] = "t"
         if event.args:
-            record["args"] = event.args
-        yield record
+            entry["args"] = event.args
+        yield entry
 
 
 def _write(
-    path: Path, metadata: list[dict[str, Any]], records: Iterator[dict[str, Any]], other: dict[str, Any]
+    path: Path, metadata: list[dict[str, Any]], entries: Iterator[dict[str, Any]], other: dict[str, Any]
 ) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps(other) + b',"traceEvents":[\n')
-        lines: list[bytes] = [dump(record) for record in metadata]
+        lines: list[bytes] = [dump(entry) for entry in metadata]
         file.write(b",\n".join(lines))
         lines = []
-        for record in records:
-            lines.append(dump(record))
+        for entry in entries:
+            lines.append(dump(entry))
             if len(lines) >= _CHUNK:
                 file.write(b",\n" + b",\n".join(lines))
                 lines = []
@@ -132,16 +132,16 @@ def read_tail(path: Path, max_bytes: int = 16 << 20) -> tuple[dict[str, Any], di
     first = head.split(b"\n", 1)[0]
     other = orjson.loads(first.removesuffix(b',"traceEvents":[') + b"}").get("otherData", {})
     names: dict[int, str] = {}
-    for record in _lines(head):
-        if record.get("ph") == "M" and record["name"] == "thread_name":
-            names[record["tid"]] = record["args"]["name"]
-    return other, names, [record for record in _lines(tail) if record.get("ph") != "M"]
+    for entry in _lines(head):
+        if entry.get("ph") == "M" and entry["name"] == "thread_name":
+            names[entry["tid"]] = entry["args"]["name"]
+    return other, names, [entry for entry in _lines(tail) if entry.get("ph") != "M"]
 
 
 def _lines(block: bytes) -> Iterator[dict[str, Any]]:
     for line in block.split(b"\n"):
         line = line.rstrip(b",")
-        # The first and last line of a block may be cut anywhere; only whole records count.
+        # The first and last line of a block may be cut anywhere; only whole entries count.
         if line.startswith(b'{"ph":') and line.endswith(b"}"):
             try:
                 yield orjson.loads(line)

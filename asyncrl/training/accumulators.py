@@ -99,6 +99,7 @@ class Metrics:
     current: Tensor | None = None  # [3]: tokens, |difference| sum, largest, of sequences wholly of the current version
 
     def add(self, metrics: Mapping[str, MetricSum]) -> None:
+        """The metrics of one microbatch. Errors: ValueError for one that the loss does not report of an empty microbatch."""
         for name, metric in metrics.items():
             value = metric.value.detach().to(torch.float64)
             if name not in self.normalisers:
@@ -112,6 +113,7 @@ class Metrics:
                 self.values[name] = combine(self.values[name], value)
 
     def add_loss(self, total: Tensor, extra: Tensor | None) -> None:
+        """The loss of one microbatch: `LossSums.total` and `LossSums.extra`, 0-d."""
         value = total.detach().to(torch.float64)
         self.loss = value if self.loss is None else self.loss + value
         if extra is not None:
@@ -119,6 +121,7 @@ class Metrics:
             self.extra = value if self.extra is None else self.extra + value
 
     def loss_sums(self) -> tuple[float, float]:
+        """Both, so far, on the host: this waits for the device."""
         return 0.0 if self.loss is None else float(self.loss), 0.0 if self.extra is None else float(self.extra)
 
     def add_mismatch(

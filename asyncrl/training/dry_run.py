@@ -1,4 +1,4 @@
-"""A trainer without a model: the state table of the real one, costs on the lane, a record of what it was given."""
+"""A trainer without a model: the state table of the real one, costs on the lane, notes of what it was given."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class DryRunTrainer:
 
     @property
     def version(self) -> int:
+        """As `Trainer.version`."""
         return self._version
 
     async def begin_train_step(self, loss: Any) -> None:

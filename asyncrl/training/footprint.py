@@ -44,6 +44,7 @@ class Kept:
     score: float = 0.0
 
     def of(self, tokens: float, scores: float) -> float:
+        """Bytes of so many tokens and pairs."""
         return self.token * tokens + self.score * scores
 
 

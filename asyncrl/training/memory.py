@@ -37,6 +37,7 @@ class Lengths:
 
     @property
     def context(self) -> int:
+        """Tokens of the longest row."""
         return self.prompt + self.completion
 
 

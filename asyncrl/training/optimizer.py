@@ -17,25 +17,35 @@ class Parameters(Protocol):
     """What is trained, as trainer and optimizer see it: `models.flat.FlatParameters`, `distributed.fsdp.ShardedParameters`."""
 
     @property
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """The parameters' names in the model, in the order in which they lie."""
+        ...
 
     @property
-    def master_dtype(self) -> torch.dtype: ...
+    def master_dtype(self) -> torch.dtype:
+        """Of masters, gradients and optimizer state: float32 or float64."""
+        ...
 
     @property
     def grad(self) -> Tensor:
         """Every gradient that this rank holds, in one buffer."""
         ...
 
-    def zero_grad(self) -> None: ...
+    def zero_grad(self) -> None:
+        """Zero the gradients: before a step, and after it was aborted."""
+        ...
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Views, in the order of `names`."""
         ...
 
-    def named_grads(self) -> Iterator[tuple[str, Tensor]]: ...
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of `grad`, in the order of `names`."""
+        ...
 
-    def load_masters(self, state: Mapping[str, Tensor]) -> None: ...
+    def load_masters(self, state: Mapping[str, Tensor]) -> None:
+        """Copy saved masters in, and bring the modules up to date. Errors: KeyError for what is missing."""
+        ...
 
 
 class FlatAdamW:
@@ -65,13 +75,16 @@ class FlatAdamW:
 
     @property
     def lr(self) -> float:
+        """The learning rate of the next `step`."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
+        """For all parameters alike."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def step(self) -> None:
+        """Move the masters; the modules' working copy is not refreshed here."""
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

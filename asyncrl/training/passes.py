@@ -52,6 +52,7 @@ class Forward:
 
 
 def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]  # numpy says: no scalar type
+    """A host array as a tensor on the device; on a CPU the same memory."""
     return torch.from_numpy(values).to(device)
 
 

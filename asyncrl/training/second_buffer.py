@@ -28,6 +28,7 @@ class SecondBuffer:
         self._buffer = torch.zeros_like(flat.grad)
 
     def zero_(self) -> None:
+        """Zero the gradients: before a step, and after it was aborted."""
         self._buffer.zero_()
 
     @contextmanager

@@ -106,6 +106,7 @@ class ShardedForward:
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.")
 
     def __call__(self, batch: Microbatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        """`entropy_grad`: whether the entropies carry a gradient, too."""
         device = self.device
         result: tuple[Tensor, Tensor] = self._scoring(
             column(batch.tokens, device),
@@ -202,6 +203,7 @@ class ShardedTrainer(TorchTrainer):
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:
+        """As `TorchTrainer.begin_train_step`; no collective."""
         super().begin_train_step(loss)
         self._all_finishing = False
 

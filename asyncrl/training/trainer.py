@@ -51,6 +51,8 @@ _NORM_BLOCK = 4096
 
 
 class StepState(Enum):
+    """Where an open step stands."""
+
     OPEN = "open"
     COMMITTED = "committed"  # the optimizer moved the weights, and what came after it failed
 
@@ -107,11 +109,14 @@ class TorchTrainer:
 
     @property
     def version(self) -> int:
+        """As `Trainer.version`: that of the policy."""
         return self.policy.version
 
     # -- the four calls ----------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:
+        """Open a step with zeroed gradients. Errors: TrainStepError where one is open, and where `loss` has a second normaliser
+        but there is neither a survey of the step nor a second gradient buffer."""
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
         loss = self._controlled(loss)

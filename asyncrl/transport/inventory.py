@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..errors import ArenaOwned, TransportError
 from .memory.arena import Arena
-from .memory.segment import DIRECTORY, PREFIX, check_platform, owner_of, path_of
+from .memory.owners import owner_of
+from .memory.segment import DIRECTORY, PREFIX, check_platform, path_of
 from .rings.ring import TAG, RingMemory
 
 
@@ -31,6 +32,7 @@ class Entry:
 
     @property
     def free(self) -> bool:
+        """Nobody owns it: it may be cleared."""
         return self.owner is None
 
 

@@ -1,4 +1,4 @@
-"""The door: one AF_UNIX socket per owner, over which a producer gets its ring and its eventfds. Payload never passes here.
+"""The rendezvous: one AF_UNIX socket per owner, over which a producer gets its ring and its eventfds. Payload never passes here.
 
     producer                                   owner
     {protocol, producer}                  ->
@@ -29,18 +29,20 @@ _LARGEST = 4096
 
 
 def address(segment: Segment) -> str:
+    """The abstract address of the segment's present owner."""
     return f"\0asyncrl/{segment.geometry.run.hex()}/{segment.tenure}"
 
 
 def listen(segment: Segment) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    """The owner's socket; does not block."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        door.bind(address(segment))
-        door.listen(128)
+        listener.bind(address(segment))
+        listener.listen(128)
     except BaseException:
-        door.close()
+        listener.close()
         raise
-    return door
+    return listener
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
@@ -50,6 +52,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def send(connection: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
+    """One message, as JSON, with descriptors that the other side gets copies of."""
     raw = json.dumps(message).encode()
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     connection.sendmsg([raw], ancillary, socket.MSG_NOSIGNAL)
@@ -66,13 +69,13 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if not raw:
             raise EOFError("the other side closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise TransportError(f"a message at the door is longer than {_LARGEST} bytes")
+            raise TransportError(f"a message at the rendezvous is longer than {_LARGEST} bytes")
         message = json.loads(raw)
         if not isinstance(message, dict):
             raise ValueError("no object")
     except ValueError as error:
         _close(list(fds))
-        raise TransportError(f"a message at the door is not of this protocol: {error}") from error
+        raise TransportError(f"a message at the rendezvous is not of this protocol: {error}") from error
     except BaseException:
         _close(list(fds))
         raise
@@ -97,6 +100,7 @@ class Attachment:
     space: int  # eventfd: the owner tells the producer that something was released
 
     def close(self) -> None:
+        """Hang up, and close the eventfds."""
         self.connection.close()
         _close([self.data, self.space])
 

@@ -26,9 +26,13 @@ SAMPLED_POSITIONS = 4096  # of each parameter
 class Shards(Protocol):
     """The part of `distributed.fsdp.ShardedParameters` that the proof reads."""
 
-    def named_masters(self) -> Iterator[tuple[str, Tensor]]: ...
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, this rank's rows of the master) for every parameter."""
+        ...
 
-    def local(self, full: Tensor) -> Tensor: ...
+    def local(self, full: Tensor) -> Tensor:
+        """The rows of a whole parameter that are this rank's."""
+        ...
 
 
 class GatheredWeights:

@@ -26,16 +26,16 @@ def longest(requests: list[GenerationRequest]) -> int:
 async def watched(
     policy: PolicyModel, requests: list[GenerationRequest], **numbers: Any
 ) -> tuple[list[Any], list[float]]:
-    """Answers, and the positions that were reserved at each turn."""
+    """Answers, and the positions that were reserved at each closure."""
     reserved = []
     async with opened(policy, **numbers) as run:
-        turn = run.engine._turn
+        advance = run.engine._advance
 
         async def noted() -> Any:
             reserved.append(run.engine.statistics()["reserved_positions"])
-            return await turn()
+            return await advance()
 
-        run.engine._turn = noted  # type: ignore[method-assign]
+        run.engine._advance = noted  # type: ignore[method-assign]
         answers = await generate_all(run.engine, requests)
         assert run.engine.statistics()["reserved_positions"] == 0
         if isinstance(run.engine.core, Core):

@@ -82,16 +82,16 @@ def test_equals_dense_masked_attention(
 def test_small_segments_share_a_call_and_large_ones_do_not() -> None:
     plan, mask = build(TREES["ragged with an empty suffix"])
     small = inputs(mask.shape[0], (4, 2, 8), torch.float64)[0]
-    assert len(plan.self_blocks(small)) < len(plan.segments)
+    assert len(plan.self_blocks(small)) < len(plan.spans)
     plan, mask = build([(100, [128, 120, 90])])
-    assert plan.self_blocks(inputs(mask.shape[0], (9, 3, 64), torch.float64)[0]) == plan.segments
+    assert plan.self_blocks(inputs(mask.shape[0], (9, 3, 64), torch.float64)[0]) == plan.spans
 
 
 def test_views_and_bins_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, mask = build(TREES["ragged with an empty suffix"])
     qkv = inputs(mask.shape[0], (4, 2, 8), torch.float64)
     binned = plan.attend(0, *qkv, 0.5)
-    monkeypatch.setattr("asyncrl.models.attention.tree._SMALL_SEGMENT_FLOP", 0.0)
+    monkeypatch.setattr("asyncrl.models.attention.tree._SMALL_SPAN_FLOP", 0.0)
     viewed = plan.attend(0, *qkv, 0.5)
     torch.testing.assert_close(binned, viewed, rtol=0, atol=1e-13)
     weights = torch.ones_like(viewed)

@@ -40,4 +40,5 @@ class Bnpo(Clipped):
     )
 
     def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
+        """A mean, not a sum: over the tokens of this microbatch."""
         return loss_S.sum() / max(loss_S.numel(), 1)

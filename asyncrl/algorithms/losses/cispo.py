@@ -33,6 +33,7 @@ class Cispo(LossMethod):
     high: float = setting(5.0, "Absolute upper bound of the detached ratio (TRL's epsilon_high there).", gt=0)
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
+        """The gradient is in the log-prob; the bounded ratio is a detached weight."""
         ratio_S, advantage_S = token_ratio(inputs), inputs.advantage_S
         detached_S = ratio_S.detach()
         weight_S = detached_S.clamp(self.low, self.high)
@@ -40,5 +41,6 @@ class Cispo(LossMethod):
         return Surrogate(-weight_S * advantage_S * inputs.logp_S, ratio_S, metrics)
 
     def problems(self, around: Around) -> Iterator[str]:
+        """Refused: a lower bound that is not below the upper one."""
         if self.low >= self.high:
             yield f"algorithm.cispo.low is {self.low}; expected less than algorithm.cispo.high = {self.high}"

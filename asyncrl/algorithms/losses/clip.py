@@ -32,12 +32,16 @@ class Bounded(LossMethod):
 
     @property
     def high(self) -> float:
+        """epsilon_high, which is epsilon where it was left out."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def derived(self) -> Mapping[str, Any]:
+        """epsilon_high as it is used."""
         return {"epsilon_high": self.high}
 
     def clip_metrics(self, inputs: LossInputs, ratio_S: Tensor, *, by_sequence: bool = False) -> Metrics:
+        """`clip_ratio/*`: the share of tokens whose ratio is beyond the bound that their advantage pushes it to, so that their
+        gradient is 0. `by_sequence`: the mean over sequences of those shares."""
         detached_S, advantage_S = ratio_S.detach(), inputs.advantage_S
         low_S = (detached_S < 1 - self.epsilon) & (advantage_S < 0)
         high_S = (detached_S > 1 + self.high) & (advantage_S > 0)
@@ -47,6 +51,7 @@ class Bounded(LossMethod):
         return shares(low_B, high_B, Normaliser.SEQUENCES)
 
     def problems(self, around: Around) -> Iterator[str]:
+        """Refused: an epsilon of 1 or more, as no lower bound would be left."""
         if self.epsilon >= 1:
             yield (
                 f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, since the ratio is clipped to 1 - "
@@ -79,6 +84,7 @@ class Clipped(Bounded):
     )
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
+        """[S] the pessimistic of the free and the clipped term, with one ratio a token, or a sequence (`by_sequence`)."""
         ratio_S = sequence_ratio(inputs) if self.by_sequence else token_ratio(inputs)
         advantage_S = inputs.advantage_S
         clipped_S = ratio_S.clamp(1 - self.epsilon, 1 + self.high)
@@ -90,6 +96,7 @@ class Clipped(Bounded):
         return Surrogate(loss_S, ratio_S, self.clip_metrics(inputs, ratio_S, by_sequence=self.by_sequence))
 
     def problems(self, around: Around) -> Iterator[str]:
+        """Refused, beside that: a two-sided clip inside of the clip, or given in both of its spellings."""
         yield from super().problems(around)
         if self.delta is not None and self.delta <= 1 + self.high:
             yield (
@@ -110,6 +117,7 @@ class SequenceClipped(Clipped):
     by_sequence: ClassVar[bool] = True
 
     def warnings(self, around: Around) -> Iterator[str]:
+        """Warned of: an epsilon made for ratios of tokens, which ratios of sequences never reach."""
         if self.epsilon > 0.05:
             yield (
                 f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: its ratios are means over a sequence and stay "

@@ -26,4 +26,6 @@ class Luspo(SequenceClipped):
     normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES
 
     def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
+        """The sum over all tokens, where the normaliser would ask for means of sequences: so a sequence weighs by its
+        length."""
         return loss_S.sum()

@@ -24,6 +24,7 @@ class OneSided(Bounded):
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
+        """[S] one bound a token: the upper one for a good token, the lower one for a bad one."""
         ratio_S, good_S = token_ratio(inputs), inputs.advantage_S > 0
         bounded_S = ratio_S.clamp(max=1 + self.high).where(good_S, ratio_S.clamp(min=1 - self.epsilon))
         return Surrogate(-bounded_S * inputs.advantage_S, ratio_S, self.clip_metrics(inputs, ratio_S))

@@ -23,4 +23,5 @@ class Reinforce(LossMethod):
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
+        """The ratio is reported, for a KL, and multiplies nothing."""
         return Surrogate(-inputs.advantage_S * inputs.logp_S, token_ratio(inputs))

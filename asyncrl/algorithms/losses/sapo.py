@@ -29,6 +29,7 @@ class Sapo(LossMethod):
     temperature_neg: float = setting(1.05, "Temperature of the gate elsewhere.", gt=0)
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
+        """[S] the gated ratio; `temperature_pos` above advantage 0, `temperature_neg` at and below it."""
         ratio_S, positive_S = token_ratio(inputs), inputs.advantage_S > 0
         tau_S = ratio_S.new_tensor(self.temperature_pos).where(positive_S, ratio_S.new_tensor(self.temperature_neg))
         return Surrogate(-(tau_S * (ratio_S - 1)).sigmoid() * 4 / tau_S * inputs.advantage_S, ratio_S)

@@ -50,6 +50,7 @@ class Vespo(LossMethod):
     lambda_neg: float = setting(2.0, "Decay lambda where the advantage is negative.", gt=0)
 
     def surrogate(self, inputs: LossInputs) -> Surrogate:
+        """phi is computed from logarithms and without gradient, bounded on both sides; where it is not finite it counts 0."""
         import torch
 
         ratio_S = token_ratio(inputs)

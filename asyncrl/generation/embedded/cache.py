@@ -43,6 +43,7 @@ class CacheShape:
     head_size: int  # D
 
     def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values together."""
         return 2 * self.layers * self.rows * self.heads * self.positions * self.head_size * dtype.itemsize
 
 
@@ -105,6 +106,7 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
+        """Where the buffer lies."""
         return self.data.device
 
     @property
@@ -147,6 +149,7 @@ class KVCache:
         return self.data[:, :, row, :, :length].clone()
 
     def restore(self, saved: Tensor, row: int) -> None:
+        """A saved copy into the first positions of `row`, all layers."""
         self.data[:, :, row, :, : saved.shape[3]] = saved
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from asyncrl.types import GenerationRequest, Int64Array
 
 from .cache import KVCache
-from .plans import DecodePlan, ExtendPlan, Segment
+from .plans import DecodePlan, ExtendPlan, Piece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
@@ -41,13 +41,21 @@ class Policy(Protocol):
     version: int
 
     @property
-    def module(self) -> nn.Module: ...
+    def module(self) -> nn.Module:
+        """The model of transformers."""
+        ...
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: ExtendPlan | DecodePlan) -> Tensor: ...
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: ExtendPlan | DecodePlan) -> Tensor:
+        """As `PolicyModel.hidden`; the plan reads and writes the engine's cache."""
+        ...
 
-    def logits(self, hidden_NE: Tensor) -> Tensor: ...
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """As `PolicyModel.logits`."""
+        ...
 
-    def set_training(self, training: bool) -> None: ...
+    def set_training(self, training: bool) -> None:
+        """As `PolicyModel.set_training`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -104,6 +112,7 @@ class Core:
         return bool((columns.cached[rows] < columns.length[rows] - 1).any())
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
+        """Give a request a slot and a row; its slot. There must be a free one."""
         self._ends = None
         return self.sequences.add(request, stop_ids)
 
@@ -158,11 +167,11 @@ class Core:
         with torch.no_grad():
             self.sync()
             self.cache.use(self.sequences.rows.size)
-            segments = self._segments()
-            if segments:
-                self._extend(segments)
+            pieces = self._pieces()
+            if pieces:
+                self._extend(pieces)
                 self._share()
-        total = sum(segment.length for segment in segments)
+        total = sum(piece.length for piece in pieces)
         self.tokens_prefilled += total
         return total
 
@@ -195,12 +204,12 @@ class Core:
             parts.append(self.sampler.sample(logits, self.sequences.parameters(own)))
         return parts[0] if len(parts) == 1 else Sampled.joined(parts)
 
-    def _segments(self) -> list[Segment]:
+    def _pieces(self) -> list[Piece]:
         """What to compute now: sequences that are behind, oldest row first, within the budget; prompts shared."""
         columns, budget = self.sequences, self.prefill_tokens
         rows = columns.rows
-        segments: list[Segment] = []
-        computing: set[PrefixKey] = set()  # prompts that a segment of this closure computes
+        pieces: list[Piece] = []
+        computing: set[PrefixKey] = set()  # prompts that a piece of this closure computes
         for slot in rows[columns.cached[rows] < columns.length[rows] - 1].tolist():
             key = columns.prefix_key[slot]
             if key is not None and columns.cached[slot] < columns.prompt[slot] - 1:
@@ -213,20 +222,20 @@ class Core:
             start = int(columns.cached[slot])
             length = min(int(columns.length[slot]) - 1 - start, budget)
             if length > 0:
-                segments.append(Segment(slot, int(columns.row_of[slot]), start, length))
+                pieces.append(Piece(slot, int(columns.row_of[slot]), start, length))
                 budget -= length
-        segments.sort(key=lambda segment: (segment.start, segment.length))  # equal ones share an attention call
-        return segments
+        pieces.sort(key=lambda piece: (piece.start, piece.length))  # equal ones share an attention call
+        return pieces
 
-    def _extend(self, segments: list[Segment]) -> None:
+    def _extend(self, pieces: list[Piece]) -> None:
         columns, device = self.sequences, self.cache.device
-        tokens = np.concatenate([columns.tokens[s.slot, s.start : s.start + s.length] for s in segments])
-        positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in segments])
-        plan = ExtendPlan(self.cache, segments)
+        tokens = np.concatenate([columns.tokens[s.slot, s.start : s.start + s.length] for s in pieces])
+        positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in pieces])
+        plan = ExtendPlan(self.cache, pieces)
         self.policy.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), plan)
-        for segment in segments:
-            columns.cached[segment.slot] = segment.start + segment.length
-            self._register(segment.slot)
+        for piece in pieces:
+            columns.cached[piece.slot] = piece.start + piece.length
+            self._register(piece.slot)
 
     def _register(self, slot: int) -> None:
         """The row of `slot` holds its whole prompt under the current version: others may copy it."""

@@ -107,6 +107,7 @@ class EmbeddedEngine(OwnedEngine):
         return self
 
     def check(self, request: GenerationRequest) -> None:
+        """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
         super().check(request)
         low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
         if low < 0 or high >= self._vocabulary:
@@ -118,6 +119,7 @@ class EmbeddedEngine(OwnedEngine):
             raise GenerationError("this request cannot be served: it has stop strings, but the engine has no tokenizer")
 
     def statistics(self) -> dict[str, float]:
+        """As the base class; and `prefill_tokens` computed and `copied_tokens` spared so far."""
         core = self._core
         return super().statistics() | {
             "prefill_tokens": float(core.tokens_prefilled if core else 0),
@@ -142,6 +144,7 @@ class EmbeddedEngine(OwnedEngine):
 
     @property
     def core(self) -> Core | PlainCore:
+        """The running batch; made by the owner task before it serves anybody."""
         assert self._core is not None, "the owner task prepares the core before anything else"
         return self._core
 
@@ -160,7 +163,7 @@ class EmbeddedEngine(OwnedEngine):
         self._stop_strings.pop(job.slot, None)
         self.core.remove(job.slot, keep_prefix=wanted)
 
-    async def _turn(self) -> list[tuple[Job, Generation]]:
+    async def _advance(self) -> list[tuple[Job, Generation]]:
         core = self.core
         if core.behind:
             with self.recorder.span("prefill", track=WHO, sequences=len(self._running)):

@@ -63,6 +63,7 @@ class PlainCore:
         return bool(self._fresh)
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
+        """As `Core.add`; the sequence joins a cohort at the next prefill."""
         slot = self.sequences.add(request, stop_ids)
         self._fresh.append(slot)
         return slot

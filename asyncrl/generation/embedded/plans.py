@@ -167,7 +167,7 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, attn_mask: Te
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Piece:
     """Tokens [start..start + length) of the sequence in `row`, to be written behind what the row already holds."""
 
     slot: int
@@ -177,32 +177,32 @@ class Segment:
 
 
 class ExtendPlan:
-    """Packed segments one after another: each writes its keys and values and attends causally over its own row.
+    """Packed pieces one after another: each writes its keys and values and attends causally over its own row.
 
-    Neighbouring segments that start at 0 and have equal length share one attention call: sort them so.
+    Neighbouring pieces that start at 0 and have equal length share one attention call: sort them so.
     """
 
-    def __init__(self, cache: KVCache, segments: list[Segment]) -> None:
+    def __init__(self, cache: KVCache, pieces: list[Piece]) -> None:
         self.cache = cache
-        self.segments = segments
-        self.offsets = np.cumsum([0, *(segment.length for segment in segments)]).tolist()
-        self.longest = max((segment.start + segment.length for segment in segments), default=0)
-        self.groups: list[tuple[int, int]] = []  # [first, last) segments of one attention call
-        for index, segment in enumerate(segments):
-            previous = segments[index - 1] if index else None
-            joins = previous is not None and previous.start == segment.start == 0 and previous.length == segment.length
+        self.pieces = pieces
+        self.offsets = np.cumsum([0, *(piece.length for piece in pieces)]).tolist()
+        self.longest = max((piece.start + piece.length for piece in pieces), default=0)
+        self.groups: list[tuple[int, int]] = []  # [first, last) pieces of one attention call
+        for index, piece in enumerate(pieces):
+            previous = pieces[index - 1] if index else None
+            joins = previous is not None and previous.start == piece.start == 0 and previous.length == piece.length
             if joins:
                 self.groups[-1] = (self.groups[-1][0], index + 1)
             else:
                 self.groups.append((index, index + 1))
-        self.masks = {index: self._mask(segment) for index, segment in enumerate(segments) if segment.start}
+        self.masks = {index: self._mask(piece) for index, piece in enumerate(pieces) if piece.start}
 
-    def _mask(self, segment: Segment) -> Tensor:
+    def _mask(self, piece: Piece) -> Tensor:
         """Additive [length, start + length]: causal behind a start that is visible as a whole."""
         device, dtype = self.cache.device, self.cache.data.dtype
-        end = segment.start + segment.length
-        own = torch.arange(segment.start, end, device=device).unsqueeze(1)
-        mask = torch.zeros(segment.length, end, dtype=dtype, device=device)
+        end = piece.start + piece.length
+        own = torch.arange(piece.start, end, device=device).unsqueeze(1)
+        mask = torch.zeros(piece.length, end, dtype=dtype, device=device)
         return mask.masked_fill_(torch.arange(end, device=device) > own, float("-inf"))
 
     def attend(
@@ -210,11 +210,11 @@ class ExtendPlan:
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]."""
         cache = self.cache
-        for segment, offset in zip(self.segments, self.offsets, strict=False):
-            own = slice(offset, offset + segment.length)
-            there = slice(segment.start, segment.start + segment.length)
-            cache.keys[layer][segment.row, :, there] = key[own].transpose(0, 1)
-            cache.values[layer][segment.row, :, there] = value[own].transpose(0, 1)
+        for piece, offset in zip(self.pieces, self.offsets, strict=False):
+            own = slice(offset, offset + piece.length)
+            there = slice(piece.start, piece.start + piece.length)
+            cache.keys[layer][piece.row, :, there] = key[own].transpose(0, 1)
+            cache.values[layer][piece.row, :, there] = value[own].transpose(0, 1)
         terms = terms.within(self.longest)
         if not terms.plain:
             return self._attend_with_terms(layer, query, scaling, terms)
@@ -232,29 +232,29 @@ class ExtendPlan:
         return out
 
     def _continue(self, layer: int, index: int, query: Tensor, scaling: float) -> Tensor:
-        """[length, H, D] of a segment behind a cached start, over the row's keys; grouped heads are not expanded."""
-        segment, shape = self.segments[index], self.cache.shape
-        end = segment.start + segment.length
+        """[length, H, D] of a piece behind a cached start, over the row's keys; grouped heads are not expanded."""
+        piece, shape = self.pieces[index], self.cache.shape
+        end = piece.start + piece.length
         group = query.shape[1] // shape.heads
         # [K, G, end, D], with stride 0 in G
-        keys = self.cache.keys[layer][segment.row, :, None, :end].expand(-1, group, -1, -1)
-        values = self.cache.values[layer][segment.row, :, None, :end].expand(-1, group, -1, -1)
+        keys = self.cache.keys[layer][piece.row, :, None, :end].expand(-1, group, -1, -1)
+        values = self.cache.values[layer][piece.row, :, None, :end].expand(-1, group, -1, -1)
         grouped = query.unflatten(1, (shape.heads, group)).permute(1, 2, 0, 3)  # [K, G, length, D]
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=self.masks[index], scale=scaling)
         return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _attend_with_terms(self, layer: int, query: Tensor, scaling: float, terms: AttentionTerms) -> Tensor:
-        """Over what the rows hold, these segments included."""
+        """Over what the rows hold, these pieces included."""
         shape, device = self.cache.shape, self.cache.device
         out = torch.empty_like(query)
-        for segment, offset in zip(self.segments, self.offsets, strict=False):
+        for piece, offset in zip(self.pieces, self.offsets, strict=False):
             keys, values = (
-                self.cache.keys[layer][segment.row],
-                self.cache.values[layer][segment.row],
+                self.cache.keys[layer][piece.row],
+                self.cache.values[layer][piece.row],
             )  # [K, positions, D]
-            for block in cut((0, segment.start, 0, segment.length), terms.window, query.shape[1]):
+            for block in cut((0, piece.start, 0, piece.length), terms.window, query.shape[1]):
                 there = slice(block.low, block.end)
-                own = slice(offset + block.first - segment.start, offset + block.end - segment.start)
+                own = slice(offset + block.first - piece.start, offset + block.end - piece.start)
                 grouped = query[own].unflatten(1, (shape.heads, -1)).transpose(0, 1)  # [K, L, G, D]
                 column = torch.arange(block.low, block.end, device=device)
                 seen = visible(column[block.first - block.low :], column, terms.window)

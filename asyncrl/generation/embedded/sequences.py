@@ -59,6 +59,7 @@ class Sequences:
 
     @property
     def full(self) -> bool:
+        """No slot is free."""
         return not self._free
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:

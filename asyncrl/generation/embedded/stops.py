@@ -12,7 +12,9 @@ MARGIN = 8  # tokens of context before the window: decoders that look back (spac
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that stop strings need."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """The text of these ids."""
+        ...
 
 
 class StopStrings:

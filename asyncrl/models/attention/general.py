@@ -43,10 +43,12 @@ class Block:
 
     @property
     def length(self) -> int:
+        """Queries."""
         return self.end - self.first
 
     @property
     def width(self) -> int:
+        """Keys."""
         return self.end - self.low
 
 

@@ -54,6 +54,7 @@ class AttentionTerms:
 
     @property
     def plain(self) -> bool:
+        """Whether there is nothing beyond that."""
         return self.window is None and self.softcap is None and self.sinks is None
 
     def within(self, longest: int) -> AttentionTerms:
@@ -67,6 +68,8 @@ PLAIN = AttentionTerms()
 
 
 class AttentionPlan(Protocol):
+    """The layout of the tokens of one forward: who sees whom."""
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> Tensor:

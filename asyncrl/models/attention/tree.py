@@ -42,7 +42,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 # Measured on two cores: in bfloat16 half the kernel's time. In float32 a third less, if the softmax takes one pass; else no less
 _BY_PRODUCTS = {torch.bfloat16} | ({torch.float32} if native.available() else set())
-_SMALL_SEGMENT_FLOP = 1.5e6  # below this a kernel call costs more than the arithmetic: segments are padded together
+_SMALL_SPAN_FLOP = 1.5e6  # below this a kernel call costs more than the arithmetic: spans are padded together
 _PADDING = 1.25  # most padded tokens per real token in such a bin
 
 
@@ -87,8 +87,8 @@ class TreePlan:
             if length:
                 self._suffixes.append(_Span(int(start), int(length)))
                 self._tree_of.append(int(tree))
-        self.segments = [span for span in (*self._prefixes, *self._suffixes) if span.length]
-        self.tokens = sum(span.length for span in self.segments)
+        self.spans = [span for span in (*self._prefixes, *self._suffixes) if span.length]
+        self.tokens = sum(span.length for span in self.spans)
         self.cross = self._cross_blocks()  # (suffix tokens of a tree, its prefix)
         self.longest = max((before.length + own.length for before, own in self.rows()), default=0)
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
@@ -98,6 +98,7 @@ class TreePlan:
 
     @classmethod
     def of(cls, batch: Microbatch) -> TreePlan:
+        """The plan of a microbatch."""
         return cls(batch.prefix_start, batch.prefix_length, batch.suffix_start, batch.suffix_length, batch.suffix_tree)
 
     def rows(self) -> list[tuple[_Span, _Span]]:
@@ -246,13 +247,13 @@ class TreePlan:
         return rows
 
     def self_blocks(self, query: Tensor) -> list[_Span] | list[_Bin]:
-        """The causal blocks: single segments as views where they are large, padded bins where they are small."""
+        """The causal blocks: single spans as views where they are large, padded bins where they are small."""
         width = query.shape[1] * query.shape[2]
-        flop = 4.0 * width * sum(span.length**2 for span in self.segments) / max(len(self.segments), 1)
-        if flop > _SMALL_SEGMENT_FLOP or len(self.segments) < 4:
-            return self.segments
+        flop = 4.0 * width * sum(span.length**2 for span in self.spans) / max(len(self.spans), 1)
+        if flop > _SMALL_SPAN_FLOP or len(self.spans) < 4:
+            return self.spans
         if query.device not in self._bins:
-            self._bins[query.device] = _make_bins(self.segments, query.device)
+            self._bins[query.device] = _make_bins(self.spans, query.device)
         return self._bins[query.device]
 
     # -- any device: one masked call over padded rows ---------------------------------------------------------------
@@ -361,12 +362,12 @@ def _put(tensor: Tensor, block: _Span | _Bin, part: Tensor) -> None:
     tensor.index_copy_(0, block.target, rows.index_select(0, block.real) if block.padding.numel() else rows)
 
 
-def _make_bins(segments: list[_Span], device: torch.device) -> list[_Bin]:
+def _make_bins(spans: list[_Span], device: torch.device) -> list[_Bin]:
     """Sort by length, then cut where padding would pass `_PADDING`."""
     bins: list[_Bin] = []
     members: list[_Span] = []
     real = 0
-    for span in sorted(segments, key=lambda span: -span.length):
+    for span in sorted(spans, key=lambda span: -span.length):
         if members and members[0].length * (len(members) + 1) > _PADDING * (real + span.length):
             bins.append(_make_bin(members, device))
             members, real = [], 0

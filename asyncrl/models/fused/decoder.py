@@ -32,7 +32,7 @@ from ..native.kernels import Scratch
 from ..native.norms import FusedRMSNorm
 from ..parameters.flat import FlatWeights
 from ..parameters.packed import packing_works
-from .layers import Layer, Norm, Turn, TurnKind, kind_of, make_turn, read_layer
+from .layers import Layer, Norm, Rotation, RotationKind, kind_of, make_rotation, read_layer
 from .proof import listen, prove, repeats
 
 
@@ -58,7 +58,7 @@ class FusedDecoder:
         self.final_norm = final_norm
         self.rotary = rotary
         self.multiplier = multiplier
-        self.turns = list(dict.fromkeys(layer.turn for layer in layers))
+        self.rotations = list(dict.fromkeys(layer.rotation for layer in layers))
         self.scratch = Scratch()
         self.checkpointing = False
 
@@ -76,7 +76,7 @@ class FusedDecoder:
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
         trial = cls([], norm, rotary, 1.0)
-        layers, proved = [], dict[Any, TurnKind | None]()
+        layers, proved = [], dict[Any, RotationKind | None]()
         for number, (block, call) in enumerate(zip(blocks, heard.layers, strict=True)):
             layer = read_layer(number, block, call, flat, index, pack)
             if layer is None:
@@ -84,42 +84,44 @@ class FusedDecoder:
             kind = kind_of(block, module.config.get_text_config(), layer)
             if kind not in proved:
                 proved[kind] = prove(block, layer, call, heard.positions_T, trial.compute)
-            turn = proved[kind]
-            if turn is None or not repeats(layer, call, trial._turn(turn, call.x[0], heard.positions_T), trial.compute):
+            rotation = proved[kind]
+            if rotation is None or not repeats(
+                layer, call, trial._rotation(rotation, call.x[0], heard.positions_T), trial.compute
+            ):
                 return None
-            layers.append(replace(layer, turn=turn))
+            layers.append(replace(layer, rotation=rotation))
         return cls(layers, norm, rotary, heard.multiplier)
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Embedded tokens [T, E] at their positions -> final-normed hidden states [T, E]. Differentiable."""
-        turns = {kind: self._turn(kind, rows_TE, positions_T) for kind in self.turns}
+        rotations = {kind: self._rotation(kind, rows_TE, positions_T) for kind in self.rotations}
         x = rows_TE if self.multiplier == 1 else rows_TE * self.multiplier
         for layer in self.layers:
             if torch.is_grad_enabled():
-                x = _FusedLayer.apply(x, self, layer, plan, turns[layer.turn])
+                x = _FusedLayer.apply(x, self, layer, plan, rotations[layer.rotation])
             else:
-                x, _ = self.forward(layer, x, plan, turns[layer.turn], keep=False)
+                x, _ = self.forward(layer, x, plan, rotations[layer.rotation], keep=False)
         result: Tensor = self.final_norm(x)
         return result
 
-    def _turn(self, kind: TurnKind, rows_TE: Tensor, positions_T: Tensor) -> Turn:
+    def _rotation(self, kind: RotationKind, rows_TE: Tensor, positions_T: Tensor) -> Rotation:
         rotary = None
         if kind.rotary is not None:
             arguments, named = kind.rotary
             rotary = self.rotary(rows_TE.unsqueeze(0), positions_T.unsqueeze(0), *arguments, **dict(named))
-        return make_turn(kind, rotary, positions_T, rows_TE)
+        return make_rotation(kind, rotary, positions_T, rows_TE)
 
-    def compute(self, layer: Layer, x: Tensor, plan: AttentionPlan, turn: Turn) -> Tensor:
+    def compute(self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation) -> Tensor:
         """One layer without a graph: [T, E] -> [T, E]."""
-        return self.forward(layer, x, plan, turn, keep=False)[0]
+        return self.forward(layer, x, plan, rotation, keep=False)[0]
 
     def forward(
-        self, layer: Layer, x: Tensor, plan: AttentionPlan, turn: Turn, keep: bool
+        self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
     ) -> tuple[Tensor, _Kept | None]:
         """One layer: [T, E] -> [T, E], and what its backward needs."""
         tokens = x.shape[0]
         qkv = layer.qkv(self._normed(layer.input_norm, x))
-        raw = self._rotate(layer, qkv, turn, keep)
+        raw = self._rotate(layer, qkv, rotation, keep)
         q, k, v = _split(layer, qkv)
         if keep:
             attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
@@ -135,7 +137,7 @@ class FusedDecoder:
     def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
         return x if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
 
-    def _rotate(self, layer: Layer, qkv: Tensor, turn: Turn, keep: bool) -> Tensor | None:
+    def _rotate(self, layer: Layer, qkv: Tensor, rotation: Rotation, keep: bool) -> Tensor | None:
         """Norms of queries and keys, where there are any, and rotary, in place. Returns q and k as they were before."""
         raw = None
         queries = layer.heads * layer.head_size
@@ -146,20 +148,22 @@ class FusedDecoder:
                 rows = part.reshape(-1, norm.weight.shape[0])
                 normed = self.scratch.take("heads", rows.shape[0], rows.shape[1], rows)
                 part.copy_(norm(rows, normed).view(part.shape))
-        self._turn_(layer, both, turn)
+        self._rotate_both_(layer, both, rotation)
         return raw
 
-    def _turn_(self, layer: Layer, both: Tensor, turn: Turn, inverse: bool = False) -> None:
+    def _rotate_both_(self, layer: Layer, both: Tensor, rotation: Rotation, inverse: bool = False) -> None:
         """Rotary of queries and keys [T, (H + K) D] and scaling of queries, in place; with `inverse` their transposes."""
         heads = both.unflatten(1, (-1, layer.head_size))
-        if turn.cos is not None and turn.sin is not None:
-            turned = 2 * turn.cos.shape[1]
+        if rotation.cos is not None and rotation.sin is not None:
+            turned = 2 * rotation.cos.shape[1]
             own = heads if turned == layer.head_size else heads[..., :turned]
-            kernels.rotate_(own, turn.cos, turn.sin, self.scratch, inverse)
-        if turn.query_scale is not None:
-            heads[:, : layer.heads].mul_(turn.query_scale[:, None, None])
+            kernels.rotate_(own, rotation.cos, rotation.sin, self.scratch, inverse)
+        if rotation.query_scale is not None:
+            heads[:, : layer.heads].mul_(rotation.query_scale[:, None, None])
 
-    def backward(self, layer: Layer, x: Tensor, kept: _Kept, grad: Tensor, plan: TreePlan, turn: Turn) -> Tensor:
+    def backward(
+        self, layer: Layer, x: Tensor, kept: _Kept, grad: Tensor, plan: TreePlan, rotation: Rotation
+    ) -> Tensor:
         """Gradient of the layer's output [T, E] -> that of its input, fresh; weight gradients are added where they belong."""
         scratch, (tokens, width) = self.scratch, x.shape
         size = kept.gate_up.shape[1] // 2
@@ -182,7 +186,7 @@ class FusedDecoder:
         saved, targets = (*_split(layer, kept.qkv), kept.attended, kept.lse), _split(layer, grad_qkv)
         grad = grad_attended.view(kept.attended.shape)
         plan.backward(grad, saved, layer.scaling, targets, layer.terms, layer.sinks_gradient)
-        self._rotate_back(layer, grad_qkv, kept.raw, turn)
+        self._rotate_back(layer, grad_qkv, kept.raw, rotation)
         layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), below)
         _through_norm(layer.input_norm, below, x, through)
         return through
@@ -199,10 +203,10 @@ class FusedDecoder:
         norm.backward(own, added, before)
         return before
 
-    def _rotate_back(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, turn: Turn) -> None:
+    def _rotate_back(self, layer: Layer, grad_qkv: Tensor, raw: Tensor | None, rotation: Rotation) -> None:
         queries = layer.heads * layer.head_size
         both = grad_qkv[:, : queries + layer.kv_heads * layer.head_size]
-        self._turn_(layer, both, turn, inverse=True)
+        self._rotate_both_(layer, both, rotation, inverse=True)
         if raw is None or layer.query_norm is None or layer.key_norm is None:
             return
         for own, norm in ((slice(0, queries), layer.query_norm), (slice(queries, None), layer.key_norm)):
@@ -214,18 +218,18 @@ class FusedDecoder:
 
 class _FusedLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, turn: Turn) -> Tensor:
-        out, kept = decoder.forward(layer, x, plan, turn, keep=not decoder.checkpointing)
+    def forward(ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, rotation: Rotation) -> Tensor:
+        out, kept = decoder.forward(layer, x, plan, rotation, keep=not decoder.checkpointing)
         ctx.save_for_backward(x, *(kept or ()))
-        ctx.rest = decoder, layer, plan, turn
+        ctx.rest = decoder, layer, plan, rotation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors  # autograd refuses a second backward, which would find them overwritten
-        decoder, layer, plan, turn = ctx.rest
-        kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, turn, keep=True)[1]
-        return decoder.backward(layer, x, kept, grad.contiguous(), plan, turn), None, None, None, None
+        decoder, layer, plan, rotation = ctx.rest
+        kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, rotation, keep=True)[1]
+        return decoder.backward(layer, x, kept, grad.contiguous(), plan, rotation), None, None, None, None
 
 
 def _add(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -55,12 +55,15 @@ _NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Norm:
+    """One RMS norm: `(offset + weight) * x / sqrt(mean(x^2) + eps)`."""
+
     weight: nn.Parameter
     eps: float
     offset: float
     gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
 
     def __call__(self, x_NE: Tensor, out_NE: Tensor) -> Tensor:
+        """Into `out_NE`, which is returned."""
         return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
 
     def backward(self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor) -> None:
@@ -75,7 +78,7 @@ class RotaryCall(NamedTuple):
     named: tuple[tuple[str, Any], ...] = ()
 
 
-class TurnKind(NamedTuple):
+class RotationKind(NamedTuple):
     """What is done to queries and keys by their position.
 
     rotary: None where layers have none (SmolLM3, some of them).
@@ -87,15 +90,17 @@ class TurnKind(NamedTuple):
     query_scaling: tuple[float, float] | None
 
 
-class Turn(NamedTuple):
-    """A `TurnKind` at the positions of some tokens."""
+class Rotation(NamedTuple):
+    """A `RotationKind` at the positions of some tokens."""
 
     cos: Tensor | None  # [T, R / 2] of the first R numbers of a head
     sin: Tensor | None
     query_scale: Tensor | None  # [T]
 
 
-def make_turn(kind: TurnKind, rotary: tuple[Tensor, Tensor] | None, positions_T: Tensor, like: Tensor) -> Turn:
+def make_rotation(
+    kind: RotationKind, rotary: tuple[Tensor, Tensor] | None, positions_T: Tensor, like: Tensor
+) -> Rotation:
     """`rotary`: cos and sin [1, T, R], whose halves hold the same. Numbers in the dtype of `like`."""
     cos = sin = scale = None
     if rotary is not None:
@@ -104,11 +109,13 @@ def make_turn(kind: TurnKind, rotary: tuple[Tensor, Tensor] | None, positions_T:
     if kind.query_scaling is not None:
         beta, length = kind.query_scaling
         scale = (1 + beta * torch.log(1 + torch.floor(positions_T / length))).to(like.dtype)
-    return Turn(cos, sin, scale)
+    return Rotation(cos, sin, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """What `read_layer` found: the parts of one decoder layer, None where it has no such part."""
+
     number: int
     input_norm: Norm | None
     qkv: JoinedLinear
@@ -128,7 +135,7 @@ class Layer:
     scaling: float
     terms: AttentionTerms
     sinks_gradient: Tensor | None
-    turn: TurnKind
+    rotation: RotationKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +211,7 @@ def read_layer(
         scaling=heard.scaling,
         terms=PLAIN if heard.terms.plain else heard.terms,  # asked by identity in every decode step
         sinks_gradient=None if sinks is None else gradient(sinks),
-        turn=TurnKind(heard.rotary, _query_scaling(attention)),
+        rotation=RotationKind(heard.rotary, _query_scaling(attention)),
     )
 
 
@@ -324,7 +331,15 @@ def kind_of(block: nn.Module, config: PretrainedConfig, layer: Layer) -> tuple[A
         _lists_of(config, layer.number),
         tuple(None if norm is None else (norm.eps, norm.offset, norm.weight.numel()) for norm in norms),
         tuple((product.inputs, tuple(product.sizes), len(product.biases)) for product in products),
-        (layer.activation, layer.multiplier, layer.heads, layer.kv_heads, layer.head_size, layer.scaling, layer.turn),
+        (
+            layer.activation,
+            layer.multiplier,
+            layer.heads,
+            layer.kv_heads,
+            layer.head_size,
+            layer.scaling,
+            layer.rotation,
+        ),
         (layer.terms.window, layer.terms.softcap, layer.terms.sinks is None),
     )
 

@@ -32,9 +32,9 @@ from ..head.output import decoder_of
 from ..parameters.flat import FlatWeights
 from ..parameters.lora import AdaptedLinear
 from ..probe import longest_row
-from .layers import Heard, Layer, RotaryCall, Turn, TurnKind, make_turn, read_layer
+from .layers import Heard, Layer, RotaryCall, Rotation, RotationKind, make_rotation, read_layer
 
-Compute = Callable[[Layer, Tensor, AttentionPlan, Turn], Tensor]
+Compute = Callable[[Layer, Tensor, AttentionPlan, Rotation], Tensor]
 
 _TOKENS = 24
 _GAIN = 4.0  # standard deviation of what a product gives for a normed input
@@ -84,9 +84,9 @@ def listen(module: PreTrainedModel) -> Listening | None:
     positions_T = _positions(module.config.get_text_config()).to(device)
     inputs: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
     outputs: list[Any] = []
-    turns: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+    rotations: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
     ear = _Ear()
-    hooks = [decoder.rotary_emb.register_forward_hook(lambda _, *call: turns.append(call), with_kwargs=True)]
+    hooks = [decoder.rotary_emb.register_forward_hook(lambda _, *call: rotations.append(call), with_kwargs=True)]
     for number, block in enumerate(blocks):
         hooks += [
             block.register_forward_pre_hook(
@@ -99,7 +99,7 @@ def listen(module: PreTrainedModel) -> Listening | None:
     try:
         arguments = {"input_ids": tokens_T[None], "position_ids": positions_T[None], "use_cache": False}
         last = decoder(**arguments, **{PLAN_ARGUMENT: ear}).last_hidden_state
-        calls = [(_rotary_call(decoder.rotary_emb, call, positions_T), call[2]) for call in list(turns)]
+        calls = [(_rotary_call(decoder.rotary_emb, call, positions_T), call[2]) for call in list(rotations)]
         layers = [
             _heard(call, out, calls, ear.heard[number])
             for number, (call, out) in enumerate(zip(inputs, outputs, strict=True))
@@ -133,7 +133,7 @@ def _positions(config: Any) -> Tensor:
 
 def _rotary_call(rotary: Any, call: tuple[tuple[Any, ...], dict[str, Any], Any], positions_T: Tensor) -> RotaryCall:
     """Errors: ValueError where the same call, as the fused decoder makes it, gives something else; TypeError for arguments that
-    cannot be told apart by their values: turns are kept by them."""
+    cannot be told apart by their values: rotations are kept by them."""
     arguments, named, given = call
     rest = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
     found = RotaryCall(tuple(arguments[2:]), tuple(sorted(rest.items())))
@@ -147,11 +147,11 @@ def _rotary_call(rotary: Any, call: tuple[tuple[Any, ...], dict[str, Any], Any],
 def _heard(
     call: tuple[int, tuple[Any, ...], dict[str, Any]],
     out: Any,
-    turns: list[tuple[RotaryCall, Any]],
+    rotations: list[tuple[RotaryCall, Any]],
     attention: tuple[float, AttentionTerms],
 ) -> Heard | None:
     _, arguments, named = call
-    rotary = next((own for own, given in turns if any(value is given for value in named.values())), None)
+    rotary = next((own for own, given in rotations if any(value is given for value in named.values())), None)
     strange = [name for name, value in named.items() if isinstance(value, Tensor) and name not in _TENSORS]
     if len(arguments) != 1 or strange or not isinstance(out, Tensor):
         return None
@@ -160,10 +160,10 @@ def _heard(
 
 
 @torch.no_grad()
-def prove(block: nn.Module, layer: Layer, heard: Heard, positions_T: Tensor, compute: Compute) -> TurnKind | None:
+def prove(block: nn.Module, layer: Layer, heard: Heard, positions_T: Tensor, compute: Compute) -> RotationKind | None:
     """How `compute` has to turn queries and keys so that it gives what `block` does; None where it never does.
 
-    `compute(layer, x [T, E], plan, turn) -> [T, E]`. Errors of ours that say that the parts do not fit are taken for no.
+    `compute(layer, x [T, E], plan, rotation) -> [T, E]`. Errors of ours that say that the parts do not fit are taken for no.
     """
     copied, flat = _copy(block)
     named = {name: _on_cpu(value) for name, value in heard.named.items() if name != PLAN_ARGUMENT}
@@ -182,23 +182,23 @@ def prove(block: nn.Module, layer: Layer, heard: Heard, positions_T: Tensor, com
     if again is None:
         return None
     rotary = named.get("position_embeddings")
-    for turn in dict.fromkeys((layer.turn, layer.turn._replace(rotary=None))):
-        turned = make_turn(turn, None if turn.rotary is None else rotary, positions_T, x)
+    for rotation in dict.fromkeys((layer.rotation, layer.rotation._replace(rotary=None))):
+        turned = make_rotation(rotation, None if rotation.rotary is None else rotary, positions_T, x)
         try:
-            found = compute(replace(again, turn=turn), x, plan, turned)
+            found = compute(replace(again, rotation=rotation), x, plan, turned)
         except (RuntimeError, ValueError, ConfigError):  # sizes that do not fit; terms that nobody computes
             continue
         if float((found - expected).norm()) <= _TOLERANCE * float((expected - x).norm()):
-            return turn
+            return rotation
     return None
 
 
 @torch.no_grad()
-def repeats(layer: Layer, heard: Heard, turn: Turn, compute: Compute) -> bool:
+def repeats(layer: Layer, heard: Heard, rotation: Rotation, compute: Compute) -> bool:
     """Whether `layer` adds to its input what was heard, in the dtype and with the weights of the model, attention being none:
     coarse in a narrow dtype, but asked of every layer."""
     x, expected = heard.x[0], heard.out[0]
-    found = compute(layer, x, _Ear(), turn)
+    found = compute(layer, x, _Ear(), rotation)
     unit = torch.finfo(x.dtype).eps
     error, added, whole = (float(part.double().norm()) for part in (found - expected, expected - x, expected))
     return bool(error <= unit**0.5 * added + 2 * unit * whole)

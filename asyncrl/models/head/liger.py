@@ -167,11 +167,14 @@ class LigerHead:
         self._backward[(1, len(target))](**arguments, DLOSS=grad_logp, DLOGITS=logits, LSE=lse, **strides, **_BACKWARD)
 
     def entropy(self, logits: Tensor, inverse: Tensor, lse: Tensor, entropy: Tensor) -> None:
+        """Our kernel: `entropy` [rows] of these logits, whose normalisers are `lse`."""
         self._own.entropy_kernel[(len(lse),)](logits, inverse, lse, entropy, N=logits.shape[1], **_OUR_OWN)
 
     def backward_with_entropy_(
         self, logits: Tensor, target: Tensor, inverse: Tensor, lse: Tensor, entropy: Tensor, slope: Tensor, bend: Tensor
     ) -> None:
+        """Our kernel: the logits become their gradient, in place; `slope` and `bend` [rows] are the gradients of log-prob and
+        entropy, over the temperature."""
         self._own.gradient_kernel[(len(lse),)](
             logits, target, inverse, lse, entropy, slope, bend, N=logits.shape[1], **_OUR_OWN
         )

@@ -84,6 +84,8 @@ class HeadPasses(Protocol):
 
 
 class HeadKernel(Protocol):
+    """A kernel package that may take the place of `own_passes`."""
+
     def passes(self, temperature_S: Tensor) -> HeadPasses | None:
         """For rows at these temperatures (on the host); None where torch's are to be used."""
 
@@ -243,6 +245,7 @@ class NativePasses:
     """Two passes of a native kernel over each row. float32 or bfloat16 on a CPU."""
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
+        """As `HeadPasses.statistics`."""
         here = slice(first, first + logits.shape[0])
         out = logp[here], columns.lse[here], columns.entropy[here]
         native.head_statistics(logits, columns.inverse[here], columns.target[here], *out)
@@ -250,6 +253,7 @@ class NativePasses:
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
+        """As `HeadPasses.gradient_`."""
         here = slice(first, first + logits.shape[0])
         inverse, lse = columns.inverse[here], columns.lse[here]
         bend = None if grad_entropy is None else (grad_entropy[here] * inverse, columns.entropy[here])
@@ -266,6 +270,7 @@ class TorchPasses:
         self._scratch = torch.empty(2, rows, vocabulary, dtype=wide, device=hidden.device)
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
+        """As `HeadPasses.statistics`."""
         for start, end in _ranges(logits.shape[0], self._block):
             here = slice(first + start, first + end)
             _statistics(
@@ -276,6 +281,7 @@ class TorchPasses:
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
+        """As `HeadPasses.gradient_`."""
         for start, end in _ranges(logits.shape[0], self._block):
             here = slice(first + start, first + end)
             inverse = columns.inverse[here]
@@ -297,6 +303,7 @@ class CappedPasses:
         self._inner = own_passes(self._scratch[0], vocabulary, self._block)
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
+        """As `HeadPasses.statistics`; the logits are read uncapped and stay so."""
         for start, end in _ranges(logits.shape[0], self._block):
             capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
             self._inner.statistics(capped, first + start, columns, logp)
@@ -304,6 +311,7 @@ class CappedPasses:
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
+        """As `HeadPasses.gradient_`: of the uncapped logits."""
         for start, end in _ranges(logits.shape[0], self._block):
             capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
             slope = self._transform.derivative_(self._scratch[1, : end - start].copy_(capped))

@@ -41,6 +41,7 @@ class Scratch:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that norms are computed in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -62,6 +62,7 @@ _library = _load()
 
 
 def available() -> bool:
+    """Whether the native kernels were built for this machine and are not turned off."""
     return _library is not None
 
 

@@ -62,6 +62,7 @@ class FusedRMSNorm(nn.Module):
     offset: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., E] in the dtype of the input, with gradient."""
         return rms_norm(hidden_states, self.weight, self.eps, self.offset)
 
 

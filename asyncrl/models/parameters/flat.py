@@ -69,6 +69,7 @@ class FlatWeights:
         self._generation = 0
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
+        """Parameter number `index` as a view of a buffer of this layout."""
         start, shape = self.offsets[index], self.shapes[index]
         return buffer[start : start + torch.Size(shape).numel()].view(shape)
 
@@ -136,6 +137,7 @@ class FlatParameters(FlatWeights):
         self._generation += 1
 
     def zero_grad(self) -> None:
+        """Zero the buffer; where the modules hold the masters, bind their `.grad` to it again."""
         self.grad.zero_()
         if not self.has_working_copy:  # somebody may have set .grad to None: bind the views again
             for index, parameter in enumerate(self.parameters):
@@ -150,6 +152,7 @@ class FlatParameters(FlatWeights):
             yield name, self.view(self.master, index)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, view of the gradient buffer) for every parameter."""
         for index, name in enumerate(self.names):
             yield name, self.view(self.grad, index)
 
@@ -189,4 +192,5 @@ class ServedParameters(FlatParameters):
         self.named(name).copy_(values)
 
     def zero_grad(self) -> None:
+        """Nothing: there is no gradient."""
         return None

@@ -61,6 +61,7 @@ class AdaptedLinear(nn.Linear):
     adapter: Adapter
 
     def forward(self, input: Tensor) -> Tensor:
+        """The product with the merged weight; where gradients are taken, a node that gives them to A and B."""
         if not torch.is_grad_enabled():
             return F.linear(input, self.weight, self.bias)
         adapter = self.adapter
@@ -105,6 +106,7 @@ class LoraParameters(FlatParameters):
             )
 
     def refresh(self) -> None:
+        """As `FlatParameters.refresh`, and every merged weight anew from its W0."""
         super().refresh()
         with torch.no_grad():
             for number, place in enumerate(self._places):
@@ -117,14 +119,15 @@ class LoraParameters(FlatParameters):
         return torch.addmm(base.to(self.master_dtype), b, a, alpha=self.scale).to(base.dtype)
 
     @torch.no_grad()
-    def merged_agrees(self, turn: int) -> bool:
+    def merged_agrees(self, version: int) -> bool:
         """Whether the modules read what the masters say: the same products again, of the first layer and of one more, which
-        `turn` (the version) chooses."""
-        numbers = {0, turn % len(self._places)}
+        `version` chooses."""
+        numbers = {0, version % len(self._places)}
         read = self.weights.view
         return all(torch.equal(self._merged(n), read(self.weights.bound, self._places[n])) for n in numbers)
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
+        """As `FlatParameters.load_masters`. Errors: ConfigError for adapters of another rank."""
         for name, master in self.named_masters():
             if name in state and state[name].shape != master.shape:
                 raise ConfigError(

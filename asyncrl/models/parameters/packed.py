@@ -48,6 +48,7 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W' + bias` [N, O] with W packed by `mkldnn._reorder_linear_weight`; no gradient."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return result
 

@@ -77,6 +77,7 @@ class Arena:
 
     @classmethod
     def attach(cls, name: str) -> Arena:
+        """Look into an arena that somebody else owns. Errors: as `Segment.attach`."""
         return cls(Segment.attach(name))
 
     # -- the owner's side
@@ -124,6 +125,7 @@ class Arena:
         return self.segment.buffer[block.offset : block.offset + block.size]
 
     def statistics(self) -> ArenaStatistics:
+        """As this process knows it: only the owner sees what is used."""
         return self.table.statistics()
 
     def close(self, *, keep: bool = False) -> None:
@@ -151,11 +153,11 @@ class Arena:
                 f"{dtype} {list(shape)} at {offset} does not lie (aligned) in a block of {block.size} bytes"
             )
         start = block.offset + offset
-        return np.asarray(Window(self.segment, start, found, shape, writable, keep))
+        return np.asarray(ArrayBase(self.segment, start, found, shape, writable, keep))
 
 
-class Window:
-    """A piece of a segment, what numpy keeps as the base of an array: mapping and lease live as long as the array does."""
+class ArrayBase:
+    """What numpy keeps as the base of an array in a segment: mapping and lease live as long as the array does."""
 
     def __init__(
         self, segment: Segment, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool, keep: object

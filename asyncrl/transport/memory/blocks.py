@@ -37,6 +37,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
+    """How full an arena, or a slab, is and was. Sizes in bytes."""
+
     size: int  # bytes for data
     used: int
     most_used: int
@@ -133,6 +135,7 @@ class BlockTable:
         return block
 
     def statistics(self) -> ArenaStatistics:
+        """A snapshot; the owner first takes back what leases that were forgotten held."""
         with self._lock:
             if self.segment.owner and not self.segment.closed:
                 self._collect()
@@ -153,6 +156,7 @@ class BlockTable:
             raise LifecycleError(f"{self.what}: only its owner allocates and frees; this process attached")
 
     def close(self) -> None:
+        """Let go of the views of the segment."""
         for words in (self._generations, self._offsets, self._sizes, self._tags):
             words.release()
 
@@ -199,6 +203,8 @@ class BlockLease:
         table.leases += 1
 
     def handle(self, dtype: Any, shape: tuple[int, ...], *, offset: int = 0) -> Handle:
+        """What names an array of this dtype and shape at `offset` bytes into the block, for whoever is to look at it. Errors:
+        ValueError where it does not lie in the block; LifecycleError after the release."""
         self._check()
         run = self._table.segment.geometry.run
         handle = Handle(run, self.block.index, self.block.generation, offset, dtype_name(dtype), tuple(shape))

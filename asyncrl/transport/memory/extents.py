@@ -23,6 +23,7 @@ class Extents:
 
     @property
     def largest(self) -> int:
+        """Bytes of the largest free extent."""
         self._merge()
         return max(self._sizes, default=0)
 

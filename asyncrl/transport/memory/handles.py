@@ -29,6 +29,7 @@ class Handle:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
     def encode(self) -> bytes:
@@ -65,6 +66,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a name; bfloat16, which numpy lacks, as the 16 bits that it is. Errors: ValueError for what is no
+    number."""
     found: np.dtype[Any] = np.dtype("<u2") if name == BFLOAT16 else np.dtype(name)
     if found.kind not in "biufc":
         raise ValueError(f"{name!r} is no number")

@@ -29,11 +29,11 @@ import time
 import weakref
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from ...errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, TransportError
+from .owners import owner_of, start_time
 from .words import Words, fault
 
 DIRECTORY = "/dev/shm"
@@ -191,10 +191,12 @@ class Segment:
 
     @property
     def path(self) -> str:
+        """Its file."""
         return self._hold.path
 
     @property
     def owner(self) -> bool:
+        """Whether this process owns it. A forked child does not."""
         return self._hold.owner
 
     def keep_at_exit(self, keep: bool) -> None:
@@ -276,31 +278,6 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which the process began: with its number it names a process for good. None: no such."""
-    try:
-        raw = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(raw.rpartition(")")[2].split()[19])
-
-
-def owner_of(fd: int) -> int | None:
-    """The process that holds the `flock`, as far as /proc shows: asking by locking would disturb a new owner.
-
-    0 where somebody unknown holds it (another process namespace); None where nobody does.
-    """
-    status = os.fstat(fd)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if len(fields) > 5 and fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == status.st_ino:
-                major, minor, _ = fields[5].split(":")
-                if os.makedev(int(major, 16), int(minor, 16)) == status.st_dev:
-                    return max(int(fields[4]), 0)
-    return None
 
 
 def _allocate(fd: int, total: int, path: str) -> None:

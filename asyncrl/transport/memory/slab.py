@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ...errors import StaleHandle, TransportError
-from .arena import Window
+from .arena import ArrayBase
 from .blocks import ArenaStatistics, Block, BlockLease, BlockTable
 from .device_memory import DeviceMemory
 from .handles import BFLOAT16, Handle, dtype_name, numpy_dtype
@@ -63,14 +63,17 @@ class HostMemory(DeviceMemory):
         self._start = segment.geometry.data + _DESCRIPTION_BYTES
 
     def describe(self) -> bytes:
+        """Nothing: who maps the segment has the memory."""
         return b""
 
     def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
+        """As `DeviceMemory.tensor`: a view of the mapping."""
         start = self._start + offset
-        window = Window(self._segment, start, np.dtype(np.uint8), (size,), True, (self, keep))
-        return torch.from_numpy(np.asarray(window))
+        base = ArrayBase(self._segment, start, np.dtype(np.uint8), (size,), True, (self, keep))
+        return torch.from_numpy(np.asarray(base))
 
     def address_of(self, tensor: torch.Tensor) -> int:
+        """As `DeviceMemory.address_of`."""
         return int(tensor.data_ptr()) - self._segment.address - self._start
 
 
@@ -229,6 +232,7 @@ class Slab:
         self.memory.wait(fence, self.memory.stream())
 
     def statistics(self) -> ArenaStatistics:
+        """As `Arena.statistics`."""
         return self.table.statistics()
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ class Driver:
 
     @classmethod
     def load(cls) -> Driver:
+        """Errors: PlatformError where there is no driver of NVIDIA."""
         try:
             return cls(ctypes.CDLL("libcuda.so.1"))
         except OSError as error:
@@ -70,12 +71,14 @@ class Driver:
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def export(self, ordinal: int, address: int) -> bytes:
+        """The IPC handle of memory that `allocate` returned: 64 bytes. Errors: DriverError."""
         handle = _Handle()
         with self._context(ordinal):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return ctypes.string_at(ctypes.addressof(handle), ctypes.sizeof(handle))
 
     def open(self, ordinal: int, exported: bytes) -> int:
+        """The address, here, of memory that another process exported. Errors: DriverError."""
         address = ctypes.c_uint64()
         handle = _Handle.from_buffer_copy(exported)
         with self._context(ordinal):
@@ -158,15 +161,19 @@ class CudaMemory(DeviceMemory):
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
 
     def describe(self) -> bytes:
+        """As `DeviceMemory.describe`: the UUID of the device, the IPC handle, the process that owns it."""
         return self._description
 
     def tensor(self, offset: int, size: int, keep: object) -> torch.Tensor:
-        return torch.as_tensor(_Window(self.address + offset, size, (self, keep)), device=self.device)
+        """As `DeviceMemory.tensor`."""
+        return torch.as_tensor(_ArrayBase(self.address + offset, size, (self, keep)), device=self.device)
 
     def address_of(self, tensor: torch.Tensor) -> int:
+        """As `DeviceMemory.address_of`."""
         return int(tensor.data_ptr()) - self.address
 
     def why_not(self, tensor: torch.Tensor) -> str:
+        """As `DeviceMemory.why_not`: torch's expandable segments."""
         if tensor.device.type == "cuda" and expandable(tensor.data_ptr(), torch.cuda.memory_snapshot()):
             return (
                 " (torch's allocator has `expandable_segments` on: such memory has no CUDA IPC handle in any case. "
@@ -175,10 +182,12 @@ class CudaMemory(DeviceMemory):
         return ""
 
     def stream(self) -> torch.cuda.Stream:
+        """torch's current stream on the memory's device."""
         return torch.cuda.current_stream(self.device)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[torch.cuda.Stream]:
+        """As `DeviceMemory.writing`: one stream of its own for all writes."""
         # All writes go through one stream, so that memory which is used again needs its reader's fence on one stream
         # only. Joined with the current one on both sides: for the caller it is as if he had copied himself.
         if self._copies is None:
@@ -192,6 +201,7 @@ class CudaMemory(DeviceMemory):
             current.wait_stream(copies)
 
     def record(self, slot: int, stream: torch.cuda.Stream) -> bytes:
+        """As `DeviceMemory.record`: the handle of an interprocess event, one event a slot."""
         event = self._events.get(slot)
         if event is None:
             with torch.cuda.device(self.device):
@@ -202,13 +212,14 @@ class CudaMemory(DeviceMemory):
         return self._handles[slot]
 
     def wait(self, fence: bytes, stream: torch.cuda.Stream) -> None:
+        """As `DeviceMemory.wait`; an event is opened at its first use."""
         event = self._known.get(fence)
         if event is None:  # once per slot of the other side; in one process the handle is known already
             event = self._known[fence] = torch.cuda.Event.from_ipc_handle(self.device, fence)
         stream.wait_event(event)
 
 
-class _Window:
+class _ArrayBase:
     """Device memory for `torch.as_tensor`: the tensor keeps this object as long as its storage lives."""
 
     def __init__(self, address: int, size: int, keep: object) -> None:

@@ -40,6 +40,7 @@ class Words:
         return len(self.view)
 
     def store(self, index: int, value: int) -> None:
+        """One aligned store, which other processes see whole or not at all."""
         if FAULT is None:
             self.view[index] = value
             return
@@ -48,4 +49,5 @@ class Words:
         FAULT(f"{self._label}:after")
 
     def release(self) -> None:
+        """Let go of the view, so that the mapping can close."""
         self.view.release()

@@ -79,6 +79,7 @@ class ReceivedTensors(Received):
     """An item: tensors by name, views of the slab that are the receiver's to read and write until the release."""
 
     def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the item by its name."""
         found: torch.Tensor = self[name]
         return found
 

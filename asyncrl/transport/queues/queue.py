@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
+    """What is in a queue, who waits at it, and what went through so far."""
+
     depth: int
     capacity: int
     most_depth: int  # high-water mark
@@ -124,6 +126,7 @@ class QueueSender(Generic[T]):
                 await wait_in(state.putters)
 
     def clone(self) -> QueueSender[T]:
+        """Another send end, to be closed by itself. Errors: anyio.ClosedResourceError."""
         if self._closed:
             raise anyio.ClosedResourceError
         return QueueSender(self._state)
@@ -138,6 +141,7 @@ class QueueSender(Generic[T]):
             wake_all(self._state.putters)  # those who wait on this very end must hear that it is closed
 
     def statistics(self) -> QueueStatistics:
+        """A snapshot, the same from either end."""
         return self._state.statistics()
 
     async def __aenter__(self) -> QueueSender[T]:
@@ -186,6 +190,7 @@ class QueueReceiver(Generic[T]):
                 await wait_in(state.getters)
 
     def clone(self) -> QueueReceiver[T]:
+        """Another receive end, to be closed by itself. Errors: anyio.ClosedResourceError."""
         if self._closed:
             raise anyio.ClosedResourceError
         return QueueReceiver(self._state)
@@ -200,6 +205,7 @@ class QueueReceiver(Generic[T]):
             wake_all(self._state.getters)
 
     def statistics(self) -> QueueStatistics:
+        """A snapshot, the same from either end."""
         return self._state.statistics()
 
     def __aiter__(self) -> QueueReceiver[T]:
@@ -234,6 +240,7 @@ async def wait_in(waiters: deque[asyncio.Future[None]]) -> None:
 
 
 def wake_one(waiters: deque[asyncio.Future[None]]) -> None:
+    """The first that still waits."""
     while waiters:
         future = waiters.popleft()
         if not future.done():
@@ -242,5 +249,6 @@ def wake_one(waiters: deque[asyncio.Future[None]]) -> None:
 
 
 def wake_all(waiters: deque[asyncio.Future[None]]) -> None:
+    """Everybody who waits."""
     while waiters:
         wake_one(waiters)

@@ -90,12 +90,14 @@ class Inbox(Side):
 
     @staticmethod
     def attach(name: str) -> Any:
+        """What the sender shares under this name."""
         return Arena.attach(name)
 
     def opened(self) -> None:
         """The sender has greeted: what is needed before the first item."""
 
     def look(self, handle: Handle, claim: object) -> Any:
+        """The array or tensor that a handle names; it keeps `claim`."""
         return self.room.view(handle, writable=True, keep=claim)
 
     def take(self) -> Received:
@@ -127,6 +129,7 @@ class Inbox(Side):
         self.line.close()
 
     def release(self, number: int) -> None:
+        """Tell the sender that the item was released."""
         if self.line.open:
             self.line.send(release_message(number))
 
@@ -141,6 +144,7 @@ class Inbox(Side):
             self.release(self._unreleased.popleft())
 
     def close(self) -> None:
+        """Hang up."""
         self.line.close()
         self.room.close()  # arrays that are still held keep the mapping
 
@@ -178,6 +182,7 @@ class TensorReceiver:
                 await wait_in(self._box.waiters)
 
     def clone(self) -> TensorReceiver:
+        """As `ReceiveEnd.clone`."""
         if self._closed:
             raise anyio.ClosedResourceError
         return TensorReceiver(self._box)
@@ -192,6 +197,7 @@ class TensorReceiver:
             wake_all(self._box.waiters)
 
     def statistics(self) -> QueueStatistics:
+        """As this side knows it: `depth` and `puts` count what came, taken or not."""
         box = self._box
         box.exchange()
         there = int(not box.ended and not box.broken)

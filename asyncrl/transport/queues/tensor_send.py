@@ -31,11 +31,17 @@ class Room(Protocol):
 
     segment: Segment
 
-    def lease(self, size: int) -> BlockLease: ...
+    def lease(self, size: int) -> BlockLease:
+        """Bytes for one item. Errors: OutOfMemory."""
+        ...
 
-    def free(self, block: Block) -> None: ...
+    def free(self, block: Block) -> None:
+        """The item was released."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
 
 
 class Outbox(Side):
@@ -90,6 +96,7 @@ class Outbox(Side):
         wake_all(self.waiters)
 
     def post(self, message: bytes) -> None:
+        """Send a message, or keep it until a receiver comes."""
         if self.line is None:
             self.early.append(message)
         else:
@@ -131,10 +138,12 @@ class Outbox(Side):
             self._door = None
 
     async def wait_delivered(self) -> None:
+        """Until `delivered`."""
         while not self.delivered:
             await wait_in(self.waiters)
 
     def close(self) -> None:
+        """Hang up; nobody can come any more."""
         self._close_door()
         if self.line is not None:
             self.line.close()
@@ -148,6 +157,7 @@ class Outbox(Side):
     same_process = False  # as the receiver
 
     def lay_out(self, item: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+        """The item's pieces with their places in a block, and the bytes of that block."""
         return lay_out(item)
 
     def fill(self, lease: Any, pieces: Mapping[str, Any]) -> bytes:
@@ -197,6 +207,7 @@ class TensorSender:
                 await wait_in(self._box.waiters)
 
     def clone(self) -> TensorSender:
+        """As `SendEnd.clone`."""
         if self._closed:
             raise anyio.ClosedResourceError
         return TensorSender(self._box)

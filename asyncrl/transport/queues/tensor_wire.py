@@ -51,10 +51,12 @@ def item_message(number: int, handles: Mapping[str, Handle], room: int = LARGEST
 
 
 def release_message(number: int) -> bytes:
+    """R: the item was released."""
     return _NUMBER.pack(b"R", number)
 
 
 def number_of(message: bytes) -> int:
+    """Which item a message is about."""
     return int(_NUMBER.unpack_from(message)[1])
 
 
@@ -132,6 +134,7 @@ class Line:
 
     @property
     def unsent(self) -> int:
+        """Messages that wait for the other side to read."""
         return len(self._waiting)
 
     def send(self, message: bytes) -> None:
@@ -180,6 +183,7 @@ class Line:
         return messages, False
 
     def close(self) -> None:
+        """Hang up; what was not sent is dropped. Twice is fine."""
         if self.open:
             self.detach().close()
 
@@ -205,11 +209,13 @@ class Side:
         self._recorder, self._cause = recorder, cause
 
     def depth(self, now: int) -> None:
+        """Note how many items there are now."""
         self.most_depth = max(self.most_depth, now)
         if self._recorder is not None:
             self._recorder.gauge(f"queue/{self.name}/depth", now)
 
     def waiting(self, what: str, on: str) -> AbstractContextManager[object]:
+        """A block in which the current task waits, told to the recorder."""
         if self._recorder is None:
             return nullcontext()
         task = asyncio.current_task()

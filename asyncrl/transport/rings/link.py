@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 
 from ..memory.arena import Arena, Block
-from ..memory.segment import start_time
+from ..memory.owners import start_time
 from .ring import CLOSED, TAG, RingMemory, RingReader, block_bytes, format_ring
 
 
@@ -52,6 +52,7 @@ class Link:
 
     @property
     def closed_well(self) -> bool:
+        """The producer closed its ring in good order."""
         return self.memory.state[0] == CLOSED
 
     def ended(self) -> bool:
@@ -59,6 +60,7 @@ class Link:
         return self.dead or (self.connection is None and self.closed_well)
 
     def open_space(self) -> int:
+        """The eventfd by which this producer hears that something was released; made at the first call."""
         if self.space is None:
             self.space = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         return self.space
@@ -82,17 +84,21 @@ class Link:
     def connect(
         self, loop: asyncio.AbstractEventLoop, connection: socket.socket, on_connection: Callable[[Link], None]
     ) -> None:
+        """The producer attached, in the place of an earlier connection; `on_connection` is called when there is something to
+        read."""
         self.disconnect(loop)
         self.connection = connection
         loop.add_reader(connection.fileno(), on_connection, self)
 
     def disconnect(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close the connection, if there is one."""
         if self.connection is not None:
             loop.remove_reader(self.connection.fileno())
             self.connection.close()
             self.connection = None
 
     def died(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The producer's process has ended without closing: nothing of it is watched any more."""
         self.dead = True
         self._unwatch(loop)
         self.disconnect(loop)

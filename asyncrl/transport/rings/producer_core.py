@@ -31,6 +31,8 @@ class Need(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProducerStatistics:
+    """What this producer put, and how full its ring is."""
+
     puts: int
     bytes: int
     waits: int  # puts that found the ring full
@@ -60,6 +62,7 @@ class Core:
         self._checksum = False
 
     def check(self) -> None:
+        """Errors: LifecycleError for a producer that was closed, or made before a fork."""
         if self.closed:
             raise LifecycleError(f"the producer of ring {self.name!r} is closed")
         if self._forks != segments.forks:
@@ -162,6 +165,7 @@ class Core:
         return -1 if self._segment is None else self._segment.board[VERSION_WORD] - 1
 
     def statistics(self) -> ProducerStatistics:
+        """A snapshot."""
         records, used = self._writer.used() if self._writer is not None else (0, 0)
         capacity = self._writer.capacity if self._writer is not None else 0
         return ProducerStatistics(

@@ -70,7 +70,7 @@ class RecordRing:
         self._ready: deque[tuple[Link, int, int]] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
         self._arena: Arena | None = None
-        self._door: socket.socket | None = None
+        self._listener: socket.socket | None = None
         self._failure: Exception | None = None  # of a callback of the loop
         self._state = "new"
 
@@ -102,9 +102,9 @@ class RecordRing:
         self._state = "open"
         arena.segment.keep_at_exit(True)
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._door = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
+        self._listener = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
         self._loop.add_reader(self._data, self._call, self._on_data)
-        self._loop.add_reader(self._door.fileno(), self._call, self._on_door)
+        self._loop.add_reader(self._listener.fileno(), self._call, self._on_visitor)
         found = []
         for block in arena.blocks():
             if block.tag != TAG:
@@ -122,7 +122,7 @@ class RecordRing:
 
     def end_intake(self) -> None:
         """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
-        if self._arena is None or self._door is None:
+        if self._arena is None or self._listener is None:
             return
         for link in self._links.values():
             self._gather(link)
@@ -130,9 +130,9 @@ class RecordRing:
         self._arena.segment.seal()
         for connection in list(self._visitors):
             self._dismiss(connection)
-        self._loop.remove_reader(self._door.fileno())
-        self._door.close()
-        self._door = None
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._listener = None
         for link in self._links.values():
             link.disconnect(self._loop)
 
@@ -214,6 +214,7 @@ class RecordRing:
         self._arena.segment.board.store(VERSION_WORD, version + 1)
 
     def statistics(self) -> RingStatistics:
+        """A snapshot, over all rings."""
         return self._counts.statistics(self._links.values())
 
     # -- inside
@@ -260,7 +261,7 @@ class RecordRing:
             self._gather(link)
 
     def _gather(self, link: Link) -> None:
-        if self._door is None:  # the intake ended
+        if self._listener is None:  # the intake ended
             return
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
@@ -268,10 +269,10 @@ class RecordRing:
 
     # -- producers come and go
 
-    def _on_door(self) -> None:
-        while self._door is not None:
+    def _on_visitor(self) -> None:
+        while self._listener is not None:
             try:
-                connection, _ = self._door.accept()
+                connection, _ = self._listener.accept()
             except OSError:  # nobody waits any more, or gave up already
                 return
             connection.setblocking(False)
@@ -338,7 +339,7 @@ class RecordRing:
             self._links[producer] = link
             self._watch(link)
             if link.dead:
-                raise TransportError("the producer died at the door")
+                raise TransportError("the producer died while it attached")
         offset, size = link.block.offset, link.block.size
         answer = {"offset": offset, "size": size, "checksum": self.settings.checksum, "fresh": fresh}
         rendezvous.send(connection, answer, [self._data, link.open_space()])
@@ -384,7 +385,7 @@ class RecordRing:
     def _free_if_done(self, link: Link) -> None:
         if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
             return
-        if self._door is None:  # the intake ended: what was not looked at may lie in it
+        if self._listener is None:  # the intake ended: what was not looked at may lie in it
             return
         assert self._arena is not None
         self._counts.passed_over += link.reader.counts.passed_over

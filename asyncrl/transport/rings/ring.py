@@ -107,6 +107,7 @@ class RingMemory:
         return self.state[3] > self.head[0]
 
     def release_views(self) -> None:
+        """Let go of the memory, so that its mapping can close."""
         for name in ("head", "read", "state", "sequences", "released", "offsets", "sizes", "checks"):
             getattr(self, name).release()
         for view in (self.payload, self.block, self.readable):
@@ -128,6 +129,7 @@ class RingWriter:
 
     @property
     def capacity(self) -> int:
+        """Bytes of payload."""
         return self._extents.size
 
     def used(self) -> tuple[int, int]:
@@ -180,6 +182,7 @@ class RingWriter:
         self.release_views()
 
     def release_views(self) -> None:
+        """Let go of the memory; nothing can be written afterwards."""
         del self._sequences, self._released
         self.memory.release_views()
 
@@ -224,6 +227,8 @@ class RingWriter:
 
 @dataclass(slots=True)
 class RingCounts:
+    """What the consumer of a ring found in it."""
+
     records: int = 0
     torn: int = 0  # by `take`
     lost: int = 0  # positions that hold no descriptor at all

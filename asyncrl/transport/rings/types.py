@@ -16,6 +16,8 @@ _Group = tuple[int, int]  # (epoch, group)
 
 @dataclass(frozen=True, slots=True)
 class RingStatistics:
+    """Of all rings of one owner, since it opened."""
+
     records: int  # delivered
     released: int
     outstanding: int  # found and not released
@@ -33,6 +35,8 @@ class RingStatistics:
 
 @dataclass(slots=True)
 class RingCounters:
+    """What the owner counts itself; the rest of `RingStatistics` the rings know."""
+
     records: int = 0
     released: int = 0
     duplicates: int = 0
@@ -65,6 +69,8 @@ class RingCounters:
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
+    """The sizes of an owner's rings."""
+
     size: int = 1 << 28  # bytes of the arena
     slots: int = 256  # records per producer
     ring_bytes: int = 1 << 24  # payload per producer; no record can be larger

@@ -1,0 +1,32 @@
+"""Which process owns a segment, and whether a process number still means the same process: what /proc says of both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks since boot at which the process began: with its number it names a process for good. None: no such."""
+    try:
+        raw = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(raw.rpartition(")")[2].split()[19])
+
+
+def owner_of(fd: int) -> int | None:
+    """The process that holds the `flock`, as far as /proc shows: asking by locking would disturb a new owner.
+
+    0 where somebody unknown holds it (another process namespace); None where nobody does.
+    """
+    status = os.fstat(fd)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if len(fields) > 5 and fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == status.st_ino:
+                major, minor, _ = fields[5].split(":")
+                if os.makedev(int(major, 16), int(minor, 16)) == status.st_dev:
+                    return max(int(fields[4]), 0)
+    return None
