@@ -84,6 +84,7 @@ class Watchdog:
         the watchdog's thread, so it may only read.
     on_stall: called once, on the loop, with the error that should end the run.
     details: sentences for the dump, such as a ledger's `describe`.
+    silent: a few words for each other process that this one waits for and does not hear of.
     name: of this process, before what it says ("rank 1: ").
     """
 
@@ -96,6 +97,7 @@ class Watchdog:
         on_stall: Callable[[StallError], object],
         lanes: Sequence[WatchedLane] = (),
         details: Sequence[Callable[[], str]] = (),
+        silent: Callable[[], list[str]] = list,
         hard_exit: bool = True,
         name: str = "",
     ) -> None:
@@ -103,6 +105,7 @@ class Watchdog:
         self._config = config
         self._recorder = recorder
         self._standing = standing
+        self._silent = silent
         self._name = name
         self._on_stall = on_stall
         self._lanes = lanes
@@ -171,7 +174,7 @@ class Watchdog:
             except Exception as exc:  # a broken counter must end the run by name, not silence the watch
                 trouble = f"the watchdog's own questions failed: {type(exc).__name__}: {exc}"
             if trouble is not None:
-                self._raise_alarm(self._name + trouble)
+                self._raise_alarm(self._name + "; ".join([trouble, *self._silent()]))
 
     def _now(self) -> float:
         return time.monotonic() - self._lost

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
+from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.distributed.world import World
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.recorder import Recorder
@@ -47,15 +48,14 @@ async def open_run(
     recorder: Recorder,
     listeners: Listeners[StepReport],
     stages: Stages,
-    watched: list[Any],
     stack: AsyncExitStack,
 ) -> OpenRun:
-    """`stages`, `watched` (the lanes): for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost; as the
+    """`stages`: for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost; as the
     model's loading."""
     base, saved = await _found(given, recorder, listeners, stages, stack)
     built = await _build(given, base, saved, stack)
     stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
-    watched.extend(built.lanes)  # only now: loading a model may take longer than any closure may later
+    stages.lanes.extend(built.lanes)  # only now: loading a model may take longer than any closure may later
     base.journal.rates = built.rates
     checkpointer = Checkpointer(base.config, base.directory, built, base.world, recorder)
     stages.begin("reading the prompts")
@@ -105,6 +105,8 @@ async def _found(
     stack.callback(world.close)
     stages.begin("meeting the other ranks")
     await offload(lambda: meet(world, settled), "rendezvous")
+    if world.world_size > 1:
+        stages.heartbeat = stack.enter_context(Heartbeat(world.store("alive"), world.rank, world.world_size))
     return Foundation(config, world, settled.device, recorder, directory, journal, listeners, stages, began), saved
 
 

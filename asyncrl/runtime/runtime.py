@@ -70,7 +70,6 @@ class Runtime:
         self._run: OpenRun | None = None  # from the end of the opening on, also when it is closed
         self._stages = Stages()
         self._stall: StallError | None = None  # while it is being opened
-        self._watched: list[Any] = []  # lanes
         self._watchdog = self._make_watchdog(hard_exit)
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -82,9 +81,7 @@ class Runtime:
         await self._stack.__aenter__()
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
-            self._run = await open_run(
-                self._given, self.recorder, self._listeners, self._stages, self._watched, self._stack
-            )
+            self._run = await open_run(self._given, self.recorder, self._listeners, self._stages, self._stack)
         except BaseException as error:
             self._state = State.CLOSED
             await self._stack.__aexit__(*sys.exc_info())
@@ -116,10 +113,11 @@ class Runtime:
         return Watchdog(
             self._given.config.watchdog,
             recorder=self.recorder,
-            lanes=self._watched,
+            lanes=self._stages.lanes,
             standing=self._standing,
             on_stall=self._end,
             details=[lambda: self._run.ports.ledger.describe() if self._run is not None else "starting"],
+            silent=self._stages.silent_ranks,
             hard_exit=hard_exit,
             name=f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "",
         )

@@ -1,21 +1,28 @@
-"""What the start and the end of a run are doing: one stage after another, so that a stage that never ends has a name."""
+"""What the watchdog looks at from the first moment of a run: the stages of its start and its end, its lanes, the other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from asyncrl.concurrency.watchdog import Standing
+from asyncrl.distributed.heartbeat import Heartbeat
 
 from .offload import where
 
 
 class Stages:
-    """Told by the loop's thread and by threads that load; read by the watchdog's."""
+    """One stage after another, so that one that never ends has a name.
+
+    Told by the loop's thread and by threads that load; read by the watchdog's.
+    """
 
     def __init__(self) -> None:
         self._now = ""  # "": nothing is starting or ending, the pumps run
         self._told = 0  # how often something was said: it moves
         self._show: Callable[[str], None] | None = None
+        self.lanes: list[Any] = []
+        self.heartbeat: Heartbeat | None = None  # where there are several ranks, once they have met
 
     def show_on(self, show: Callable[[str], None]) -> None:
         """What is said is for people, too, from now on."""
@@ -35,6 +42,10 @@ class Stages:
     def end(self) -> None:
         """From now on it is for the pumps to move."""
         self._now = ""
+
+    def silent_ranks(self) -> list[str]:
+        """A few words for each."""
+        return [] if self.heartbeat is None else self.heartbeat.silent()
 
     def standing(self, limit_s: float) -> Standing | None:
         """None while the pumps run."""

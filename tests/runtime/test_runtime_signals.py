@@ -225,6 +225,21 @@ def start_two(folder: Path, tree: dict[str, Any]) -> list[Process]:
     return ranks
 
 
+def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path) -> None:
+    limits = {"interval_s": 0.2, "lane_timeout_s": 9.0, "stall_timeout_s": 40.0, "abort_grace_s": 2.0}
+    first, other = start_two(tmp_path, endless(watchdog=limits))
+    try:
+        first.wait_until(lines_at_least(tmp_path / "runs/run", 3), "third step")
+        other.send(signal.SIGSTOP)
+        assert first.wait(60) == 4, first.output
+    finally:
+        other.send(signal.SIGKILL)
+        first.kill()
+        other.kill()
+    [headline] = [line for line in first.output.splitlines() if line.startswith("=== asyncrl watchdog: rank 0: ")][:1]
+    assert "rank 1 has given no sign of life for" in headline
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_rank_that_goes_first_takes_no_checkpoint_with_it(tmp_path: Path, number: signal.Signals) -> None:
     """Rank 0 writes what every rank trained and did not train until then. One that is stopped gives its groups back, so that

@@ -1,0 +1,67 @@
+"""Signs of life of every rank in the shared store, so that a rank that stands still is named by the others.
+
+    each rank, on a thread of its own, every `every_s`   set(rank, how many times it has)     read what the others have set
+
+A stopped process, one whose GIL is held and one whose host is gone all fall silent. No clock is compared with another machine's:
+a rank is silent for as long as this one has seen the same number.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch.distributed as dist
+
+
+class Heartbeat:
+    """`with Heartbeat(...)`. Closing waits for the call of the store in progress, at most a second."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, every_s: float = 2.0) -> None:
+        """`store`: a connection of its own, with keys of its own (`World.store`)."""
+        self._store = store
+        self._rank = rank
+        self._others = [each for each in range(ranks) if each != rank]
+        self._every_s = every_s
+        self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> what it set, since when
+        self._answered = time.monotonic()  # the store
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="asyncrl-heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def silent(self) -> list[str]:
+        """A few words for each rank that should have been heard of and was not. From any thread."""
+        now, longest = time.monotonic(), 3 * self._every_s
+        if now - self._answered > longest:
+            return [f"the ranks' store has not answered for {now - self._answered:.0f} s"]
+        return [
+            f"rank {rank} has given no sign of life for {now - since:.0f} s (stopped, wedged, or its machine is gone)"
+            for rank, (_, since) in sorted(self._heard.items())
+            if now - since > longest
+        ]
+
+    def _beat(self) -> None:
+        keys = [str(rank) for rank in self._others]
+        beats = 0
+        complete = False  # every rank has set its key: before that, reading one would block
+        try:
+            while True:
+                beats += 1
+                self._store.set(str(self._rank), str(beats))
+                complete = complete or self._store.check(keys)
+                said = self._store.multi_get(keys) if complete else []
+                self._answered = time.monotonic()
+                for rank, value in zip(self._others, said, strict=False):
+                    if self._heard.get(rank, (b"",))[0] != value:
+                        self._heard[rank] = value, self._answered
+                if self._stop.wait(self._every_s):
+                    return
+        except RuntimeError:  # the store is gone, and with it the launcher: whoever needs the store says so
+            return

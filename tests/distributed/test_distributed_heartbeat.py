@@ -1,0 +1,54 @@
+"""Signs of life over a real store: a rank that falls silent is named, and heard of again; a store that is gone is, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from asyncrl.distributed.heartbeat import Heartbeat
+
+EVERY_S = 0.05
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+
+    first, second = Heartbeat(connect(), 0, 3, EVERY_S), Heartbeat(connect(), 1, 3, EVERY_S)
+    with first, second:
+        time.sleep(4 * EVERY_S)
+        assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
+        with Heartbeat(connect(), 2, 3, EVERY_S):
+            until(lambda: first._heard.keys() == {1, 2} and second._heard.keys() == {0, 2})
+        until(lambda: len(first.silent()) == 1 and len(second.silent()) == 1)
+        for said in (*first.silent(), *second.silent()):
+            assert said.startswith("rank 2 has given no sign of life for ")
+        with Heartbeat(connect(), 2, 3, EVERY_S):
+            until(lambda: first.silent() == second.silent() == [])
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    class Deaf:
+        def set(self, key: str, value: str) -> None:
+            until(lambda: released)
+
+        def check(self, keys: list[str]) -> bool:
+            return False
+
+    released = False
+    with Heartbeat(Deaf(), 0, 2, EVERY_S) as heartbeat:  # type: ignore[arg-type]
+        until(lambda: heartbeat.silent() != [])
+        assert heartbeat.silent()[0].startswith("the ranks' store has not answered for ")
+        released = True
