@@ -72,7 +72,7 @@ class RunSummary:
     reasons: Mapping[str, int]  # why groups were dropped or failed, counted
     seconds: float
     shares: Mapping[str, float]  # busy/* and idle/* of the whole run
-    history: Sequence[tuple[int, Mapping[str, float]]]  # (version, metrics) of every line written
+    history: Sequence[tuple[int, Mapping[str, float]]]  # (version, metrics) of the lines written: see `History`
 
 
 class StepStream(Generic[T]):

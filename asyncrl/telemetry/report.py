@@ -9,20 +9,24 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import deque
+from collections.abc import Iterable
 from importlib import resources
-from itertools import pairwise
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from . import reward_signal
 from .budget import kind_of
+from .curves import Curves, finite, lines_by_step
 from .recorder import LANE_PREFIX
+from .reward_signal import Warnings
 from .sinks import read_jsonl
 from .trace import read_tail
 
 _TIMELINE_STEPS = 3
+_MARKS = 10_000  # of the last lines: the timeline shows the last few that the trace covers
 _TIMELINE_SPANS = 12_000
 _TIMELINE_ROWS_PER_TRACK = 6
 _SAMPLED_STEPS = 10
@@ -65,77 +69,62 @@ def render(data: dict[str, Any]) -> str:
 
 def collect(run_dir: Path, *, name: str | None = None, result: str | None = None) -> dict[str, Any]:
     """The data of the page. All values finite, None where a metric is missing or was NaN."""
-    rows = [row for row in read_jsonl(run_dir / "metrics.jsonl") if isinstance(row.get("step"), int)]
-    # A run that was resumed without its metrics being cut may hold a step twice: the later line counts.
-    rows = [row for _, row in sorted({row["step"]: row for row in rows}.items())]
-    steps = [row["step"] for row in rows]
-    names = sorted({key for row in rows for key in row if key not in ("step", "time")})
-    series = {key: [_finite(row.get(key)) for row in rows] for key in names}
-    series = {key: values for key, values in series.items() if any(value is not None for value in values)}
-    times = [float(row.get("time") or 0.0) for row in rows]
-    weights = _durations(series.get("time/step"), times)
-    started = times[0] - weights[0] if times else None
+    lines = lines_by_step(run_dir / "metrics.jsonl")
+    first = list(islice(lines, 2))
+    times = [float(row.get("time") or 0.0) for row in first]
+    before = times[0] - (max(0.0, times[1] - times[0]) if len(first) == 2 else 1.0) if first else 0.0
+    curves, warnings = Curves(), Warnings()
+    marks: deque[tuple[float, int]] = deque(maxlen=_MARKS)  # Unix seconds, step
+    started: float | None = None
+    for row in chain(first, lines):
+        time, took = float(row.get("time") or 0.0), finite(row.get("time/step"))
+        took = max(0.0, time - before) if took is None else took  # not recorded: since the line before
+        started = time - took if started is None else started
+        curves.add(row, took)
+        warnings.add(row)
+        marks.append((time, row["step"]))
+        before = time
     rollouts, reward_range = _rollouts(run_dir / "rollouts")
     return {
         "name": name or run_dir.resolve().name,
         "result": result,
         "started": started,
-        "duration": times[-1] - started if started is not None else 0.0,
-        "trained_s": sum(weights),
-        "steps": steps,
-        "series": series,
-        "weights": weights,
-        "account": _account(series, weights),
-        "timeline": _timeline(run_dir / "trace.json", steps, times),
+        "duration": before - started if started is not None else 0.0,
+        "trained_s": sum(curves.weights),
+        "steps": curves.steps,
+        "series": curves.series(),
+        "weights": curves.weights,
+        "account": _account(curves),
+        "timeline": _timeline(run_dir / "trace.json", marks),
         "rollouts": rollouts,
         "reward_range": reward_range,
-        "warnings": _warnings(rows),
+        "warnings": [*warnings.ended(), *_thinned(curves)],
         "config": _text(run_dir / "config.yaml"),
     }
 
 
-def _warnings(rows: list[dict[str, Any]]) -> list[str]:
-    """Each run of steps whose rewards taught nothing, as it was at its last step."""
-    counted = [row for row in rows if row.get(reward_signal.COUNT) is not None]
-    counts = [row[reward_signal.COUNT] for row in counted]
-    ends = [
-        row
-        for row, count, later in zip(counted, counts, [*counts[1:], 0], strict=False)
-        if count >= reward_signal.FIRST and later <= count
-    ]
-    return [f"Until step {row['step']}: {reward_signal.describe(row)}." for row in ends]
-
-
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+def _thinned(curves: Curves) -> list[str]:
+    each = curves.lines_per_point
+    return [] if each == 1 else [f"A long run: each point of a curve is the mean of {each} steps."]
 
 
 def _text(path: Path) -> str | None:
     return path.read_text("utf-8", errors="replace")[:_CONFIG_LIMIT] if path.exists() else None
 
 
-def _durations(measured: list[float | None] | None, times: list[float]) -> list[float]:
-    """Seconds of each step: `time/step` where it was recorded, else the time since the line before."""
-    gaps = [max(0.0, b - a) for a, b in pairwise(times)]
-    gaps = [gaps[0] if gaps else 1.0, *gaps] if times else []
-    return [gap if value is None else value for gap, value in zip(gaps, measured or [None] * len(gaps), strict=True)]
-
-
-def _account(series: dict[str, list[float | None]], weights: list[float]) -> dict[str, dict[str, float]]:
+def _account(curves: Curves) -> dict[str, dict[str, float]]:
     """Shares over the run, weighted by step duration: `all`, and each lane where there are several."""
-    whole = sum(weights) or 1.0
     account: dict[str, dict[str, float]] = {}
-    for name, values in series.items():
+    for name in curves.names():
         section, _, rest = name.partition("/")
         if section not in ("busy", "idle"):
             continue
         lane, _, label = rest.rpartition("/")
-        share = sum((value or 0.0) * weight for value, weight in zip(values, weights, strict=True)) / whole
-        account.setdefault(lane or "all", {})[f"{section}/{label}"] = share
+        account.setdefault(lane or "all", {})[f"{section}/{label}"] = curves.share(name)
     return {lane: account[lane] for lane in sorted(account, key=lambda lane: (lane != "all", lane))}
 
 
-def _timeline(path: Path, steps: list[int], times: list[float]) -> dict[str, Any] | None:
+def _timeline(path: Path, ends: Iterable[tuple[float, int]]) -> dict[str, Any] | None:
     """The spans of the last steps that the trace covers, by row; times in microseconds since the trace started."""
     if not path.exists():
         return None
@@ -144,7 +133,7 @@ def _timeline(path: Path, steps: list[int], times: list[float]) -> dict[str, Any
     if not spans:
         return None
     end = max(event["ts"] + event["dur"] for event in spans)
-    marks = [((time - other["started_unix"]) * 1e6, step) for time, step in zip(times, steps, strict=True)]
+    marks = [((time - other["started_unix"]) * 1e6, step) for time, step in ends]
     inside = [mark for mark in marks if 0 <= mark[0] <= end]
     start = inside[-1 - _TIMELINE_STEPS][0] if len(inside) > _TIMELINE_STEPS else 0.0
     shown = [event for event in spans if event["ts"] + event["dur"] >= start]
@@ -206,9 +195,9 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
     low, high = math.inf, -math.inf
     for step in picked:
         rows = read_jsonl(files[step])
-        rewards = [reward for row in rows if (reward := _finite(row.get("reward"))) is not None]
+        rewards = [reward for row in rows if (reward := finite(row.get("reward"))) is not None]
         low, high = min([low, *rewards]), max([high, *rewards])
-        rows.sort(key=lambda row: (_finite(row.get("reward")) is None, -(_finite(row.get("reward")) or 0.0)))
+        rows.sort(key=lambda row: (finite(row.get("reward")) is None, -(finite(row.get("reward")) or 0.0)))
         take = min(_SAMPLES_PER_STEP, len(rows))
         chosen = sorted({round(k * (len(rows) - 1) / max(1, take - 1)) for k in range(take)})
         sets.append({"step": step, "total": len(rows), "rows": [_sample(rows[index]) for index in chosen]})

@@ -7,9 +7,11 @@ rewards. The reason is told from the metrics of the step alone, so that the repo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 COUNT = "reward/steps_without_signal"
+_MOST = 100
 FIRST = 3  # steps in a row that are worth a warning; then at twice as many, and so on
 # Rewards of groups without a difference still count with these: raw ones, those of the whole step, those of components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
@@ -81,3 +83,31 @@ def _reason(metrics: Metrics) -> str:
     if metrics["reward/max"] > 0:
         return f"the prompts are solved already, or the function gives the same for whatever is written{see}"
     return f"the prompts are too hard, or the function expects another form of the answer{see}"
+
+
+class Warnings:
+    """For the report: each run of steps whose rewards taught nothing, as it was at its last step. The last `_MOST` of them."""
+
+    def __init__(self) -> None:
+        self._found: deque[str] = deque(maxlen=_MOST)
+        self._last: Metrics | None = None  # the line before that has a count
+
+    def add(self, row: Metrics) -> None:
+        """The lines in order."""
+        count = row.get(COUNT)
+        if count is None:
+            return
+        if self._last is not None and count <= self._last[COUNT]:
+            self._end(self._last)
+        self._last = row
+
+    def ended(self) -> list[str]:
+        """One sentence each; no line will follow."""
+        if self._last is not None:
+            self._end(self._last)
+            self._last = None
+        return list(self._found)
+
+    def _end(self, row: Metrics) -> None:
+        if row[COUNT] >= FIRST:
+            self._found.append(f"Until step {row['step']}: {describe(row)}.")

@@ -7,6 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,16 @@ def test_the_history_of_metrics_takes_little_and_says_the_same() -> None:
     inside: list[Any] = [each for names, numbers in history._numbers for each in (names, numbers)]
     size = sum(sys.getsizeof(each) for each in {id(each): each for each in inside}.values())
     assert size < 1_000_000  # of dictionaries: eight
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 33, 100, 1000])
+def test_the_history_of_a_long_run_is_thinned_evenly(count: int) -> None:
+    history = History(most=8)
+    for version in range(count):
+        history.add(version, {"a": float(version)})
+        assert len(history) <= 8 and history[0] == (0, {"a": 0.0}) and history[-1] == (version, {"a": float(version)})
+    versions = [version for version, _ in history]
+    steps = {after - before for before, after in pairwise(versions[:-1])}
+    assert len(steps) <= 1, versions  # evenly, but for the last one
+    assert len(history) >= min(count, 4)
+    assert list(history.copy()) == list(history)

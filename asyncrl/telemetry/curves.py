@@ -1,0 +1,122 @@
+"""The lines of `metrics.jsonl` as curves of bounded size: of a run of a million steps a point is the mean of many."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+MOST = 4_000  # points of a curve
+
+
+def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines with a step, by step, one in memory at a time. Nothing without a file.
+
+    A run that was resumed without its metrics being cut may hold a step twice: the later line counts.
+    """
+    if not path.exists():
+        return
+    steps, offsets = array("q"), array("q")
+    with path.open("rb") as file:
+        offset = 0
+        for line in file:
+            row = _parsed(line)
+            if row is not None:
+                steps.append(row["step"])
+                offsets.append(offset)
+            offset += len(line)
+        # Of equal steps the first one in the reversed order is the last one of the file.
+        _, latest = np.unique(np.array(steps)[::-1], return_index=True)
+        for index in len(steps) - 1 - latest:
+            file.seek(offsets[index])
+            row = _parsed(file.readline())
+            assert row is not None, "the file is only added to"
+            yield row
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:  # cut short by a crash
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+class Curves:
+    """Sums over points of equally many lines each; where there are too many points, two become one."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self.lines_per_point = 1
+        self._lines = 0
+        self.steps: list[int] = []  # the last one of each point
+        self.weights: list[float] = []  # seconds of each point
+        self.times: list[float] = []  # Unix seconds of its last line
+        self._sums: dict[str, array[float]] = {}
+        self._counts: dict[str, array[int]] = {}
+        self._shares: dict[str, float] = {}  # of every metric: the sum of value x seconds
+
+    def add(self, row: dict[str, Any], seconds: float) -> None:
+        """A line of metrics, of a step that took so many seconds."""
+        if self._lines % self.lines_per_point == 0 and len(self.steps) == self._most:
+            self._halve()
+        if self._lines % self.lines_per_point == 0:
+            self.steps.append(0)
+            self.weights.append(0.0)
+            self.times.append(0.0)
+            for name in self._sums:
+                self._sums[name].append(0.0)
+                self._counts[name].append(0)
+        self._lines += 1
+        self.steps[-1] = row["step"]
+        self.weights[-1] += seconds
+        self.times[-1] = float(row.get("time") or 0.0)
+        for name, value in row.items():
+            number = finite(value)
+            if number is None or name in ("step", "time"):
+                continue
+            if name not in self._sums:
+                self._sums[name] = array("d", bytes(8 * len(self.steps)))
+                self._counts[name] = array("q", bytes(8 * len(self.steps)))
+            self._sums[name][-1] += number
+            self._counts[name][-1] += 1
+            self._shares[name] = self._shares.get(name, 0.0) + number * seconds
+
+    def series(self) -> dict[str, list[float | None]]:
+        """By name: the mean of each point, None where no line of it has that metric."""
+        return {
+            name: [total / count if count else None for total, count in zip(sums, self._counts[name], strict=True)]
+            for name, sums in sorted(self._sums.items())
+        }
+
+    def share(self, name: str) -> float:
+        """The mean of a metric over the run, weighted by the seconds of its steps; where it is missing it counts as 0."""
+        return self._shares.get(name, 0.0) / (sum(self.weights) or 1.0)
+
+    def names(self) -> list[str]:
+        """Of every metric that had a finite value."""
+        return sorted(self._sums)
+
+    def _halve(self) -> None:
+        self.lines_per_point *= 2
+        self.steps = self.steps[1::2]
+        self.times = self.times[1::2]
+        self.weights = [a + b for a, b in zip(self.weights[::2], self.weights[1::2], strict=True)]
+        self._sums = {name: array("d", _pairs(values).tobytes()) for name, values in self._sums.items()}
+        self._counts = {name: array("q", _pairs(values).tobytes()) for name, values in self._counts.items()}
+
+
+def _pairs(values: array[Any]) -> np.ndarray[Any, Any]:
+    """The sums of neighbours."""
+    added = np.array(values)
+    return added[::2] + added[1::2]  # type: ignore[no-any-return]  # of an array it is one
+
+
+def finite(value: Any) -> float | None:
+    """None for what is no number, NaN and infinities."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
