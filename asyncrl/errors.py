@@ -173,3 +173,9 @@ class RankLost(AsyncrlError, RuntimeError):
 
 class FetchFailed(AsyncrlError, RuntimeError):
     """The leader of a replica could not read what its siblings wait for; the message is the leader's error."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error of another library, short enough to stand in a sentence of ours."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__

@@ -20,27 +20,23 @@ One process writes a store at a time; within it saves take turns.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import anyio
 import orjson
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.errors import CheckpointError
 
 from .atomic import point_at, put_in_place, remove_tree, sync_directory, sync_tree
 from .shards import joined
 from .state import STATE, Writer, read_run, read_trainer
-
-T = TypeVar("T")
 
 LATEST = "latest"
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
@@ -144,7 +140,7 @@ class CheckpointStore:
 
         A cancelled caller waits until the write ended, then the cancellation goes on; a failed write is raised first.
         """
-        return await _in_thread(lambda: self.save(version, *writers))
+        return await offload(lambda: self.save(version, *writers), "checkpoint")
 
     def load(self, version: int) -> Checkpoint:
         """The checkpoint of one version, its files checked against the manifest. Errors: `CheckpointError`."""
@@ -244,38 +240,3 @@ def _finish(directory: Path) -> dict[str, int]:
     sync_directory(manifest.parent)
     sync_directory(directory)
     return {**sizes, _MANIFEST: manifest.stat().st_size}
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Run on a fresh thread and wait for its end, whatever happens to the caller meanwhile.
-
-    Not a pool: a run that is embedded in a foreign loop leaves no idle worker thread behind.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-        loop.call_soon_threadsafe(done.set_result, None)
-
-    thread = threading.Thread(target=work, name="asyncrl-checkpoint")
-    cancelled: asyncio.CancelledError | None = None
-    thread.start()
-    # The scope holds off anyio's cancellation, the loop a plain `Task.cancel()`, which no scope can hold off.
-    with anyio.CancelScope(shield=True):
-        while not done.done():
-            try:
-                await asyncio.wait([done])
-            except asyncio.CancelledError as error:
-                cancelled = error
-    thread.join()
-    if errors:
-        raise errors[0]
-    if cancelled is not None:
-        raise cancelled
-    return results[0]

@@ -124,6 +124,8 @@ def _metadata(item: Mapping[str, Any], silent: bool) -> dict[str, Any]:
 
 
 def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
+    """What `runtime.door` checks again when it takes the group from the ring: only here can the sender still be told, and only
+    there is it known what came, because any process of this user may write into the ring."""
     trajectory = Trajectory(
         group_id=0,
         member=i,

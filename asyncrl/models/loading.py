@@ -7,7 +7,7 @@ would silently compute something else than the checkpoint means is refused here,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from asyncrl.config.imports import load_object
 from asyncrl.config.schema import ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, first_line
 
 from .head.liger import require_head_kernel
 from .head.output import linear_head
@@ -26,6 +26,8 @@ from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
 
 Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
+# Of transformers, for what it cannot read.
+LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 
 
 def load_policy(
@@ -89,7 +91,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         return AutoTokenizer.from_pretrained(source, **gguf)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ConfigError(
-            f"model.tokenizer: no tokenizer could be loaded from {source!r} ({_short(error)}); "
+            f"model.tokenizer: no tokenizer could be loaded from {source!r} ({first_line(error)}); "
             "put tokenizer.json beside the model, or name a directory or hub id in model.tokenizer"
         ) from error
 
@@ -137,7 +139,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(path, **gguf)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model.path: no model configuration in {path!r} ({_short(error)})") from error
+        raise ConfigError(f"model.path: no model configuration in {path!r} ({first_line(error)})") from error
     return _repair(found)
 
 
@@ -153,19 +155,23 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **gguf)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ConfigError(f"model.path: the weights of {path!r} could not be loaded ({_short(error)})") from error
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model.path: the weights of {path!r} could not be loaded ({first_line(error)})") from error
     module, report = loaded
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        raise ConfigError(
-            f"model.path: {path!r} holds no weights for {missing[:3]} ({len(missing)} in all); transformers would have "
-            "left them random. Use a complete checkpoint, or model.random_init=true"
-        )
+    require_all_weights(report, f"model.path: {path!r}", ". Use a complete checkpoint, or model.random_init=true")
     _repair(module.config)
     if config.gguf_file:
         module.hf_quantizer = None  # the weights are dequantized: with it, transformers would refuse to save them
     return module  # type: ignore[no-any-return]  # transformers: Any
+
+
+def require_all_weights(report: Mapping[str, Any], where: str, why: str) -> None:
+    """`report`: what transformers says about the loading. Errors: ConfigError that names what it would have made up."""
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ConfigError(
+            f"{where} holds no weights for {missing[:3]} ({len(missing)} in all); transformers would have left them random{why}"
+        )
 
 
 def _repair(config: PretrainedConfig) -> PretrainedConfig:
@@ -191,7 +197,3 @@ def _check_tied(module: PreTrainedModel) -> None:
     for part in module.modules():  # the repaired epsilon must reach the modules, which copied it when they were built
         if isinstance(getattr(part, "variance_epsilon", None), float):
             part.variance_epsilon = float(f"{part.variance_epsilon:.6g}")  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"

@@ -26,16 +26,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from asyncrl.config.imports import load_object
 from asyncrl.config.schema_rollouts import RewardModelConfig
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, RewardError, first_line
 from asyncrl.types import Messages
 
+from .loading import LOADING_ERRORS, require_all_weights
 from .parameters.source import is_address
 from .policy import DTYPES
 
 _UNLIMITED = 1 << 30  # a tokenizer without a limit of its own says 1e30
 _PROBES = (3, 8)  # tokens of the two rows that are scored alone and together
 _AGREE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # of 1 + |score|
-_LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 
 Text = list[int]
 
@@ -196,8 +196,8 @@ def _model_config(config: RewardModelConfig) -> Any:
     """Errors: ConfigError where there is none, or where it has several outputs and none is chosen."""
     try:
         found = AutoConfig.from_pretrained(config.path)
-    except _LOADING as error:
-        raise ConfigError(f"reward.model: no model configuration in {config.path!r} ({_short(error)})") from error
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"reward.model: no model configuration in {config.path!r} ({first_line(error)})") from error
     if config.label is None and found.num_labels != 1:
         raise ConfigError(f"reward.model: {_which(config.path, found.num_labels)}")
     if config.label is not None and config.label >= found.num_labels:
@@ -211,27 +211,22 @@ def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             config.path, config=settings, dtype=DTYPES[dtype], output_loading_info=True
         )
-    except _LOADING as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(
-            f"reward.model: {config.path!r} could not be loaded as a sequence classifier ({_short(error)}); for another module "
+            f"reward.model: {config.path!r} could not be loaded as a sequence classifier ({first_line(error)}); for another module "
             "name a function `file.py:function` that returns (module, tokenizer)"
         ) from error
     module, report = loaded
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        raise ConfigError(
-            f"reward.model: {config.path!r} holds no weights for {missing[:3]} ({len(missing)} in all); transformers would have "
-            "left them random: it is no sequence classifier"
-        )
+    require_all_weights(report, f"reward.model: {config.path!r}", ": it is no sequence classifier")
     return module  # type: ignore[no-any-return]  # transformers: Any
 
 
 def _tokenizer_of(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (*_LOADING, TypeError) as error:
+    except (*LOADING_ERRORS, TypeError) as error:
         raise ConfigError(
-            f"reward.model: no tokenizer could be loaded from {path!r} ({_short(error)}); put it beside the model"
+            f"reward.model: no tokenizer could be loaded from {path!r} ({first_line(error)}); put it beside the model"
         ) from error
 
 
@@ -293,7 +288,3 @@ def _which(name: str, labels: int) -> str:
 
 def _beyond(name: str, label: int, labels: int) -> str:
     return f"{name!r} has {labels} output(s), but label is {label}; expected 0 to {labels - 1}"
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"

@@ -15,8 +15,7 @@ A record holds `n >= 1` members (trajectories) of one group; most producers put 
     12  u32  sections                                   8   u32  first inner dimension (1 where there is none)
     16  u64  record_bytes, all of it                    12  u32  second inner dimension
     24  u32  CRC32 of header and table (this field 0)   16  u64  offset from the start of the record
-    28  u32  CRC32 of everything behind the table       24  u64  bytes
-    32  u32  flags (bit 0: the payload CRC32 is set)
+    28  8 B  zero                                       24  u64  bytes
     36  u32  members in this record, n
     40  u32  group size
     44  u32  zero
@@ -50,7 +49,6 @@ ALIGNMENT = 64
 HEADER = struct.Struct("<IHHHHIQIIIIIIQqqqQ16sQ16x")
 ENTRY = struct.Struct("<HBBHHIIQQ")
 CRC_OFFSET = 24
-CHECKSUMMED = 1  # header flag
 NEEDED = 1  # section flag
 
 if HEADER.size != 128 or ENTRY.size != 32:

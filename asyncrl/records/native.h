@@ -22,14 +22,14 @@ enum { ROWS = 1, TOKENS = 2, ROW_BYTES = 3, BYTES = 4 };              // axes
 enum { S_LENGTHS = 1, S_MEMBERS = 2, S_TOKENS = 3 };                  // sections
 enum { KNOWN = 20, USER = 0x8000, USER_END = 0x10000, CODES = 8 };    // section ids below, and dtype codes below
 enum { FIELDS = 16, PARTS = 64, MEMBERS = 1024 };                     // records beyond these take the way through Python
-enum { MAGIC = 0x31525241, VERSION = 1, CHECKSUMMED = 1 };
+enum { MAGIC = 0x31525241, VERSION = 1 };
 
 typedef struct {
   uint32_t magic;
   uint16_t version, oldest, header_bytes, entry_bytes;
   uint32_t sections;
   uint64_t record_bytes;
-  uint32_t crc, payload_crc, flags, members, group_size, zero;
+  uint32_t crc, unused[2], members, group_size, zero;
   uint64_t sequence;
   int64_t epoch, group, policy_version;
   uint64_t tokens;
@@ -68,9 +68,8 @@ PyObject *asyncrl_unusual(void);
 int asyncrl_int64(PyObject *number, int64_t *value);
 int asyncrl_crc(PyObject *stolen, uint32_t *crc);
 int asyncrl_hit(PyObject *fault, const char *where);
-PyObject *asyncrl_write_into(PyObject *plan, char *into, Py_ssize_t room, int64_t sequence, int checksum, PyObject *fault,
-                             uint64_t *written);
-PyObject *asyncrl_read_view(PyObject *view, PyObject *sequence, int checksum);
+PyObject *asyncrl_write_into(PyObject *plan, char *into, Py_ssize_t room, int64_t sequence, PyObject *fault, uint64_t *written);
+PyObject *asyncrl_read_view(PyObject *view, PyObject *sequence);
 
 PyObject *asyncrl_set_plan(PyObject *, PyObject *);
 PyObject *asyncrl_plan(PyObject *, PyObject *);

@@ -108,17 +108,14 @@ static int check_members(Found *found) {
   return total == header->tokens;
 }
 
-static int good_crc(Found *found, uint64_t start, int checksum) {
+static int good_crc(Found *found, uint64_t start) {
   uint32_t crc, given = found->header.crc;
   PyObject *head = PyBytes_FromStringAndSize(NULL, start);
   if (!head) return 0;
   found->header.crc = 0;
   memcpy(PyBytes_AS_STRING(head), &found->header, sizeof(Header));
   memcpy(PyBytes_AS_STRING(head) + sizeof(Header), found->entries, start - sizeof(Header));
-  if (!asyncrl_crc(head, &crc) || crc != given) return 0;
-  if (!checksum || !(found->header.flags & CHECKSUMMED)) return 1;
-  return asyncrl_crc(PySequence_GetSlice(found->view, start, found->header.record_bytes), &crc) &&
-         crc == found->header.payload_crc;
+  return asyncrl_crc(head, &crc) && crc == given;
 }
 
 static PyObject *record_of(Found *found) {
@@ -153,7 +150,7 @@ static PyObject *record_of(Found *found) {
 }
 
 // 1 where `found` is a whole record of version 1 with nothing strange in it.
-static int understood(Found *found, Py_ssize_t here, PyObject *expected, int checksum) {
+static int understood(Found *found, Py_ssize_t here, PyObject *expected) {
   Header *header = &found->header;
   int64_t sequence;
   if (here < (Py_ssize_t)sizeof(Header) || (uintptr_t)found->data % 8) return 0;
@@ -165,7 +162,7 @@ static int understood(Found *found, Py_ssize_t here, PyObject *expected, int che
   memcpy(found->entries, found->data + sizeof(Header), start - sizeof(Header));
   if (expected != Py_None && (!asyncrl_int64(expected, &sequence) || sequence < 0 || (uint64_t)sequence != header->sequence))
     return 0;
-  if (!good_crc(found, start, checksum)) return 0;
+  if (!good_crc(found, start)) return 0;
   if (!(found->arrays = PyDict_New()) || !(found->strings = PyDict_New())) return 0;
   for (uint32_t i = 0; i < header->sections; ++i)
     if (!take(found, &found->entries[i])) return 0;
@@ -177,7 +174,7 @@ static int understood(Found *found, Py_ssize_t here, PyObject *expected, int che
 }
 
 // The record in the memoryview `view`, or None.
-PyObject *asyncrl_read_view(PyObject *view, PyObject *sequence, int checksum) {
+PyObject *asyncrl_read_view(PyObject *view, PyObject *sequence) {
   Found found;
   found.arrays = found.strings = found.members = found.lengths = found.bounds = NULL;
   found.view = PyMemoryView_GET_BUFFER(view)->readonly ? Py_NewRef(view) : PyObject_CallMethodNoArgs(view, to_read_only);
@@ -185,20 +182,19 @@ PyObject *asyncrl_read_view(PyObject *view, PyObject *sequence, int checksum) {
   Py_buffer *buffer = PyMemoryView_GET_BUFFER(found.view);
   found.data = buffer->buf;
   int plain_bytes = buffer->itemsize == 1 && buffer->ndim == 1 && PyBuffer_IsContiguous(buffer, 'C');
-  int good = plain_bytes && understood(&found, buffer->len, sequence, checksum);
+  int good = plain_bytes && understood(&found, buffer->len, sequence);
   PyObject *record = good ? record_of(&found) : asyncrl_unusual();
   PyObject *owned[] = {found.view, found.arrays, found.strings, found.members, found.lengths, found.bounds};
   for (int i = 0; i < 6; ++i) Py_XDECREF(owned[i]);
   return record;
 }
 
-// read(buffer, sequence | None, checksum) -> Record | None
+// read(buffer, sequence | None) -> Record | None
 PyObject *asyncrl_read(PyObject *self, PyObject *const *given, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "read: 3 arguments expected, found %zd", count);
-  int checksum = PyObject_IsTrue(given[2]);
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "read: 2 arguments expected, found %zd", count);
   // A view of our own: a released one is refused here, and nobody else can release this one.
-  PyObject *view = checksum < 0 ? NULL : PyMemoryView_FromObject(given[0]);
-  PyObject *record = view ? asyncrl_read_view(view, given[1], checksum) : NULL;
+  PyObject *view = PyMemoryView_FromObject(given[0]);
+  PyObject *record = view ? asyncrl_read_view(view, given[1]) : NULL;
   Py_XDECREF(view);
   return record;
 }

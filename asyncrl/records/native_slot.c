@@ -58,16 +58,15 @@ static int check_of(uint64_t sequence, uint64_t start, uint64_t size, uint32_t *
   return asyncrl_crc(PyBytes_FromStringAndSize((const char *)words, sizeof words), check);
 }
 
-// publish(plan, block, slots, payload's offset, slot, start, size, sequence, checksum, fault) -> True | None. None: at most the
-// word that says what is being written was stored; the Python stores it again.
+// publish(plan, block, slots, payload's offset, slot, start, size, sequence, fault) -> True | None. None: at most the word
+// that says what is being written was stored; the Python stores it again.
 PyObject *asyncrl_publish(PyObject *self, PyObject *const *given, Py_ssize_t count) {
-  if (count != 10) return PyErr_Format(PyExc_TypeError, "publish: 10 arguments expected, found %zd", count);
-  PyObject *fault = given[9], *done = NULL;
+  if (count != 9) return PyErr_Format(PyExc_TypeError, "publish: 9 arguments expected, found %zd", count);
+  PyObject *fault = given[8], *done = NULL;
   int64_t start, size, sequence;
   uint32_t check;
   Ring ring;
-  int checksum = PyObject_IsTrue(given[8]);
-  if (checksum < 0 || !asyncrl_int64(given[5], &start) || !asyncrl_int64(given[6], &size) || !asyncrl_int64(given[7], &sequence))
+  if (!asyncrl_int64(given[5], &start) || !asyncrl_int64(given[6], &size) || !asyncrl_int64(given[7], &sequence))
     return asyncrl_unusual();
   if (!open_ring(&ring, given + 1, PyBUF_WRITABLE)) return asyncrl_unusual();
   uint64_t written = 0;
@@ -75,7 +74,7 @@ PyObject *asyncrl_publish(PyObject *self, PyObject *const *given, Py_ssize_t cou
   if (start < 0 || size < 0 || start > room || size > room - start || sequence < 1)
     done = Py_NewRef(Py_None);
   else if (STORE(ring.state + 3, sequence, "ring.state"))
-    done = asyncrl_write_into(given[0], ring.payload + start, size, sequence, checksum, fault, &written);
+    done = asyncrl_write_into(given[0], ring.payload + start, size, sequence, fault, &written);
   if (done == Py_True) {
     int good = check_of(sequence, start, written, &check) && STORE(word_of(&ring, OFFSETS), start, "ring.offset") &&
                STORE(word_of(&ring, SIZES), written, "ring.size") && STORE(word_of(&ring, CHECKS), check, "ring.check") &&
@@ -86,14 +85,13 @@ PyObject *asyncrl_publish(PyObject *self, PyObject *const *given, Py_ssize_t cou
   return done;
 }
 
-// take(block, slots, payload's offset, slot, sequence, checksum) -> Record | None
+// take(block, slots, payload's offset, slot, sequence) -> Record | None
 PyObject *asyncrl_take(PyObject *self, PyObject *const *given, Py_ssize_t count) {
-  if (count != 6) return PyErr_Format(PyExc_TypeError, "take: 6 arguments expected, found %zd", count);
+  if (count != 5) return PyErr_Format(PyExc_TypeError, "take: 5 arguments expected, found %zd", count);
   int64_t sequence;
   uint32_t check;
   Ring ring;
-  int checksum = PyObject_IsTrue(given[5]);
-  if (checksum < 0 || !PyMemoryView_Check(given[0]) || !asyncrl_int64(given[4], &sequence) || !open_ring(&ring, given, PyBUF_SIMPLE))
+  if (!PyMemoryView_Check(given[0]) || !asyncrl_int64(given[4], &sequence) || !open_ring(&ring, given, PyBUF_SIMPLE))
     return asyncrl_unusual();
   uint64_t start = load(word_of(&ring, OFFSETS)), size = load(word_of(&ring, SIZES)), expected = load(word_of(&ring, CHECKS));
   int good = start <= ring.room && size <= ring.room - start;
@@ -101,7 +99,7 @@ PyObject *asyncrl_take(PyObject *self, PyObject *const *given, Py_ssize_t count)
   PyBuffer_Release(&ring.block);
   if (!good || !check_of(sequence, start, size, &check) || check != expected) return asyncrl_unusual();
   PyObject *view = PySequence_GetSlice(given[0], at, at + size);
-  PyObject *record = view ? asyncrl_read_view(view, given[4], checksum) : NULL;
+  PyObject *record = view ? asyncrl_read_view(view, given[4]) : NULL;
   Py_XDECREF(view);
   return record;
 }

@@ -258,14 +258,9 @@ static int header_of(PyObject *plan, Header *header) {
 }
 
 // Payload first, table, header last. 0 with an error set.
-static int store(const Layout *layout, Header *header, int checksum, PyObject *fault) {
+static int store(const Layout *layout, Header *header, PyObject *fault) {
   size_t table = layout->count * sizeof(Entry), start = sizeof(Header) + table;
   if (!copy_sections(layout, fault)) return 0;
-  if (checksum) {
-    PyObject *payload = PyMemoryView_FromMemory(layout->into + start, layout->size - start, PyBUF_READ);
-    if (!asyncrl_crc(payload, &header->payload_crc)) return 0;
-    header->flags = CHECKSUMMED;
-  }
   struct timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   header->written_ns = now.tv_sec * 1000000000ull + now.tv_nsec;
@@ -281,8 +276,8 @@ static int store(const Layout *layout, Header *header, int checksum, PyObject *f
   return asyncrl_hit(fault, "header");
 }
 
-static PyObject *write_parts(PyObject *plan, PyObject *parts, char *into, Py_ssize_t room, int64_t sequence, int checksum,
-                             PyObject *fault, uint64_t *written) {
+static PyObject *write_parts(PyObject *plan, PyObject *parts, char *into, Py_ssize_t room, int64_t sequence, PyObject *fault,
+                             uint64_t *written) {
   PyObject *done = NULL;
   int64_t size;
   Py_ssize_t count = PyTuple_GET_SIZE(parts);
@@ -296,7 +291,7 @@ static PyObject *write_parts(PyObject *plan, PyObject *parts, char *into, Py_ssi
   for (Py_ssize_t i = 0; good && i < count; ++i) good = place(&layout, PyTuple_GET_ITEM(parts, i));
   if (good && layout.end == layout.size) {
     header.record_bytes = *written = size, header.sequence = sequence;
-    if (store(&layout, &header, checksum, fault)) done = Py_NewRef(Py_True);
+    if (store(&layout, &header, fault)) done = Py_NewRef(Py_True);
   } else {
     done = asyncrl_unusual();
   }
@@ -306,31 +301,29 @@ static PyObject *write_parts(PyObject *plan, PyObject *parts, char *into, Py_ssi
 }
 
 // True where the record of `plan` lies at `into`, with its size in `written`; None: unusual.
-PyObject *asyncrl_write_into(PyObject *plan, char *into, Py_ssize_t room, int64_t sequence, int checksum, PyObject *fault,
-                             uint64_t *written) {
+PyObject *asyncrl_write_into(PyObject *plan, char *into, Py_ssize_t room, int64_t sequence, PyObject *fault, uint64_t *written) {
   if (!Py_IS_TYPE(plan, plan_shape.type)) Py_RETURN_NONE;
   PyObject *parts = *field_of(&plan_shape, plan, P_PARTS);
   if (!parts || !PyList_CheckExact(parts) || PyList_GET_SIZE(parts) > PARTS) Py_RETURN_NONE;
   if (!(parts = PyList_AsTuple(parts))) return NULL;  // ours: what runs in between may change the list
-  PyObject *done = write_parts(plan, parts, into, room, sequence, checksum, fault, written);
+  PyObject *done = write_parts(plan, parts, into, room, sequence, fault, written);
   Py_DECREF(parts);
   return done;
 }
 
-// write(plan, buffer, sequence, checksum, fault) -> True | None
+// write(plan, buffer, sequence, fault) -> True | None
 PyObject *asyncrl_write(PyObject *self, PyObject *const *given, Py_ssize_t count) {
-  if (count != 5) return PyErr_Format(PyExc_TypeError, "write: 5 arguments expected, found %zd", count);
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "write: 4 arguments expected, found %zd", count);
   int64_t sequence;
   uint64_t written;
   Py_buffer into;
-  int checksum = PyObject_IsTrue(given[3]);
-  if (checksum < 0 || !asyncrl_int64(given[2], &sequence)) return asyncrl_unusual();
+  if (!asyncrl_int64(given[2], &sequence)) return asyncrl_unusual();
   if (PyObject_GetBuffer(given[1], &into, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
     if (!PyErr_ExceptionMatches(PyExc_BufferError)) return NULL;
     PyErr_Clear();
     Py_RETURN_NONE;
   }
-  PyObject *done = asyncrl_write_into(given[0], into.buf, into.len, sequence, checksum, given[4], &written);
+  PyObject *done = asyncrl_write_into(given[0], into.buf, into.len, sequence, given[3], &written);
   PyBuffer_Release(&into);
   return done;
 }

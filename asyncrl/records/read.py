@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from ..errors import RecordError
 from .layout import (
-    CHECKSUMMED,
     CRC_OFFSET,
     DTYPES,
     ENTRY,
@@ -92,21 +91,21 @@ if records is not None:
     records.set_record(Record)
 
 
-def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None, checksum: bool = False) -> Record:
+def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None) -> Record:
     """The record at the start of `buffer`.
 
-    `sequence`: what the ring expects there. `checksum`: also compare the payload's CRC32 where the writer set it.
+    `sequence`: what the ring expects there.
     Errors: RecordError that says what is wrong: torn, damaged, of another sequence, or for a newer reader.
     """
-    usual: Record | None = None if records is None else records.read(buffer, sequence, checksum)
+    usual: Record | None = None if records is None else records.read(buffer, sequence)
     if usual is not None:
         return usual
     view = memoryview(buffer).toreadonly()
     if len(view) < HEADER.size:
         raise RecordError(f"a record has at least {HEADER.size} bytes, found {len(view)}")
     (
-        magic, version, oldest, header_bytes, entry_bytes, sections, record_bytes, crc, payload_crc,
-        flags, n, group_size, _, found, epoch, group, policy_version, tokens, producer, written_ns,
+        magic, version, oldest, header_bytes, entry_bytes, sections, record_bytes, crc, _, _,
+        n, group_size, _, found, epoch, group, policy_version, tokens, producer, written_ns,
     ) = HEADER.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
         raise RecordError(f"no record begins here: magic {magic:#010x}, expected {MAGIC:#010x}")
@@ -126,8 +125,6 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None,
         raise RecordError("a record without members")
     if sequence is not None and found != sequence:
         raise RecordError(f"sequence {sequence} expected here, found {found}")
-    if checksum and flags & CHECKSUMMED and zlib.crc32(view[table_end:record_bytes]) != payload_crc:
-        raise RecordError("the CRC32 of the payload is wrong: torn or damaged")
     if entry_bytes == ENTRY.size:
         entries = ENTRY.iter_unpack(memoryview(head)[header_bytes:])
     else:  # of a newer writer

@@ -19,7 +19,6 @@ import numpy as np
 from ..errors import RecordError
 from .layout import (
     ALIGNMENT,
-    CHECKSUMMED,
     CODES,
     CRC_OFFSET,
     ENTRY,
@@ -83,14 +82,13 @@ class Plan:
         buffer: memoryview,
         *,
         sequence: int = 0,
-        checksum: bool = False,
         fault: Callable[[str], None] | None = None,
     ) -> None:
         """Fill `buffer` (at least `size` long, writable, 64-byte aligned). The header is written last.
 
-        `checksum` adds the CRC32 of the payload. `fault(where)` is called between the stores: tests crash there.
+        `fault(where)` is called between the stores: tests crash there.
         """
-        if records is not None and records.write(self, buffer, sequence, checksum, fault):
+        if records is not None and records.write(self, buffer, sequence, fault):
             return
         entries: list[int] = []
         offset = _body(len(self.parts))
@@ -108,11 +106,10 @@ class Plan:
         draft = self.draft
         table = _table(len(self.parts)).pack(*entries)
         start = HEADER.size + len(table)
-        payload_crc = zlib.crc32(buffer[start : self.size]) if checksum else 0
         header = bytearray(
             HEADER.pack(
-                MAGIC, VERSION, 1, HEADER.size, ENTRY.size, len(self.parts), self.size, 0, payload_crc,
-                CHECKSUMMED if checksum else 0, len(draft.members), draft.group_size, 0, sequence, draft.epoch,
+                MAGIC, VERSION, 1, HEADER.size, ENTRY.size, len(self.parts), self.size, 0, 0, 0,
+                len(draft.members), draft.group_size, 0, sequence, draft.epoch,
                 draft.group, draft.policy_version, self.tokens, draft.producer, time.time_ns(),
             )
         )  # fmt: skip
@@ -123,12 +120,6 @@ class Plan:
         buffer[: HEADER.size] = header
         if fault is not None:
             fault("header")
-
-    def to_bytes(self, *, sequence: int = 0, checksum: bool = False) -> bytes:
-        """The record as bytes of their own; arguments as those of `write`."""
-        buffer = bytearray(self.size)
-        self.write(memoryview(buffer), sequence=sequence, checksum=checksum)
-        return bytes(buffer)
 
 
 def plan(draft: Draft) -> Plan:

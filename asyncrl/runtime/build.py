@@ -12,6 +12,7 @@ import torch
 
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import numbers
 from asyncrl.config.resolve import turns_bound
 from asyncrl.config.schema import Config
@@ -41,7 +42,6 @@ from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
 from .inputs import import_code
-from .offload import offload
 from .rates import Rates
 from .starting import Say
 

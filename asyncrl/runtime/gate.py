@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import Config, LoraConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
 from asyncrl.models.probe import build_probe, longest_row
@@ -131,7 +131,7 @@ def check_model(
         except Exception as error:
             raise ConfigError(
                 f"model.path: {name} is refused: it cannot be compared with itself, because a small copy of it fails in "
-                f"transformers ({_short(error)})"
+                f"transformers ({first_line(error)})"
             ) from error
         results: list[Result] = []
         if sharded:
@@ -202,7 +202,7 @@ def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
     except ConfigError as error:
         return Result(path, None, str(error).removeprefix("model.path: "))
     except Exception as error:  # whatever a model's code raises when it is run so
-        return Result(path, None, _short(error))
+        return Result(path, None, first_line(error))
 
 
 def _verdict(module: PreTrainedModel, trial: Trial, results: list[Result], started: float) -> Verdict:
@@ -225,8 +225,3 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(previous)
-
-
-def _short(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__

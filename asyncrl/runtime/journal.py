@@ -21,6 +21,7 @@ from typing import Any
 
 import anyio
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.describe import to_plain
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
@@ -37,7 +38,6 @@ from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory, unusable
 from .history import History
-from .offload import offload
 from .rates import Rates
 
 logger = logging.getLogger("asyncrl.runtime")

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import torch
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import Standing
 from asyncrl.config.schema import Config
@@ -26,7 +27,6 @@ from asyncrl.types import Prompt
 from .build import Built, any_rank, check_books
 from .directory import RunDirectory
 from .journal import Journal
-from .offload import offload
 from .profiling import StepProfiler
 from .rates import needed_flop
 from .saving import Checkpointer

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
 from asyncrl.distributed.heartbeat import Heartbeat
@@ -24,7 +25,6 @@ from .directory import RunDirectory
 from .garbage import Collector
 from .inputs import check_inputs
 from .journal import Journal
-from .offload import offload
 from .opened import Foundation, OpenRun
 from .profiling import StepProfiler
 from .prompts import load_prompts

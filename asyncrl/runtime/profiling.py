@@ -17,12 +17,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 from .directory import RunDirectory
-from .offload import offload
 
 PRIORITY = 2  # on the lane: before what waits there
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
@@ -32,7 +33,6 @@ from asyncrl.weights.shared import SharedWeights
 from .build import Parts
 from .gate import Verdict, check_for
 from .memory import GIB, batch_tokens, check_memory, kv_positions
-from .offload import offload
 from .prompts import measure_prompts
 from .rates import Rates, measure_rates
 from .starting import Say

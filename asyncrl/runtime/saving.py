@@ -19,6 +19,7 @@ import anyio
 from asyncrl.checkpoint.shards import shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.describe import to_plain
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import REROLLS, PromptSource
@@ -30,7 +31,6 @@ from asyncrl.training.snapshot import Snapshot, host, take, unsound
 
 from .build import Built
 from .directory import RunDirectory
-from .offload import offload
 from .positions import Positions
 
 if TYPE_CHECKING:

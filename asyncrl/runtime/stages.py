@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.concurrency.offload import where
 from asyncrl.concurrency.watchdog import Standing
 from asyncrl.distributed.heartbeat import Heartbeat
-
-from .offload import where
 
 
 class Stages:

@@ -2,7 +2,7 @@
 
     producer                                   owner
     {protocol, producer}                  ->
-                                          <-   {offset, size, checksum, fresh} + eventfds [data, space], or {error}
+                                          <-   {offset, size, fresh} + eventfds [data, space], or {error}
     ... the connection stays open: its end tells either side that the other one is gone ...
 
 The address is abstract (nothing to clean up) and names the run and the tenure of the segment, so every owner has its own.
@@ -94,7 +94,6 @@ class Attachment:
     connection: socket.socket
     offset: int  # of the block, from the start of the segment
     size: int
-    checksum: bool
     fresh: bool  # the ring was made for this attachment
     data: int  # eventfd: the producer tells the owner that something was put
     space: int  # eventfd: the owner tells the producer that something was released
@@ -137,7 +136,7 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
             _close(fds)
             raise RingDetached(f"the owner of the ring {segment.name!r} sent {len(fds)} descriptors; 2 expected")
         connection.setblocking(False)
-        return Attachment(connection, answer["offset"], answer["size"], answer["checksum"], answer["fresh"], *fds)
+        return Attachment(connection, answer["offset"], answer["size"], answer["fresh"], *fds)
     except BaseException:
         connection.close()
         raise

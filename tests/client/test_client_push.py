@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transport_records import drop
 
 import asyncrl
 from asyncrl.client import AsyncClient, Client, Scored
@@ -77,7 +78,7 @@ async def test_a_group_arrives_as_trajectories(name: str) -> None:
         assert (c.member, c.group_size, c.reward) == (2, 4, None)
         assert c.mask.tolist() == [False, True, True, True]
         assert c.versions.tolist() == [-1, 3, 3, 3]  # the version the run was at when it was pushed
-        ring.close(discard=True)
+        drop(ring)
 
 
 async def test_what_is_wrong_is_said_and_nothing_is_pushed(name: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import pytest
+from transport_records import drop
 
 from asyncrl.client import AsyncClient
 from asyncrl.errors import ConfigError, LifecycleError
@@ -93,7 +94,7 @@ async def opened(name: str, settings: RingSettings = TWO_GROUPS, wait_s: float =
         ring.publish_version(3)
         async with AtroposDoor(Spread([client]), TERMS, port=0, wait_s=wait_s) as door:
             yield Set(ring, client, door, http)
-        ring.close(discard=True)
+        drop(ring)
 
 
 async def test_a_group_posted_as_atropos_posts_it_lies_in_the_ring(name: str) -> None:

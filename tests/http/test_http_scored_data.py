@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transport_records import written
 
 from asyncrl.client.scored import Sender, group_draft
 from asyncrl.errors import DataError
@@ -38,7 +39,7 @@ def trajectories(item: dict[str, Any], version: int = 3) -> list[Trajectory]:
     """By the very way that a group goes: client's record, bytes, the door's trajectories."""
     scored = read_group(item, LIMITS, version).scored
     draft = group_draft(5, scored, Sender(epoch=1, policy_version=version))
-    return trajectories_of(read(plan(draft).to_bytes()))
+    return trajectories_of(read(written(plan(draft))))
 
 
 def test_a_group_arrives_with_its_tokens_masks_scores_and_logprobs() -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records_helpers import resealed, same, trajectory
+from transport_records import written
 
 from asyncrl.errors import RecordError
 from asyncrl.records.layout import CODES, CRC_OFFSET, ENTRY, HEADER, Section
@@ -28,8 +29,8 @@ from asyncrl.types import Trajectory
 def test_trajectories_come_back_equal(lengths: tuple[int, ...], copy: bool) -> None:
     given = [trajectory(i, n) for i, n in enumerate(lengths)]
     draft = draft_of(given, epoch=-5, policy_version=2**30, producer=b"p" * 16, group_metadata={"prompt": "q"})
-    raw = plan(draft).to_bytes(sequence=2**63 + 1, checksum=True)
-    record = read(raw, sequence=2**63 + 1, checksum=True)
+    raw = written(plan(draft), sequence=2**63 + 1)
+    record = read(raw, sequence=2**63 + 1)
     assert (record.epoch, record.policy_version, record.producer, record.version) == (-5, 2**30, b"p" * 16, 1)
     assert list(record.identities()) == [(-5, 7, i) for i in range(len(lengths))]
     assert group_metadata(record) == {"prompt": "q"}
@@ -39,7 +40,7 @@ def test_trajectories_come_back_equal(lengths: tuple[int, ...], copy: bool) -> N
 
 def test_without_copies_every_column_is_a_view_of_the_record() -> None:
     given = [trajectory(i, n) for i, n in enumerate((5, 70))]
-    raw = plan(draft_of(given)).to_bytes()
+    raw = written(plan(draft_of(given)))
     record = read(raw)
     whole = np.frombuffer(raw, np.uint8)
     for t in trajectories_of(record, copy=False):
@@ -53,12 +54,12 @@ def test_without_copies_every_column_is_a_view_of_the_record() -> None:
 @pytest.mark.parametrize("kind", [np.uint8, np.int64])
 def test_a_mask_of_integers_is_written_as_what_it_means(kind: Any) -> None:
     mask = np.array([0, 1, 1], kind)
-    record = read(plan(Draft(1, [0], 1, {Section.TOKENS: [[5, 6, 7]], Section.MASK: [mask]})).to_bytes())
+    record = read(written(plan(Draft(1, [0], 1, {Section.TOKENS: [[5, 6, 7]], Section.MASK: [mask]}))))
     assert trajectories_of(record)[0].mask.tolist() == [False, True, True]
 
 
 def test_any_byte_but_0_of_a_foreign_mask_is_true() -> None:
-    raw = bytearray(plan(Draft(1, [0], 1, {Section.TOKENS: [[5, 6, 7]], Section.MASK: [[0, 1, 1]]})).to_bytes())
+    raw = bytearray(written(plan(Draft(1, [0], 1, {Section.TOKENS: [[5, 6, 7]], Section.MASK: [[0, 1, 1]]}))))
     (at,) = [i for i in range(HEADER.size, len(raw), ENTRY.size) if ENTRY.unpack_from(raw, i)[0] == Section.MASK][:1]
     entry = list(ENTRY.unpack_from(raw, at))
     entry[1] = CODES[np.dtype("<u1")]
@@ -75,7 +76,7 @@ def test_sections_are_aligned_views_and_the_plan_gives_the_exact_size() -> None:
     advantages = [np.full(n, 0.5) for n in (4, 9)]
     extra = {Section.ROUTED_EXPERTS: routed, Section.ADVANTAGES: advantages, 0x8001: b"mine"}
     planned = plan(draft_of([trajectory(0, 4), trajectory(3, 9)], extra=extra))
-    raw = planned.to_bytes()
+    raw = written(planned)
     assert len(raw) == planned.size and planned.size % 64 == 0
     record = read(raw)
     base = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
@@ -89,18 +90,18 @@ def test_sections_are_aligned_views_and_the_plan_gives_the_exact_size() -> None:
 
 
 def test_members_of_bare_records_share_nothing() -> None:
-    first, second = trajectories_of(read(plan(Draft(1, [0, 1], 2, {Section.TOKENS: [[5], [6, 7]]})).to_bytes()))
+    first, second = trajectories_of(read(written(plan(Draft(1, [0, 1], 2, {Section.TOKENS: [[5], [6, 7]]})))))
     assert first.metadata == second.metadata == first.components == {} and first.completion == ""
     assert len({id(one) for one in (first.metadata, second.metadata, first.components, second.components)}) == 4
     assert np.isnan(first.logprobs).all() and np.isnan(second.logprobs).all()  # not known, and not probability 1
     draft = Draft(1, [0, 1], 2, {Section.TOKENS: [[5], [6]], Section.FINISH_REASONS: [1, 9]})
     with pytest.raises(RecordError, match="finish reason 9 is unknown"):
-        trajectories_of(read(plan(draft).to_bytes()))
+        trajectories_of(read(written(plan(draft))))
 
 
 def test_a_bare_record_of_a_foreign_producer_gets_the_documented_defaults() -> None:
     draft = Draft(1, [0], 2, {Section.TOKENS: [[5, 6, 7]], Section.PROMPT_LENGTHS: [1]}, policy_version=4)
-    (t,) = trajectories_of(read(plan(draft).to_bytes()))
+    (t,) = trajectories_of(read(written(plan(draft))))
     assert t.tokens.tolist() == [5, 6, 7] and t.tokens.dtype == np.int32
     assert t.mask.tolist() == [False, True, True] and t.versions.tolist() == [-1, 4, 4]
     assert t.versions.dtype == np.int32 and t.reward is None and t.temperature == 1.0
@@ -162,31 +163,26 @@ def test_what_is_not_json_or_not_finite_is_refused() -> None:
 )
 def test_a_foreign_writers_texts_are_refused_by_name(section: Section, data: Any, words: str) -> None:
     sections = {Section.TOKENS: [[5], [6, 7]], Section.COMPONENTS: [[0.5], [1.0]], section: data}
-    record = read(plan(Draft(1, [0, 1], 2, sections)).to_bytes())
+    record = read(written(plan(Draft(1, [0, 1], 2, sections))))
     with pytest.raises(RecordError, match=words):
         trajectories_of(record)
         group_metadata(record)
 
 
-def test_every_damaged_byte_is_found_with_the_payload_checksum() -> None:
+def test_every_damaged_byte_of_header_and_table_is_found() -> None:
     planned = plan(draft_of([trajectory(0, 3), trajectory(1, 2)]))
-    raw = planned.to_bytes(checksum=True)
-    read(raw, checksum=True)
-    end = HEADER.size + ENTRY.size * len(planned.parts)
-    for index in range(len(raw)):
+    raw = written(planned)
+    for index in range(HEADER.size + ENTRY.size * len(planned.parts)):
         torn = bytearray(raw)
         torn[index] ^= 0x10
         with pytest.raises(RecordError):
-            read(torn, checksum=True)
-        if index < end:  # header and table are covered without it too
-            with pytest.raises(RecordError):
-                read(torn)
+            read(torn)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_garbage_is_a_record_error_and_nothing_else(data: st.DataObject) -> None:
-    raw = bytearray(plan(draft_of([trajectory(0, 3), trajectory(1, 2)])).to_bytes())
+    raw = bytearray(written(plan(draft_of([trajectory(0, 3), trajectory(1, 2)]))))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     raw = raw[: data.draw(st.integers(0, len(raw)))]
@@ -212,9 +208,7 @@ def with_entry(raw: bytearray, section: int, **fields: int) -> int:
 
 def bare(tokens: int = 2, **sections: Any) -> bytearray:
     given = {Section.TOKENS: [np.arange(tokens, dtype=np.int32)], Section.METADATA: [b"{}"]}
-    return bytearray(
-        plan(Draft(1, [0], 1, given | {Section[name]: data for name, data in sections.items()})).to_bytes()
-    )
+    return bytearray(written(plan(Draft(1, [0], 1, given | {Section[name]: data for name, data in sections.items()}))))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +238,7 @@ def test_dishonest_headers_are_record_errors() -> None:
     with_entry(huge, Section.ROUTED_EXPERTS, inner0=2**31, inner1=2**31)
     with pytest.raises(RecordError, match="ROUTED_EXPERTS"):
         read(resealed(huge))
-    ends = bytearray(plan(Draft(1, range(4), 4, {Section.TOKENS: [[1]] * 4, Section.METADATA: [b"{}"] * 4})).to_bytes())
+    ends = bytearray(written(plan(Draft(1, range(4), 4, {Section.TOKENS: [[1]] * 4, Section.METADATA: [b"{}"] * 4}))))
     struct.pack_into("<4q", ends, with_entry(ends, Section.METADATA), 1, -(2**63), -1, 8)
     with pytest.raises(RecordError, match="METADATA: the ends"):
         read(ends)
@@ -264,7 +258,7 @@ def test_what_was_checked_is_what_is_used() -> None:
 
 def forge(version: int, oldest: int, section: int, flags: int) -> bytes:
     """What a later version might write: a longer header, longer entries, a new section of a new kind."""
-    raw = plan(draft_of([trajectory(0, 3)])).to_bytes()
+    raw = written(plan(draft_of([trajectory(0, 3)])))
     fields = list(HEADER.unpack_from(raw))
     count, body = fields[5], 4096
     fields[1:6] = [version, oldest, 192, 48, count + 1]
@@ -310,7 +304,7 @@ def test_columns_of_rows_are_cut_listed_made_anew_or_the_same_for_all(copy: bool
 
 def test_the_wrong_sequence_is_a_stale_block() -> None:
     with pytest.raises(RecordError, match="sequence 5 expected here, found 4"):
-        read(plan(draft_of([trajectory(0, 3)])).to_bytes(sequence=4), sequence=5)
+        read(written(plan(draft_of([trajectory(0, 3)])), sequence=4), sequence=5)
 
 
 def test_quickly_made_values_are_what_their_constructor_makes() -> None:

@@ -15,6 +15,7 @@ import anyio
 import numpy as np
 import pytest
 from runtime_helpers import REAL, ROOT, Process, config_of
+from transport_records import drop
 
 from asyncrl import Runtime, load_config
 from asyncrl.client import AsyncClient, Scored
@@ -56,7 +57,7 @@ async def served(
             yield runtime, await tasks.start(door_)
             await runtime.finish()  # no step can come any more: the door closes by itself
         if discard:
-            ring.close(discard=True)
+            drop(ring)
     assert not [path for path in os.listdir("/dev/shm") if name in path]
 
 

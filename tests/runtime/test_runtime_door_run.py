@@ -18,6 +18,7 @@ import anyio
 import numpy as np
 import pytest
 from runtime_helpers import DRY, FED, ROOT, Process, config_of, metrics_of, scored, write_yaml
+from transport_records import drop
 
 from asyncrl import Runtime
 from asyncrl.client import AsyncClient, Scored
@@ -107,7 +108,7 @@ async def test_an_incomplete_group_can_end_the_run(tmp_path: Path, name: str) ->
                 await f.until(lambda: False)
     async with RecordRing(name, RING) as ring:  # what was not trained waits for the next run
         assert ring.statistics().replayed == 1
-        ring.close(discard=True)
+        drop(ring)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -383,4 +384,4 @@ async def test_a_run_from_yaml_is_fed_by_other_processes_to_its_last_step(tmp_pa
     lines = metrics_of(tmp_path / "runs/run")
     assert [line["step"] for line in lines] == [1, 2]
     async with RecordRing(name, RING) as ring:  # what came behind the last step waited for the next run
-        ring.close(discard=True)
+        drop(ring)

@@ -184,7 +184,7 @@ def test_random_cancellations_deliver_exactly_what_was_put() -> None:
 async def test_statistics_gauge_and_waits_are_recorded() -> None:
     recorder = Recorder(nvtx=False)
     sender: QueueSender[int]
-    sender, receiver = open_queue("scored", 2, recorder, cause="reward")
+    sender, receiver = open_queue("scored", 2, recorder)
     await sender.put(1)
     await sender.put(2)
     assert recorder.drain()["queue/scored/depth"] == 2
@@ -194,7 +194,7 @@ async def test_statistics_gauge_and_waits_are_recorded() -> None:
         group.start_soon(sender.put, 3, name="score pump")
         await anyio.wait_all_tasks_blocked()
         (wait,) = recorder.active_waits()
-        assert (wait.who, wait.what, wait.cause) == ("score pump", "room", "reward")
+        assert (wait.who, wait.what, wait.cause) == ("score pump", "room", "group")
         assert "queue scored" in wait.on
         assert sender.statistics().waiting_puts == 1
         await receiver.get()

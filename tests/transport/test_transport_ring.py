@@ -16,6 +16,7 @@ from transport_helpers import both_loops
 from transport_records import SMALL, groups, pair, planned, whole
 
 from asyncrl.errors import LifecycleError, RecordTooLarge, RingDetached, RingFull
+from asyncrl.records.layout import HEADER
 from asyncrl.transport import rendezvous
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -133,7 +134,7 @@ async def test_torn_records_are_skipped_and_counted(name: str) -> None:
         (link,) = ring._links.values()
         memory = link.memory
         payload = memory.payload
-        payload[memory.offsets[0] + memory.sizes[0] - 100] ^= 1  # a flipped payload bit: the checksum is on
+        payload[memory.offsets[0] + HEADER.size] ^= 1  # the table
         payload[memory.offsets[1] + 20] ^= 1  # the header
         memory.sizes.store(2, 64)  # the descriptor
         d = await ring.get()
@@ -185,14 +186,15 @@ async def test_no_room_for_one_more_producer_is_said(name: str) -> None:
 def test_positions_beyond_32_and_63_bits_are_nothing_special() -> None:
     for first in (2**32 - 20, 2**63 - 20):
         buffer = memoryview(bytearray(block_bytes(4, 8192)))
-        format_ring(buffer, 4, b"p" * 16, 1, 1, first=first)
+        format_ring(buffer, 4, b"p" * 16, 1, 1)
         writer, reader = RingWriter(RingMemory(buffer)), RingReader(RingMemory(buffer))
+        writer.memory.head.store(0, first)
         assert reader.replay() == []
         for group in range(60):
-            assert writer.try_put(planned(group), checksum=True)
+            assert writer.try_put(planned(group))
             ((slot, sequence),) = list(reader.poll())
             assert sequence == first + group + 1
-            assert reader.take(slot, sequence, checksum=True).group == group
+            assert reader.take(slot, sequence).group == group
             reader.release(slot, sequence)
         assert reader.counts.torn == reader.counts.lost == 0
 
@@ -203,15 +205,13 @@ def test_a_reader_that_lags_takes_no_passed_over_position_for_a_torn_one() -> No
     writer, reader = RingWriter(RingMemory(buffer)), RingReader(RingMemory(buffer))
     reader.replay()
     for group in (0, 1):
-        assert writer.try_put(planned(group), checksum=True)
+        assert writer.try_put(planned(group))
     first, second = list(reader.poll())
     reader.release(*second)
-    assert writer.try_put(planned(2), checksum=True)  # passes over position 2, whose slot holds record 0
+    assert writer.try_put(planned(2))  # passes over position 2, whose slot holds record 0
     reader.release(*first)
-    assert writer.try_put(
-        planned(3), checksum=True
-    )  # position 4: the slot of position 2, which nobody has looked at yet
-    assert [reader.take(*one, checksum=True).group for one in reader.poll()] == [2, 3]
+    assert writer.try_put(planned(3))  # position 4: the slot of position 2, which nobody has looked at yet
+    assert [reader.take(*one).group for one in reader.poll()] == [2, 3]
     assert (reader.counts.passed_over, reader.counts.lost, reader.counts.torn) == (1, 0, 0)
 
 
@@ -225,12 +225,12 @@ def empty_ring(slots: int, payload: int) -> tuple[RingWriter, RingReader, RingMe
 
 def test_slots_that_were_released_are_not_passed_over_for_ever() -> None:
     writer, reader, _ = empty_ring(16, 1 << 16)
-    while writer.try_put(planned(0), checksum=True):
+    while writer.try_put(planned(0)):
         pass
     for slot, sequence in reader.poll():
         reader.release(slot, sequence)
     for group in range(200):
-        assert writer.try_put(planned(group), checksum=True)
+        assert writer.try_put(planned(group))
         ((slot, sequence),) = reader.poll()
         reader.release(slot, sequence)
     assert reader.counts.passed_over <= 16
@@ -239,7 +239,7 @@ def test_slots_that_were_released_are_not_passed_over_for_ever() -> None:
 def test_a_head_that_goes_back_or_leaps_is_damage_and_no_more() -> None:
     writer, reader, foreign = empty_ring(4, 8192)
     for group in (0, 1):
-        assert writer.try_put(planned(group), checksum=True)
+        assert writer.try_put(planned(group))
     assert [sequence for _, sequence in reader.poll()] == [1, 2]
     for head in (1, 2, 0, 2):
         foreign.head.store(0, head)
@@ -268,7 +268,7 @@ def test_a_put_that_is_interrupted_at_any_line_leaves_the_writer_right() -> None
 
         sys.settrace(trace)
         try:
-            assert writer.try_put(planned(3), checksum=True)
+            assert writer.try_put(planned(3))
         except Interrupt:
             return True
         finally:
@@ -278,7 +278,7 @@ def test_a_put_that_is_interrupted_at_any_line_leaves_the_writer_right() -> None
     for after in range(1, 1000):
         writer, reader, memory = empty_ring(4, 8192)
         for group in (0, 1, 2):
-            assert writer.try_put(planned(group), checksum=True)
+            assert writer.try_put(planned(group))
         found = reader.poll()
         reader.release(*found[0])
         reader.release(*found[2])  # the latest: its bytes are those that are used again
@@ -286,10 +286,10 @@ def test_a_put_that_is_interrupted_at_any_line_leaves_the_writer_right() -> None
         accepted = len(memory.live())
         assert writer.used()[0] == accepted in (1, 2)
         more = 0
-        while writer.try_put(planned(4 + more), checksum=True):
+        while writer.try_put(planned(4 + more)):
             more += 1
         assert accepted + more == 4
-        taken = [reader.take(*one, checksum=True) for one in reader.poll()]
+        taken = [reader.take(*one) for one in reader.poll()]
         assert all(map(whole, taken))
         assert [record.group for record in taken] == [3] * (accepted - 1) + [4 + i for i in range(more)]
         if went_on:

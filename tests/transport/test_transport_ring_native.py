@@ -41,8 +41,8 @@ def new_ring() -> memoryview:
 def fill(writer: RingWriter) -> None:
     """All slots, and most of the bytes."""
     for group in range(SLOTS):
-        assert writer.try_put(planned(20 + group, length=400), checksum=True)
-    assert not writer.try_put(planned(30), checksum=True)
+        assert writer.try_put(planned(20 + group, length=400))
+    assert not writer.try_put(planned(30))
     assert writer.used()[0] == SLOTS
 
 
@@ -63,7 +63,7 @@ def steps_of(patch: pytest.MonkeyPatch, block: memoryview, work: Plan, stop: int
     patch.setattr(words, "FAULT", fault)
     writer = RingWriter(RingMemory(block))
     try:
-        assert writer.try_put(work, checksum=True)
+        assert writer.try_put(work)
     except Stop:
         assert writer.used() == (0, 0) and writer._extents.used == 0
         patch.setattr(words, "FAULT", None)
@@ -105,7 +105,7 @@ def test_a_put_that_stops_anywhere_before_the_head_did_not_happen(
         block = new_ring()
         assert steps_of(monkeypatch, block, planned(7), stop) == passed[: stop + 1]
         reader = RingReader(RingMemory(block))
-        taken = [reader.take(slot, sequence, checksum=True) for slot, sequence in reader.replay()]
+        taken = [reader.take(slot, sequence) for slot, sequence in reader.replay()]
         assert [record.group for record in taken] == [20, 21, 22, 23] and all(map(whole, taken))
 
 
@@ -120,10 +120,10 @@ def test_a_put_that_is_interrupted_behind_the_head_did_happen(monkeypatch: pytes
     writer = RingWriter(RingMemory(new_ring()))
     monkeypatch.setattr(words, "FAULT", fault)
     with pytest.raises(Stop):
-        writer.try_put(planned(7), checksum=True)
+        writer.try_put(planned(7))
     monkeypatch.setattr(words, "FAULT", None)
     assert writer.used()[0] == 1
-    assert writer.try_put(planned(8), checksum=True) and writer.used()[0] == 2
+    assert writer.try_put(planned(8)) and writer.used()[0] == 2
 
 
 def answer(compute: Callable[[], Any]) -> Any:
@@ -144,7 +144,7 @@ def test_a_damaged_descriptor_is_refused_by_both_alike(word: str, value: int, ho
     """`honest`: with a checksum that agrees with the damage, as a foreign producer may write it."""
     block = new_ring()
     memory = RingMemory(block)
-    assert RingWriter(memory).try_put(planned(7), checksum=True)
+    assert RingWriter(memory).try_put(planned(7))
     getattr(memory, word).store(0, value)
     if honest and word != "checks":
         check = struct.pack("<QQQ", 1, memory.offsets[0], memory.sizes[0])
@@ -153,7 +153,7 @@ def test_a_damaged_descriptor_is_refused_by_both_alike(word: str, value: int, ho
     for wanted in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             natively(patch, wanted)
-            found.append(answer(lambda: RingReader(RingMemory(block)).take(0, 1, checksum=True)))
+            found.append(answer(lambda: RingReader(RingMemory(block)).take(0, 1)))
     assert found[0] == found[1]
 
 
@@ -172,27 +172,27 @@ def test_what_lies_outside_of_the_ring_is_left_to_python() -> None:
         (0, 0, slots, at - 4096),
         (0, 0, slots, len(block) + 64),
     ):
-        assert native.publish(work, block, count, payload, slot, start, work.size, 1, True, None) is None
-        assert native.take(block, count, payload, slot, 1, True) is None
+        assert native.publish(work, block, count, payload, slot, start, work.size, 1, None) is None
+        assert native.take(block, count, payload, slot, 1) is None
     assert bytes(block) == before
-    assert native.publish(work, block, slots, at, 0, room - work.size + 64, work.size, 1, True, None) is None
-    assert native.publish(work, block, slots, at, 0, 0, work.size - 64, 1, True, None) is None  # larger than its place
-    with pytest.raises(TypeError, match="10 arguments"):
+    assert native.publish(work, block, slots, at, 0, room - work.size + 64, work.size, 1, None) is None
+    assert native.publish(work, block, slots, at, 0, 0, work.size - 64, 1, None) is None  # larger than its place
+    with pytest.raises(TypeError, match="9 arguments"):
         native.publish(work)
-    with pytest.raises(TypeError, match="6 arguments"):
+    with pytest.raises(TypeError, match="5 arguments"):
         native.take(block)
-    assert native.publish("a plan", block, slots, at, 0, 0, work.size, 1, True, None) is None
-    assert native.take(bytes(block), slots, at, 0, 1, True) is None  # no memoryview
+    assert native.publish("a plan", block, slots, at, 0, 0, work.size, 1, None) is None
+    assert native.take(bytes(block), slots, at, 0, 1) is None  # no memoryview
     memory.block.release()
     with pytest.raises(ValueError, match="released"):
-        native.publish(work, memory.block, slots, at, 0, 0, work.size, 1, True, None)
+        native.publish(work, memory.block, slots, at, 0, 0, work.size, 1, None)
 
 
 def test_a_record_outlives_the_views_of_its_ring() -> None:
     block = new_ring()
-    assert RingWriter(RingMemory(block)).try_put(planned(7), checksum=True)
+    assert RingWriter(RingMemory(block)).try_put(planned(7))
     memory = RingMemory(block)
-    record = RingReader(memory).take(0, 1, checksum=True)
+    record = RingReader(memory).take(0, 1)
     memory.release_views()
     assert whole(record) and not record.arrays[3].flags.writeable
 
@@ -205,9 +205,9 @@ def test_an_unusual_plan_takes_the_way_through_python() -> None:
     other = Other(work.draft, work.tokens, work.parts)
     memory = RingMemory(new_ring())
     assert records is not None
-    assert records.publish(other, memory.block, SLOTS, memory.payload_at, 0, 0, work.size, 1, False, None) is None
-    assert RingWriter(memory).try_put(other, checksum=False)
-    assert whole(RingReader(memory).take(0, 1, checksum=False))
+    assert records.publish(other, memory.block, SLOTS, memory.payload_at, 0, 0, work.size, 1, None) is None
+    assert RingWriter(memory).try_put(other)
+    assert whole(RingReader(memory).take(0, 1))
 
 
 def test_nothing_is_leaked() -> None:
@@ -218,11 +218,11 @@ def test_nothing_is_leaked() -> None:
 
     def turn() -> None:
         for _ in range(300):
-            assert writer.try_put(work, checksum=True)
+            assert writer.try_put(work)
             ((slot, sequence),) = reader.poll()
-            assert reader.take(slot, sequence, checksum=True).group == 7
+            assert reader.take(slot, sequence).group == 7
             with pytest.raises(RecordError):
-                reader.take(slot, sequence + 1, checksum=True)
+                reader.take(slot, sequence + 1)
             reader.release(slot, sequence)
 
     turn()

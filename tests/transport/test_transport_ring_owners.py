@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from transport_helpers import both_loops, child, finish, line, names, say
-from transport_records import SMALL, groups, pair, planned, whole
+from transport_records import SMALL, drop, groups, pair, planned, whole
 
 from asyncrl.errors import ArenaOwned, RingDetached, RingFull, TransportError
 from asyncrl.transport.rings import producer as producer_module
@@ -35,21 +36,19 @@ async def test_what_was_not_released_is_replayed_to_the_next_owner_and_duplicate
     taken[2].release()  # too late: it belongs to the next owner
     with pytest.raises(anyio.ClosedResourceError):
         await ring.get()
-    # Group 0 was trained before the last checkpoint; of group 2 one member was.
-    async with RecordRing(name, SMALL, trained=[(0, 0, 0), (0, 0, 1), (0, 2, 1)]) as ring:
-        again = [await ring.get() for _ in range(4)]
-        assert groups(again) == [2, 3, 4, 5]
-        assert again[0].fresh == (0,) and again[1].fresh == (0, 1)
-        assert (ring.statistics().replayed, ring.statistics().duplicates) == (5, 3)
+    async with RecordRing(name, SMALL) as ring:
+        again = [await ring.get() for _ in range(5)]
+        assert groups(again) == [0, 2, 3, 4, 5] and all(d.fresh == (0, 1) for d in again)
+        assert (ring.statistics().replayed, ring.statistics().duplicates) == (5, 0)
         await producer.put(planned(3, members=(1, 2)))  # attaches by itself; member 1 is in the ring already
         more = await ring.get()
         assert more.record.group == 3 and more.fresh == (1,)
-        again[1].release()
+        again[2].release()
         more.release()
         await producer.put(planned(3, members=(2,)))  # already trained
         await producer.put(planned(3, epoch=1, members=(2,)))  # another epoch is another group
         last = await ring.get()
-        assert last.record.epoch == 1
+        assert last.record.epoch == 1 and ring.statistics().duplicates == 2
         assert ring.statistics().producers == 1
         for d in (*again, last):
             d.release()
@@ -62,10 +61,10 @@ async def test_what_was_not_released_is_replayed_to_the_next_owner_and_duplicate
 
 
 @both_loops
-async def test_close_can_discard_and_a_producer_hears_that_the_owner_is_gone(name: str) -> None:
+async def test_a_producer_hears_that_the_owner_is_gone_and_its_records_were_cleared(name: str) -> None:
     async with pair(name) as (ring, producer):
         await producer.put(planned(0))
-        assert ring.close(discard=True) is False
+        drop(ring)
         assert not names(name)
         with pytest.raises(RingDetached, match=r"'.*' ended in good order.*kept for the next owner"):
             await producer.put(planned(1))
@@ -77,7 +76,7 @@ async def test_close_can_discard_and_a_producer_hears_that_the_owner_is_gone(nam
             await producer.put(planned(1))
             assert (await other.get()).record.group == 1
             assert producer.statistics().attachments == 2
-            other.close(discard=True)
+            drop(other)
 
 
 @both_loops
@@ -141,7 +140,7 @@ async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next
         seal = segment.seal
 
         def late() -> None:
-            assert writer.try_put(planned(1), checksum=True)
+            assert writer.try_put(planned(1))
             seal()
 
         monkeypatch.setattr(segment, "seal", late)
@@ -168,7 +167,7 @@ async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next
 
 PRODUCER = """
 import os, signal, sys
-from transport_records import planned
+from transport_records import drop, planned
 from asyncrl.transport.rings.producer import Producer
 producer = Producer.attach(sys.argv[1])
 for group in range(3):
@@ -232,7 +231,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
 async def own():
-    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16, checksum=True)):
+    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)):
         print("open", flush=True)
         await asyncio.Event().wait()
 
@@ -328,9 +327,46 @@ def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_recor
     asyncio.run(main())
 
 
+def test_an_interrupted_put_did_not_put_and_the_producer_goes_on(name: str) -> None:
+    """Ctrl-C while the main thread waits for room."""
+    process = child(OWNER, name)
+    line(process)
+    producer = Producer.attach(name)
+    for group in range(8):
+        producer.put(planned(group))
+
+    def interrupt() -> None:
+        while not producer.statistics().waits:
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            producer.put(planned(99), timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    process.kill()
+    finish(process)
+
+    async def main() -> None:
+        async with RecordRing(name, SMALL) as ring:
+            taken = [await ring.get() for _ in range(8)]
+            taken[3].release()
+            await asyncio.to_thread(producer.put, planned(8))
+            taken.append(await ring.get())
+            assert groups(taken) == list(range(9))
+            producer.close()
+            for delivery in taken:
+                delivery.release()
+
+    asyncio.run(main())
+
+
 IDLE = """
 import asyncio, sys, threading, uvloop
-from transport_records import planned
+from transport_records import drop, planned
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
@@ -349,7 +385,7 @@ async def consume():
             waiting = tasks.create_task(ring.get())
             await stop.wait()
             waiting.cancel()
-        ring.close(discard=True)
+        drop(ring)
 
 def produce():
     producer = Producer.attach(sys.argv[1])

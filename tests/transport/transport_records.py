@@ -11,6 +11,7 @@ import numpy as np
 from asyncrl.records.layout import Section
 from asyncrl.records.read import Record
 from asyncrl.records.write import Draft, Plan, plan
+from asyncrl.transport.inventory import clear
 from asyncrl.transport.rings.delivery import Delivery
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -48,14 +49,27 @@ def whole(record: Record) -> bool:
     return True
 
 
-SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16, checksum=True)
+def written(plan: Plan, *, sequence: int = 0) -> bytes:
+    """The record as bytes of its own."""
+    buffer = bytearray(plan.size)
+    plan.write(memoryview(buffer), sequence=sequence)
+    return bytes(buffer)
+
+
+SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
 
 
 @asynccontextmanager
 async def pair(name: str, settings: RingSettings = SMALL) -> AsyncIterator[tuple[RecordRing, AsyncProducer]]:
     async with RecordRing(name, settings) as ring, await AsyncProducer.attach(name) as producer:
         yield ring, producer
-        ring.close(discard=True)
+        drop(ring)
+
+
+def drop(ring: RecordRing) -> None:
+    """Close it and clear what it left for a next owner, as `asyncrl shm clear --drop-records` does."""
+    if ring.close():
+        clear(ring.name, drop_records=True)
 
 
 def groups(deliveries: list[Delivery]) -> list[int]:

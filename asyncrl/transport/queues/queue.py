@@ -16,10 +16,11 @@ Guarantees
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import anyio
 
@@ -45,12 +46,52 @@ class QueueStatistics:
     waiting_gets: int
 
 
+def waiting(recorder: Recorder | None, what: str, on: str, cause: Cause) -> AbstractContextManager[object]:
+    """To be entered while this task waits for `what`, which `on` brings."""
+    if recorder is None:
+        return nullcontext()
+    task = asyncio.current_task()
+    return recorder.wait(task.get_name() if task else "?", what, on=on, cause=cause)
+
+
+class QueueEnd(ABC):
+    """What each end of a queue has: `async with` closes it."""
+
+    _closed = False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closing twice is fine."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+
+class ReceiveEnd(QueueEnd, Generic[T]):
+    """What each receive end has besides: `async for`, until the last sender is closed."""
+
+    @abstractmethod
+    async def get(self) -> T:
+        """Wait for an item. Errors: anyio.EndOfStream after the last one."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            return await self.get()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+
 @dataclass(slots=True, eq=False)
 class _State(Generic[T]):
     name: str
     capacity: int
     recorder: Recorder | None
-    cause: Cause
     items: deque[T] = field(default_factory=deque)
     senders: int = 0
     receivers: int = 0
@@ -66,11 +107,7 @@ class _State(Generic[T]):
             self.recorder.gauge(f"queue/{self.name}/depth", len(self.items))
 
     def waiting(self, what: str, on: str) -> AbstractContextManager[object]:
-        if self.recorder is None:
-            return nullcontext()
-        task = asyncio.current_task()
-        who = task.get_name() if task else "?"
-        return self.recorder.wait(who, what, on=f"{on} of queue {self.name}", cause=self.cause)
+        return waiting(self.recorder, what, f"{on} of queue {self.name}", "group")
 
     def statistics(self) -> QueueStatistics:
         return QueueStatistics(
@@ -86,22 +123,19 @@ class _State(Generic[T]):
         )
 
 
-def open_queue(
-    name: str, capacity: int, recorder: Recorder | None = None, *, cause: Cause = "group"
-) -> tuple[QueueSender[T], QueueReceiver[T]]:
-    """Both ends of a new queue for at most `capacity` >= 1 items. `cause` is what waiting on it counts as."""
+def open_queue(name: str, capacity: int, recorder: Recorder | None = None) -> tuple[QueueSender[T], QueueReceiver[T]]:
+    """Both ends of a new queue for at most `capacity` >= 1 items."""
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
-    state: _State[T] = _State(name, capacity, recorder, cause)
+    state: _State[T] = _State(name, capacity, recorder)
     return QueueSender(state), QueueReceiver(state)
 
 
-class QueueSender(Generic[T]):
+class QueueSender(QueueEnd, Generic[T]):
     """The send end. One per producer: `clone` it, and close every clone."""
 
     def __init__(self, state: _State[T]) -> None:
         self._state = state
-        self._closed = False
         state.senders += 1
 
     def put_nowait(self, item: T) -> None:
@@ -144,12 +178,6 @@ class QueueSender(Generic[T]):
         """A snapshot, the same from either end."""
         return self._state.statistics()
 
-    async def __aenter__(self) -> QueueSender[T]:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
     def _check_open(self) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
@@ -157,12 +185,11 @@ class QueueSender(Generic[T]):
             raise anyio.BrokenResourceError
 
 
-class QueueReceiver(Generic[T]):
+class QueueReceiver(ReceiveEnd[T]):
     """The receive end. Clones share the items: each item goes to one of them."""
 
     def __init__(self, state: _State[T]) -> None:
         self._state = state
-        self._closed = False
         state.receivers += 1
 
     def get_nowait(self) -> T:
@@ -207,21 +234,6 @@ class QueueReceiver(Generic[T]):
     def statistics(self) -> QueueStatistics:
         """A snapshot, the same from either end."""
         return self._state.statistics()
-
-    def __aiter__(self) -> QueueReceiver[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        try:
-            return await self.get()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
-
-    async def __aenter__(self) -> QueueReceiver[T]:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
 
 
 async def wait_in(waiters: deque[asyncio.Future[None]]) -> None:

@@ -16,7 +16,7 @@ from ...errors import RingDetached, TransportError
 from .. import rendezvous
 from ..memory.arena import Arena
 from ..memory.handles import BFLOAT16, Handle
-from .queue import QueueStatistics, wait_in, wake_all
+from .queue import QueueStatistics, ReceiveEnd, wait_in, wake_all
 from .tensor_wire import ARENA, END, HELLO, SLAB, Line, Side, handles_of, number_of, release_message
 
 if TYPE_CHECKING:
@@ -149,12 +149,11 @@ class Inbox(Side):
         self.room.close()  # arrays that are still held keep the mapping
 
 
-class TensorReceiver:
+class TensorReceiver(ReceiveEnd[Received]):
     """The receive end. Clones share the items: each item goes to one of them."""
 
     def __init__(self, box: Inbox) -> None:
         self._box = box
-        self._closed = False
         box.ends += 1
 
     def get_nowait(self) -> Received:
@@ -206,21 +205,6 @@ class TensorReceiver:
         return QueueStatistics(
             depth, box.capacity, box.most_depth, box.moved + depth, box.moved, there, box.ends, 0, waiting
         )
-
-    def __aiter__(self) -> TensorReceiver:
-        return self
-
-    async def __anext__(self) -> Received:
-        try:
-            return await self.get()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
-
-    async def __aenter__(self) -> TensorReceiver:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
 
 
 async def attach_queue(

@@ -18,7 +18,7 @@ from ..memory.arena import Arena, Lease
 from ..memory.blocks import Block, BlockLease
 from ..memory.handles import BFLOAT16
 from ..memory.segment import Segment
-from .queue import QueueStatistics, wait_in, wake_all
+from .queue import QueueEnd, QueueStatistics, wait_in, wake_all
 from .tensor_wire import ARENA, END, HELLO, Line, Side, item_message, lay_out, number_of
 
 if TYPE_CHECKING:
@@ -180,12 +180,11 @@ class Outbox(Side):
         """Until the memory may go: shared memory stays for whoever has it mapped."""
 
 
-class TensorSender:
+class TensorSender(QueueEnd):
     """The send end. One per producer of this process: `clone` it, and close every clone."""
 
     def __init__(self, box: Outbox) -> None:
         self._box = box
-        self._closed = False
         box.ends += 1
 
     def put_nowait(self, item: Mapping[str, Any]) -> None:
@@ -230,12 +229,6 @@ class TensorSender:
         return QueueStatistics(
             depth, box.capacity, box.most_depth, box.moved, box.moved - depth, box.ends, there, waiting, 0
         )
-
-    async def __aenter__(self) -> TensorSender:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

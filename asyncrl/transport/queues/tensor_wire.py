@@ -16,7 +16,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..memory.handles import BFLOAT16, Handle, dtype_name, numpy_dtype
+from .queue import waiting
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
@@ -216,8 +217,4 @@ class Side:
 
     def waiting(self, what: str, on: str) -> AbstractContextManager[object]:
         """A block in which the current task waits, told to the recorder."""
-        if self._recorder is None:
-            return nullcontext()
-        task = asyncio.current_task()
-        who = task.get_name() if task else "?"
-        return self._recorder.wait(who, what, on=f"{on} of queue {self.name}", cause=self._cause)
+        return waiting(self._recorder, what, f"{on} of queue {self.name}", self._cause)

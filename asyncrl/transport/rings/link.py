@@ -28,13 +28,13 @@ class Link:
         self._pidfd: int | None = None
 
     @classmethod
-    def create(cls, arena: Arena, producer: bytes, pid: int, slots: int, payload: int, first: int) -> Link:
+    def create(cls, arena: Arena, producer: bytes, pid: int, slots: int, payload: int) -> Link:
         """A new ring. Errors: OutOfMemory."""
         started = start_time(pid) or 0 if pid else 0
         block = arena.allocate(
             block_bytes(slots, payload),
             tag=TAG,
-            prepare=lambda buffer: format_ring(buffer, slots, producer, pid, started, first=first),
+            prepare=lambda buffer: format_ring(buffer, slots, producer, pid, started),
         )
         link = cls(arena, block)
         link.reader.replay()

@@ -15,24 +15,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 from ...errors import RingDetached
 from ...records.write import Plan
 from ..memory.segment import path_of
 from ..rendezvous import Attachment
 from .producer_core import Core, Need, ProducerStatistics
+from .waits import Call, Pause, Readable, Waits, block, wait
 
 
-class Producer:
-    """Synchronous, for any number of threads of one process. A context manager."""
+class _Shared:
+    """What the two producers have in common beside the waits."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
+
+    @property
+    def policy_version(self) -> int:
+        return self._core.policy_version
+
+    @property
+    def identity(self) -> bytes:
+        return self._core.identity
+
+    def statistics(self) -> ProducerStatistics:
+        return self._core.statistics()
+
+
+class Producer(_Shared):
+    """Synchronous, for any number of threads of one process. A context manager."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
         self._lock = threading.Lock()
 
     @classmethod
@@ -42,11 +59,8 @@ class Producer:
         Errors: RingDetached where there is none or it refuses, PlatformError, ConfigError for the name.
         """
         core = Core(name)
-        deadline, pause = time.monotonic() + timeout, _Pause()
         try:
-            while _attach_once(core, deadline) is None:
-                _check_deadline(deadline, name)
-                time.sleep(pause.next())
+            block(_attach(core, time.monotonic() + timeout))
         except BaseException:
             core.close()
             raise
@@ -59,42 +73,10 @@ class Producer:
             raise core.late(plan, timeout)
         try:
             need = core.advance(plan, ownerless=False)
-            if need is not Need.NOTHING:
-                self._wait_and_put(plan, need, deadline, timeout)
-            if core.unannounced:
-                _announce(core, deadline)
+            if need is not Need.NOTHING or core.unannounced:
+                block(_finish(core, plan, need, deadline, timeout))
         finally:
             self._lock.release()
-
-    def _wait_and_put(self, plan: Plan, need: Need, deadline: float, timeout: float) -> None:
-        core, ownerless, full, pause = self._core, False, False, _Pause()
-        while need is not Need.NOTHING:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise core.late(plan, timeout)
-            if need is Need.SPACE:
-                core.waits += not full  # each put once
-                full = True
-                _wait_readable(core.space(), left)
-                core.drain()
-            else:
-                if ownerless:  # nobody listened a moment ago, and no event tells that one does: see `_Pause`
-                    time.sleep(min(pause.next(), left))
-                ownerless = _attach_once(core, deadline) is None
-                if ownerless:
-                    core.hear_end()
-            need = core.advance(plan, ownerless=ownerless)
-
-    @property
-    def policy_version(self) -> int:
-        return self._core.policy_version
-
-    @property
-    def identity(self) -> bytes:
-        return self._core.identity
-
-    def statistics(self) -> ProducerStatistics:
-        return self._core.statistics()
 
     def close(self) -> None:
         """Waits for a put in another thread. What was accepted stays. Twice is fine."""
@@ -108,22 +90,19 @@ class Producer:
         self.close()
 
 
-class AsyncProducer:
+class AsyncProducer(_Shared):
     """For one event loop (asyncio or uvloop). `async with await AsyncProducer.attach(name) as producer`."""
 
     def __init__(self, core: Core) -> None:
-        self._core = core
+        super().__init__(core)
         self._lock = asyncio.Lock()
 
     @classmethod
     async def attach(cls, name: str, *, timeout: float = 30.0) -> AsyncProducer:
         """As `Producer.attach`."""
         core = Core(name)
-        deadline, pause = time.monotonic() + timeout, _Pause()
         try:
-            while await _in_thread(lambda: _attach_once(core, deadline)) is None:
-                _check_deadline(deadline, name)
-                await asyncio.sleep(pause.next())
+            await wait(_attach(core, time.monotonic() + timeout))
         except BaseException:
             core.close()
             raise
@@ -131,50 +110,18 @@ class AsyncProducer:
 
     async def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
         """Returns when the record is accepted; a cancelled put did not put, unless the owner went away meanwhile."""
-        deadline = time.monotonic() + timeout
+        core, deadline = self._core, time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
                 await self._lock.acquire()
         except TimeoutError:
-            raise self._core.late(plan, timeout) from None
+            raise core.late(plan, timeout) from None
         try:
-            need = self._core.advance(plan, ownerless=False)
-            if need is not Need.NOTHING:
-                await self._wait_and_put(plan, need, deadline, timeout)
-            if self._core.unannounced:
-                await _in_thread(lambda: _announce(self._core, deadline))
+            need = core.advance(plan, ownerless=False)
+            if need is not Need.NOTHING or core.unannounced:
+                await wait(_finish(core, plan, need, deadline, timeout))
         finally:
             self._lock.release()
-
-    async def _wait_and_put(self, plan: Plan, need: Need, deadline: float, timeout: float) -> None:
-        core, ownerless, full, pause = self._core, False, False, _Pause()
-        while need is not Need.NOTHING:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise core.late(plan, timeout)
-            if need is Need.SPACE:
-                core.waits += not full  # each put once
-                full = True
-                await _readable(core.space(), left)
-                core.drain()
-            else:
-                if ownerless:  # see the synchronous one
-                    await asyncio.sleep(min(pause.next(), left))
-                ownerless = await _in_thread(lambda: _attach_once(core, deadline)) is None
-                if ownerless:
-                    core.hear_end()
-            need = core.advance(plan, ownerless=ownerless)
-
-    @property
-    def policy_version(self) -> int:
-        return self._core.policy_version
-
-    @property
-    def identity(self) -> bytes:
-        return self._core.identity
-
-    def statistics(self) -> ProducerStatistics:
-        return self._core.statistics()
 
     async def close(self) -> None:
         async with self._lock:
@@ -187,20 +134,46 @@ class AsyncProducer:
         await self.close()
 
 
-class _Pause:
-    """Growing pauses between looks for an owner: the kernel has no event for "a name was bound"."""
+def _attach(core: Core, deadline: float) -> Waits:
+    """Errors: RingDetached at the deadline, or where the owner refuses."""
+    pauses = _pauses()
+    while (yield Call(lambda: _attach_once(core, deadline))) is None:
+        if time.monotonic() >= deadline:
+            raise RingDetached(
+                f"nobody owns a ring named {core.name!r} ({path_of(core.name)}); start the run that owns it first"
+            )
+        yield Pause(next(pauses))
 
-    def __init__(self) -> None:
-        self._next = 0.005
 
-    def next(self) -> float:
-        now, self._next = self._next, min(2 * self._next, 0.25)
-        return now
+def _finish(core: Core, plan: Plan, need: Need, deadline: float, timeout: float) -> Waits:
+    """The rest of a put that has to wait for `need`, or that no owner heard of."""
+    ownerless, full, pauses = False, False, _pauses()
+    while need is not Need.NOTHING:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise core.late(plan, timeout)
+        if need is Need.SPACE:
+            core.waits += not full  # each put once
+            full = True
+            yield Readable(core.space(), left)
+            core.drain()
+        else:
+            if ownerless:  # nobody listened a moment ago
+                yield Pause(min(next(pauses), left))
+            ownerless = (yield Call(lambda: _attach_once(core, deadline))) is None
+            if ownerless:
+                core.hear_end()
+        need = core.advance(plan, ownerless=ownerless)
+    if core.unannounced:
+        yield Call(lambda: _announce(core, deadline))
 
 
-def _check_deadline(deadline: float, name: str) -> None:
-    if time.monotonic() >= deadline:
-        raise RingDetached(f"nobody owns a ring named {name!r} ({path_of(name)}); start the run that owns it first")
+def _pauses() -> Iterator[float]:
+    """Growing seconds between looks for an owner: the kernel has no event for "a name was bound"."""
+    seconds = 0.005
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, 0.25)
 
 
 def _attach_once(core: Core, deadline: float) -> Attachment | None:
@@ -218,44 +191,3 @@ def _announce(core: Core, deadline: float) -> None:
     """
     with contextlib.suppress(RingDetached):
         _attach_once(core, deadline)
-
-
-def _wait_readable(fds: list[int], timeout: float) -> None:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    poll.poll(max(1.0, timeout * 1000))
-
-
-async def _readable(fds: list[int], timeout: float) -> None:
-    """Until one of the descriptors is readable, or the time is over."""
-    loop = asyncio.get_running_loop()
-    woken: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
-
-    for fd in fds:
-        loop.add_reader(fd, wake)
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await woken
-    finally:
-        for fd in fds:
-            loop.remove_reader(fd)
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """In a thread; a cancelled caller waits for its end first, so that nothing goes on behind its back."""
-    done = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(done)
-    except asyncio.CancelledError:
-        while not done.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([done])
-        if not done.cancelled():
-            done.exception()  # looked at, so that nobody complains that nobody did
-        raise

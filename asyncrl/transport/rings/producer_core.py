@@ -59,7 +59,6 @@ class Core:
         self._heard = False  # that the owner ended
         self._poll = select.poll()
         self._forks = segments.forks
-        self._checksum = False
 
     def check(self) -> None:
         """Errors: LifecycleError for a producer that was closed, or made before a fork."""
@@ -89,7 +88,6 @@ class Core:
         self._attachment = found
         self._heard = False
         self.unannounced = False  # whoever lets us in looks at the ring
-        self._checksum = found.checksum
         self.attachments += 1
         self._poll = select.poll()
         self._poll.register(found.connection, select.POLLIN)
@@ -108,7 +106,7 @@ class Core:
             return Need.OWNER
         if attachment is None and not ownerless:
             return Need.OWNER
-        if not writer.try_put(plan, checksum=self._checksum):
+        if not writer.try_put(plan):
             return Need.OWNER if attachment is None else Need.SPACE
         fault("producer.notify")
         self.unannounced = True

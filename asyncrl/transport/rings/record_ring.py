@@ -1,6 +1,6 @@
 """The owner's side of the record rings: many producers in other processes, one consumer in this event loop.
 
-    async with RecordRing("my-run", trained=identities_of_the_last_checkpoint) as ring:
+    async with RecordRing("my-run") as ring:
         async for delivery in ring:                 # a leased record: views of shared memory
             ...                                     # stash it; when its group was trained or dropped:
             delivery.release()
@@ -8,7 +8,7 @@
 Guarantees
 * A record that some `put` returned for is delivered, to this owner or, if that one dies first, to the next: it leaves the
   ring by `release` only. A new owner gets everything that was not released, oldest first, then what is new.
-* A member is delivered once: duplicates by (epoch, group, member), among them those in `trained`, are released and counted.
+* A member is delivered once: duplicates by (epoch, group, member) are released and counted.
 * Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
   once its records were released. A stopped producer is not dead: its ring waits for it.
 * Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
@@ -22,8 +22,7 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,10 @@ import anyio
 
 from ...concurrency.shield import wait_shielded
 from ...errors import LifecycleError, OutOfMemory, RecordError, TransportError
-from ...records.read import Identity, Record
+from ...records.read import Record
 from .. import rendezvous
 from ..memory.arena import Arena
-from ..queues.queue import wait_in, wake_all, wake_one
+from ..queues.queue import wait_in, waiting, wake_all, wake_one
 from .delivery import Delivery
 from .link import Link
 from .producer_core import VERSION_WORD
@@ -44,26 +43,19 @@ from .types import Memory, RingCounters, RingSettings, RingStatistics
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
 
+_REMEMBERED = 1 << 17  # released members that are remembered against duplicates
 _GONE = -1  # in the place of a slot: the producer is gone, and all that it put was taken
 
 
 class RecordRing:
     """See the module. Opened by `async with`, closed in the same loop; one consumer."""
 
-    def __init__(
-        self,
-        name: str,
-        settings: RingSettings | None = None,
-        *,
-        trained: Iterable[Identity] = (),
-    ) -> None:
+    def __init__(self, name: str, settings: RingSettings | None = None) -> None:
         self.name = name
         self.settings = settings or RingSettings()
         self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
         self.recorder: Recorder | None = None
-        self._known = Memory(self.settings.remembered)
-        for epoch, group, member in trained:
-            self._known.leave((epoch, group), (member,))
+        self._known = Memory(_REMEMBERED)
         self._counts = RingCounters()
         self._links: dict[bytes, Link] = {}
         self._visitors: set[socket.socket] = set()  # connected, not yet introduced
@@ -136,16 +128,16 @@ class RecordRing:
         for link in self._links.values():
             link.disconnect(self._loop)
 
-    def close(self, *, discard: bool = False) -> bool:
-        """Stop. True where records were left for the next owner (`discard` drops them instead). Twice is fine."""
+    def close(self) -> bool:
+        """Stop. True where records were left for the next owner. Twice is fine."""
         if self._state != "open" or self._arena is None:
             if self._arena is not None:
-                self._arena.close(keep=not discard)
+                self._arena.close(keep=True)
             self._state = "closed"
             return False
         self.end_intake()
         self._state, arena = "closed", self._arena
-        keep = not discard and any(link.reader.poll() or link.reader.outstanding for link in self._links.values())
+        keep = any(link.reader.poll() or link.reader.outstanding for link in self._links.values())
         for link in self._links.values():
             link.close(self._loop)
         self._loop.remove_reader(self._data)
@@ -168,7 +160,7 @@ class RecordRing:
                     self.on_gone(link.producer)
                 continue
             try:
-                record = link.reader.take(slot, sequence, checksum=self.settings.checksum)
+                record = link.reader.take(slot, sequence)
             except RecordError:
                 self._counts.torn += 1
                 self._let_go(link, slot, sequence)
@@ -204,7 +196,7 @@ class RecordRing:
             if self.recorder is None:
                 await wait_in(self._getters)
             else:
-                with self._waiting(self.recorder):
+                with waiting(self.recorder, "a record", f"a producer of ring {self.name}", "group"):
                     await wait_in(self._getters)
 
     def publish_version(self, version: int) -> None:
@@ -226,10 +218,6 @@ class RecordRing:
             raise anyio.ClosedResourceError
         if self._failure is not None:
             raise TransportError(f"record ring {self.name!r} cannot go on: {self._failure!r}") from self._failure
-
-    def _waiting(self, recorder: Recorder) -> AbstractContextManager[object]:
-        who = task.get_name() if (task := asyncio.current_task()) else "?"
-        return recorder.wait(who, "a record", on=f"a producer of ring {self.name}", cause="group")
 
     def _release(self, link: Link, slot: int, record: Record) -> None:
         if self._state != "open":
@@ -331,7 +319,7 @@ class RecordRing:
         if link is None:
             s, pid = self.settings, rendezvous.peer(connection)[0]
             try:
-                link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes, s.first_position)
+                link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes)
             except OutOfMemory as error:
                 raise OutOfMemory(
                     f"no room for one more producer ({len(self._links)} have a part; door.ring_mib, door.producer_mib): {error}"
@@ -341,7 +329,7 @@ class RecordRing:
             if link.dead:
                 raise TransportError("the producer died while it attached")
         offset, size = link.block.offset, link.block.size
-        answer = {"offset": offset, "size": size, "checksum": self.settings.checksum, "fresh": fresh}
+        answer = {"offset": offset, "size": size, "fresh": fresh, "checksum": False}  # the last for clients of 0.1.0
         rendezvous.send(connection, answer, [self._data, link.open_space()])
         return link
 

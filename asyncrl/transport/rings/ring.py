@@ -58,15 +58,13 @@ def _payload_at(slots: int) -> int:
     return (_ARRAYS_AT + 5 * 8 * slots + 4095) & -4096
 
 
-def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, started: int, *, first: int = 0) -> None:
-    """Make `buffer` an empty ring whose first position is `first`, for the producer process `pid`."""
+def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, started: int) -> None:
+    """Make `buffer` an empty ring for the producer process `pid`."""
     payload_at = _payload_at(slots)
     buffer[:payload_at] = bytes(payload_at)
     static = _STATIC.pack(MAGIC, VERSION, slots, payload_at, len(buffer) - payload_at, producer)
     buffer[: _CRC_AT + 4] = static + zlib.crc32(static).to_bytes(4, "little")
-    struct.pack_into("<Q", buffer, _HEAD_AT, first)
-    struct.pack_into("<Q", buffer, _READ_AT, first)
-    struct.pack_into("<QQQQ", buffer, _STATE_AT, ATTACHED, pid, started, first)
+    struct.pack_into("<QQQ", buffer, _STATE_AT, ATTACHED, pid, started)
 
 
 class RingMemory:
@@ -137,7 +135,7 @@ class RingWriter:
         live = self._all_busy & (self._sequences != self._released)
         return int(live.sum()), sum(self._held.get(slot, (0, 0))[1] for slot in np.flatnonzero(live).tolist())
 
-    def try_put(self, plan: Plan, *, checksum: bool) -> bool:
+    def try_put(self, plan: Plan) -> bool:
         """Write and publish; False where there is no room now. Errors: RecordTooLarge where there never will be."""
         if plan.size > self._extents.size:
             raise RecordTooLarge(
@@ -145,12 +143,12 @@ class RingWriter:
                 "owner's rings larger, or put the members of the group in several records"
             )
         try:
-            return self._put(plan, checksum)
+            return self._put(plan)
         except BaseException:  # Ctrl-C comes anywhere
             self._learn()
             raise
 
-    def _put(self, plan: Plan, checksum: bool) -> bool:
+    def _put(self, plan: Plan) -> bool:
         memory, held = self.memory, self._held
         start = self._room(plan.size)
         if start is None:
@@ -161,7 +159,7 @@ class RingWriter:
             while position % slots in held:
                 position += 1
         slot, sequence = position % slots, position + 1
-        self._publish(plan, slot, start, sequence, checksum)
+        self._publish(plan, slot, start, sequence)
         held[slot] = (start, plan.size)
         self._latest = slot
         self._busy[slot] = 1
@@ -186,15 +184,15 @@ class RingWriter:
         del self._sequences, self._released
         self.memory.release_views()
 
-    def _publish(self, plan: Plan, slot: int, start: int, sequence: int, checksum: bool) -> None:
+    def _publish(self, plan: Plan, slot: int, start: int, sequence: int) -> None:
         memory, size, hook = self.memory, plan.size, words.FAULT
         if records is not None and records.publish(
-            plan, memory.block, memory.slots, memory.payload_at, slot, start, size, sequence, checksum, hook
+            plan, memory.block, memory.slots, memory.payload_at, slot, start, size, sequence, hook
         ):
             return
         memory.state.store(3, sequence)
         into = memory.payload[start : start + size]
-        plan.write(into, sequence=sequence, checksum=checksum, fault=hook)
+        plan.write(into, sequence=sequence, fault=hook)
         memory.offsets.store(slot, start)
         memory.sizes.store(slot, size)
         memory.checks.store(slot, zlib.crc32(_CHECK.pack(sequence, start, size)))
@@ -277,13 +275,11 @@ class RingReader:
             memory.read.store(0, head)
         return found
 
-    def take(self, slot: int, sequence: int, *, checksum: bool) -> Record:
+    def take(self, slot: int, sequence: int) -> Record:
         """The record, as views of the payload. Errors: RecordError, after which `release` is all that is left to do."""
         memory, payload = self.memory, self.memory.payload
         if records is not None:
-            record: Record | None = records.take(
-                memory.readable, memory.slots, memory.payload_at, slot, sequence, checksum
-            )
+            record: Record | None = records.take(memory.readable, memory.slots, memory.payload_at, slot, sequence)
             if record is not None:
                 self.counts.records += 1
                 return record
@@ -293,7 +289,7 @@ class RingReader:
             self.counts.torn += 1
             raise RecordError(f"the descriptor of record {sequence} is damaged")
         try:
-            record = read(payload[start : start + size], sequence=sequence, checksum=checksum)
+            record = read(payload[start : start + size], sequence=sequence)
         except RecordError:
             self.counts.torn += 1
             raise

@@ -74,9 +74,6 @@ class RingSettings:
     size: int = 1 << 28  # bytes of the arena
     slots: int = 256  # records per producer
     ring_bytes: int = 1 << 24  # payload per producer; no record can be larger
-    checksum: bool = False  # of the payload too (the header's CRC32 is always checked)
-    remembered: int = 1 << 17  # released identities that are remembered against duplicates
-    first_position: int = 0  # where new rings begin to count
 
 
 class Memory:
@@ -105,7 +102,7 @@ class Memory:
         return found
 
     def leave(self, group: _Group, members: tuple[int, ...]) -> None:
-        """They (distinct) left the ring, or had left it before this memory began."""
+        """They (distinct) left the ring."""
         here = self._here.pop(group, None)
         if here is not None and here != members and (rest := set(here).difference(members)):
             self._here[group] = rest

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from asyncrl.concurrency.shield import wait_shielded
 from asyncrl.telemetry.lag import top_user_frame
+
+from .shield import wait_shielded
 
 T = TypeVar("T")
 _running: dict[int, str] = {}  # threads and what they do, for the watchdog

@@ -1,0 +1,113 @@
+"""Waiting in two ways: a generator yields what it waits for, and `block` (a thread) or `wait` (an event loop) does the waiting.
+
+So what is decided between the waits is written once. A wait that raises (an error, Ctrl-C, a cancellation) ends the whole
+where it stands and is not thrown into the generator: what must be undone is undone around `block` or `wait`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """Until one of the descriptors is readable, or the time is over."""
+
+    fds: list[int]
+    seconds: float
+
+    def block(self) -> None:
+        """In the kernel; nothing else runs in this thread."""
+        poll = select.poll()
+        for fd in self.fds:
+            poll.register(fd, select.POLLIN)
+        poll.poll(max(1.0, self.seconds * 1000))
+
+    async def wait(self) -> None:
+        """In the loop's selector."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        for fd in self.fds:
+            loop.add_reader(fd, wake)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.seconds):
+                    await woken
+        finally:
+            for fd in self.fds:
+                loop.remove_reader(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Until the time is over."""
+
+    seconds: float
+
+    def block(self) -> None:
+        """The thread sleeps."""
+        time.sleep(self.seconds)
+
+    async def wait(self) -> None:
+        """The task sleeps."""
+        await asyncio.sleep(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The result of `work`, which may block."""
+
+    work: Callable[[], Any]
+
+    def block(self) -> Any:
+        """Done right here."""
+        return self.work()
+
+    async def wait(self) -> Any:
+        """Done in a thread. A cancelled caller waits for the end of the work first, so that nothing goes on behind its back."""
+        done = asyncio.get_running_loop().run_in_executor(None, self.work)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            while not done.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([done])
+            if not done.cancelled():
+                done.exception()  # looked at, so that nobody complains that nobody did
+            raise
+
+
+Waits: TypeAlias = Generator[Readable | Pause | Call, Any, None]
+
+
+def block(waits: Waits) -> None:
+    """To the end of the generator, in this thread."""
+    result = None
+    while True:
+        try:
+            step = waits.send(result)
+        except StopIteration:
+            return
+        result = step.block()
+
+
+async def wait(waits: Waits) -> None:
+    """To the end of the generator, in this task."""
+    result = None
+    while True:
+        try:
+            step = waits.send(result)
+        except StopIteration:
+            return
+        result = await step.wait()
