@@ -7,7 +7,7 @@
     |- PlatformError            2   this machine lacks what the configuration needs
     |- DivergenceError          3   NaN, or sampler and trainer disagree beyond the gate
     |- StallError               4   nothing moved for too long; the message names who waits for whom
-    |- CheckpointError          5   a checkpoint could not be written or read; names the path
+    |- CheckpointError          5   a checkpoint could not be written or read, or is damaged; names the path
     |- RewardError              6   a reward function or model failed; names it
     |  |- RewardTimeout
     |  `- RewardCrash

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import CheckpointError
 
-from .state import STATE, Writer, check_plain, read_tensors
+from .manifest import STATE
+from .state import Writer, check_plain, read_tensors, save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +31,9 @@ def _path(checkpoints: Path, version: int, rank: int) -> Path:
     return checkpoints / _FOLDER / f"step_{version}-rank_{rank}.pt"
 
 
-def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, Any]) -> None:
-    """On rank > 0: the file for rank 0; this rank's earlier ones are removed, but for the last, which rank 0 may not have
-    taken yet (it writes while training goes on). Host tensors. Errors: CheckpointError."""
-    import torch
-
+def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, Any]) -> str:
+    """On rank > 0: the file for rank 0, and its SHA-256; this rank's earlier ones are removed, but for the last, which rank 0
+    may not have taken yet (it writes while training goes on). Host tensors. Errors: CheckpointError."""
     check_plain(state, f"shard {rank}")
     path = _path(checkpoints, version, rank)
     try:
@@ -45,20 +44,20 @@ def write_shard(checkpoints: Path, version: int, rank: int, state: Mapping[str, 
         for torn in path.parent.glob(f"step_*-rank_{rank}.pt.partial"):
             torn.unlink()
         partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            torch.save(dict(state), file)
+        digest = save_tensors(partial, state)
         partial.replace(path)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
         raise CheckpointError(
             f"rank {rank} could not write its part of version {version} to {path}: {error}"
         ) from error
+    return digest
 
 
-def shards_writer(checkpoints: Path, version: int, ranks: int) -> Writer:
-    """On rank 0: moves the files of all other ranks into the checkpoint."""
+def shards_writer(checkpoints: Path, version: int, digests: Mapping[int, str]) -> Writer:
+    """On rank 0: moves the files of all other ranks into the checkpoint. `digests`: what `write_shard` said there, by rank."""
 
-    def write(directory: Path) -> None:
-        for rank in range(1, ranks):
+    def write(directory: Path) -> dict[str, str]:
+        for rank in digests:
             path = _path(checkpoints, version, rank)
             if not path.exists():
                 raise CheckpointError(
@@ -66,6 +65,7 @@ def shards_writer(checkpoints: Path, version: int, ranks: int) -> Writer:
                     "distributed.sharding=fsdp all ranks must see the run directory; put run.dir on a shared file system"
                 )
             os.replace(path, directory / STATE / f"shard_{rank}.pt")
+        return {f"{STATE}/shard_{rank}.pt": digest for rank, digest in digests.items()}
 
     return write
 

@@ -13,9 +13,12 @@ import orjson
 
 from asyncrl.errors import CheckpointError
 
-Writer = Callable[[Path], None]  # writes its files into the (temporary) directory it is given
+from .manifest import STATE, HashedFile
 
-STATE = "state"
+# Writes its files into the (temporary) directory it is given. What it hashed meanwhile it returns, by relative path.
+Writer = Callable[[Path], Mapping[str, str] | None]
+
+TRAINER = "trainer.pt"
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
@@ -27,19 +30,25 @@ def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Write
     counters, the resolved configuration). Errors of the writer: `CheckpointError` that names the entry.
     """
 
-    def write(directory: Path) -> None:
-        import torch
-
+    def write(directory: Path) -> dict[str, str]:
         check_plain(trainer, "trainer")
         folder = directory / STATE
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_bytes(orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
-        # Through a file of ours: given a path, torch says of a full disk "unexpected pos 704 vs 598" and nothing else;
-        # this way the OSError is in the chain of the error, where the store finds it.
-        with (folder / "trainer.pt").open("wb") as file:
-            torch.save(dict(trainer), file)
+        return {f"{STATE}/{TRAINER}": save_tensors(folder / TRAINER, trainer)}
 
     return write
+
+
+def save_tensors(path: Path, state: Mapping[str, Any]) -> str:
+    """A file of `torch.save`; its SHA-256. Errors: OSError, RuntimeError."""
+    import torch
+
+    # Through a file of ours: given a path, torch says of a full disk "unexpected pos 704 vs 598" and nothing else;
+    # this way the OSError is in the chain of the error, where the store finds it.
+    with HashedFile(path) as file:
+        torch.save(dict(state), file)
+    return file.hexdigest()
 
 
 def check_plain(value: Any, name: str) -> None:
@@ -78,7 +87,7 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def read_trainer(directory: Path) -> dict[str, Any]:
     """The dictionary of `trainer.pt`, tensors on the host; runs no pickled code. Errors: `CheckpointError`."""
-    return read_tensors(directory / STATE / "trainer.pt")
+    return read_tensors(directory / STATE / TRAINER)
 
 
 def read_tensors(path: Path, *, lazily: bool = False) -> dict[str, Any]:

@@ -5,14 +5,15 @@
         state/trainer.pt       optimizer, schedule, random state          (state.py)
         state/run.json         version, turn, prompt cursor, counters, configuration
         state/shard_1.pt       the part of rank 1, where the model is cut (shards.py)
-        state/manifest.json    size of every file, checked when it is loaded
-      latest -> step_40
+        state/manifest.json    size and SHA-256 of every file, compared before any is read (manifest.py)
+      latest -> step_40        what a resume goes on from
       .tmp-...                 a save in progress, or what a killed one left: ignored, removed by the next save
 
 Guarantees
 - a directory named `step_N` is whole, at every moment and after a kill or a power cut;
 - a save that fails (full disk, no permission, a writer that raises) changes nothing but its own temporary directory,
   which it removes, and raises `CheckpointError` with the path and the cause;
+- of a file that is not what was written nothing is used: a load names it, and the newest earlier checkpoint that is whole;
 - checkpoints are removed only after a newer one is in place, and never the one that `latest` names.
 
 One process writes a store at a time; within it saves take turns.
@@ -23,25 +24,25 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from asyncrl.concurrency.offload import offload
 from asyncrl.errors import CheckpointError
 
 from .atomic import point_at, put_in_place, remove_tree, sync_directory, sync_tree
+from .manifest import MANIFEST, STATE, compare, write_manifest
 from .shards import joined
-from .state import STATE, Writer, read_run, read_trainer
+from .state import Writer, read_run, read_trainer
 
 LATEST = "latest"
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _TEMPORARY = ".tmp-"
-_MANIFEST = f"{STATE}/manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Checkpoint:
     version: int
     path: Path
     run: dict[str, Any]  # run.json; empty where the save wrote none
+    verified: bool  # every byte; False: its manifest has sizes alone
 
     def trainer(self) -> dict[str, Any]:
         """The dictionary of trainer.pt, tensors on the host (blocking; large), with the parts of other ranks where it was cut.
@@ -119,9 +121,10 @@ class CheckpointStore:
                 self._remove_leftovers()
                 temporary.mkdir()
                 what = "write"
+                digests: dict[str, str] = {}
                 for writer in writers:
-                    writer(temporary)
-                sizes = _finish(temporary)
+                    digests.update(writer(temporary) or {})
+                sizes = _finish(temporary, digests)
                 what = "rename into place"
                 put_in_place(temporary, self.path(version), aside)
                 what = f"point {self.directory / LATEST} at"
@@ -143,38 +146,29 @@ class CheckpointStore:
         return await offload(lambda: self.save(version, *writers), "checkpoint")
 
     def load(self, version: int) -> Checkpoint:
-        """The checkpoint of one version, its files checked against the manifest. Errors: `CheckpointError`."""
+        """The checkpoint of one version, every file compared with the manifest. Errors: `CheckpointError`."""
         path = self.path(version)
         if not path.is_dir():
             found = ", ".join(map(str, self.versions())) or "none"
             raise CheckpointError(f"there is no checkpoint {path}; versions found in {self.directory}: {found}")
-        self._check(path)
+        compared = compare(path)
+        if compared.faults:
+            whole = (v for v in reversed(self.versions()) if v < version and not compare(self.path(v)).faults)
+            raise CheckpointError(f"the checkpoint {path} is {compared}; {self.way_out(next(whole, None))}")
         run = read_run(path) if (path / STATE / "run.json").exists() else {}
-        return Checkpoint(version, path, run)
+        return Checkpoint(version, path, run, compared.has_checksums)
 
     def load_latest(self) -> Checkpoint | None:
         """The checkpoint that `latest` names, or None where there is none at all. Errors: `CheckpointError`."""
         version = self.latest_version()
         return None if version is None else self.load(version)
 
-    def _check(self, path: Path) -> None:
-        try:
-            expected: dict[str, int] = orjson.loads((path / _MANIFEST).read_bytes())
-            for name, size in expected.items():
-                found = (path / name).stat().st_size
-                if found != size:
-                    raise CheckpointError(
-                        f"{path / name} has {found} bytes; expected {size}: the checkpoint was damaged after it was "
-                        f"written; remove {path} to go on from an earlier one ({self._others(path)})"
-                    )
-        except (OSError, orjson.JSONDecodeError) as error:
-            raise CheckpointError(
-                f"the checkpoint {path} is damaged: {error}; remove it to go on from an earlier one "
-                f"({self._others(path)})"
-            ) from error
-
-    def _others(self, path: Path) -> str:
-        return ", ".join(f"step_{v}" for v in self.versions() if self.path(v) != path) or "none"
+    def way_out(self, earlier: int | None) -> str:
+        """How a run goes on from this version, which is whole, where the one that `latest` names is not."""
+        if earlier is None:
+            return "no earlier one here is whole; run.overwrite=true starts anew"
+        link = shlex.quote(str(self.directory / LATEST))
+        return f"step_{earlier} is whole: `ln -sfn step_{earlier} {link}`, and resume=true goes on from there"
 
     def _failure(self, what: str, version: int, error: Exception) -> CheckpointError:
         place = self.path(version)
@@ -229,14 +223,26 @@ def _root(error: BaseException) -> OSError | None:
     return None if isinstance(error, OSError) else behind
 
 
-def _finish(directory: Path) -> dict[str, int]:
-    """Write the manifest and make everything durable; sizes of all files, the manifest included."""
+def require_whole_model(directory: Path, setting: str) -> None:
+    """What a run starts from, where that is one of our checkpoints: model and tokenizer against the manifest.
+
+    `setting`: what names the directory. Errors: `CheckpointError`.
+    """
+    place = directory.resolve()  # it may be `latest`
+    if not (place / MANIFEST).exists():
+        return
+    found = compare(place, state=False)
+    if found.faults:
+        raise CheckpointError(
+            f"{setting}: the checkpoint {directory} is {found}; name another one (`asyncrl check {shlex.quote(str(place.parent))}` "
+            f"says which are whole). If it was changed on purpose, remove its {MANIFEST}"
+        )
+
+
+def _finish(directory: Path, digests: Mapping[str, str]) -> dict[str, int]:
+    """Make everything durable and write the manifest; sizes of all files, the manifest included."""
     sizes = sync_tree(directory)
-    manifest = directory / _MANIFEST
-    manifest.parent.mkdir(exist_ok=True)
-    manifest.write_bytes(orjson.dumps(sizes, option=orjson.OPT_INDENT_2))
-    with manifest.open("rb") as file:
-        os.fsync(file.fileno())
-    sync_directory(manifest.parent)
+    manifest = write_manifest(directory, sizes, digests)
+    sync_directory(directory / STATE)
     sync_directory(directory)
-    return {**sizes, _MANIFEST: manifest.stat().st_size}
+    return {**sizes, MANIFEST: manifest}

@@ -14,6 +14,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run --help                                        every setting, its default and what it means
   asyncrl run CONFIG.yaml --dry-run                         print what would run: resolved settings, memory, bounds
   asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        the first prompts as the model reads them
+  asyncrl check RUN                                         compare every file of a run's checkpoints with its checksum
   asyncrl check-model PATH                                  which way this runtime can train a model, and how exactly
   asyncrl shm [list | clear [NAME ...]]                     what lies in shared memory; clear what nobody owns
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
@@ -48,6 +49,12 @@ def _explain(arguments: Sequence[str]) -> int:
     return explain(arguments)
 
 
+def _check(arguments: Sequence[str]) -> int:
+    from asyncrl.cli.check import main as check
+
+    return check(arguments)
+
+
 def _check_model(arguments: Sequence[str]) -> int:
     from asyncrl.cli.check_model import main as check_model
 
@@ -75,6 +82,7 @@ def _examples(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "prompts": _prompts,
+    "check": _check,
     "check-model": _check_model,
     "explain": _explain,
     "report": _report,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 USAGE = (
     "asyncrl check-model PATH: compare every path with the model's own eager forward and backward (2: it is refused)"
@@ -25,14 +26,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fsdp", action="store_true", help="distributed.sharding=fsdp")
     given = parser.parse_args(list(arguments))
 
+    from asyncrl.checkpoint.store import require_whole_model
     from asyncrl.config.schema import LoraConfig, ModelConfig
-    from asyncrl.errors import ConfigError
+    from asyncrl.errors import CheckpointError, ConfigError
     from asyncrl.models.loading import load_module
     from asyncrl.models.probe import longest_row
     from asyncrl.runtime.gate import check_model
 
     try:
         config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
+        require_whole_model(Path(given.path), "PATH")
         module, _ = load_module(config)
         verdict = check_model(
             module,
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         limit = longest_row(module.config)
         _ = verdict.path
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2
     print("\n".join(verdict.lines()))

@@ -258,7 +258,9 @@ class Config(Section):
         "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )
     seed: int = field(0, "Keys all randomness together with (group, member).", ge=0)
-    resume: bool = field(False, "Go on from the latest checkpoint of the run directory.")
+    resume: bool = field(
+        False, "Go on from the checkpoint that checkpoints/latest of the run directory names, the newest."
+    )
     threads: int | None = field(None, "torch threads of the lane; all cores by default.", ge=1)
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

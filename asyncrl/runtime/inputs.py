@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from asyncrl.checkpoint.store import require_whole_model
 from asyncrl.config.imports import load_object, split_address
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
@@ -74,14 +75,14 @@ def _checks(
     if config.train.kind == "torch" and is_builder(model):
         yield lambda: load_object(str(model.path))
     elif config.train.kind == "torch":
-        yield lambda: model_source(model)
+        yield lambda: require_whole_model(Path(model_source(model)), "model.path")
         if model.tokenizer:
-            yield lambda: tokenizer_source(model)
+            yield lambda: require_whole_model(Path(tokenizer_source(model)), "model.tokenizer")
     for judge in config.reward.model:
         if is_address(judge.path):
             yield partial(load_object, judge.path)
         else:
-            yield partial(directory_or_hub, judge.path, "reward.model")
+            yield partial(_check_judge, judge.path)
     sources = {
         "data.train": None if prompts else config.data.train,
         "data.eval": config.data.eval if config.evaluate.every else None,
@@ -97,6 +98,10 @@ def _checks(
         yield lambda: _check_file("hooks", str(config.hooks))
     for sink in config.telemetry.sinks:
         yield partial(_check_sink, sink)
+
+
+def _check_judge(path: str) -> None:
+    require_whole_model(Path(directory_or_hub(path, "reward.model")), "reward.model")
 
 
 def _check_rows(config: Config, setting: str, source: str) -> None:

@@ -100,7 +100,7 @@ async def _found(
     version = saved.version if saved else 0
     journal = stack.enter_context(Journal(config, directory if world.is_first else None, recorder, version))
     stages.show_on(journal.live.status)
-    for line in (*settled.lines, *opened):
+    for line in (*settled.lines, *opened, *(saved.lines if saved else ())):
         journal.live.note(line)
     stack.callback(world.close)
     stages.begin("meeting the other ranks")

@@ -9,8 +9,8 @@ skipped or repeated. What holds NaN or infinite values is never written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -65,6 +65,13 @@ class SavedRun:
         return cls(found)
 
     @property
+    def lines(self) -> list[str]:
+        """For people."""
+        if self.checkpoint.verified:
+            return []
+        return [f"resume: {self.checkpoint.path} was written without checksums: damage in it would not be noticed"]
+
+    @property
     def version(self) -> int:
         """Its policy version."""
         return int(self.checkpoint.run["version"])
@@ -98,6 +105,7 @@ class Captured:
     run: dict[str, Any]
     snapshot: Snapshot | None
     started: float
+    shards: Mapping[int, str] = field(default_factory=dict)  # SHA-256 of the other ranks' parts, where the model is cut
     missing: tuple[int, ...] = ()  # ranks that did not say where they are: they stand where they were a version before
 
 
@@ -250,7 +258,7 @@ class Checkpointer:
                     await lane.run(lambda: unsound(served, "weights"), name="checkpoint/check"), version
                 )
             if core.is_sharded and self._world.rank:
-                await self._write_shard(core, self._store.directory, version)
+                books = {**books, "shard": await self._write_shard(core, self._store.directory, version)}
             everybody, missing = await self._gather(version, books)
             if self._world.rank:
                 self._saved_version = version
@@ -269,7 +277,9 @@ class Checkpointer:
             snapshot = await lane.run(lambda: take(core), name="checkpoint/capture", priority=2)
             if snapshot.version != version:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
-            return Captured(version, run, snapshot, started, tuple(missing))
+            others = range(1, self._world.world_size) if core.is_sharded else ()
+            shards = {rank: everybody[rank]["shard"] for rank in others}
+            return Captured(version, run, snapshot, started, shards, tuple(missing))
 
     async def _write(self, captured: Captured) -> None:
         """Not cut short: a run that ends meanwhile waits for it."""
@@ -278,7 +288,6 @@ class Checkpointer:
         try:
             if snapshot is None:
                 return
-            sharded = self._built.core is not None and self._built.core.is_sharded
             self._saved_version = version
             with (
                 self._recorder.span("checkpoint", track="checkpoint", version=version),
@@ -289,7 +298,7 @@ class Checkpointer:
                     version,
                     lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer, self._config.model.path),
                     state_writer(trainer=snapshot.state, run=captured.run),
-                    *([shards_writer(store.directory, version, self._world.world_size)] if sharded else []),
+                    shards_writer(store.directory, version, captured.shards),
                 )
             self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
         finally:
@@ -300,13 +309,13 @@ class Checkpointer:
             self._saved_version = version  # and it is not asked for again
             raise DivergenceError(f"version {version} is not saved: {place} holds NaN or infinite values")
 
-    async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> None:
-        """This rank's part of a sharded state, before rank 0 hears that it may take it."""
+    async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> str:
+        """This rank's part of a sharded state, before rank 0 hears that it may take it; its SHA-256."""
         state = await self._built.lanes[0].run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
         self._require_sound(await offload(lambda: unsound(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
-        await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")
+        return await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, books: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
         """See `Positions.gather`."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import asyncrl.checkpoint.atomic as atomic
+from asyncrl.checkpoint.manifest import Comparison, compare
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import CheckpointError
@@ -155,11 +156,48 @@ def test_damage_is_named_with_the_way_out(tmp_path: Path, name: str) -> None:
     os.truncate(store.path(2) / name, 5)
     with pytest.raises(CheckpointError) as caught:
         store.load_latest()
-    assert str(store.path(2)) in str(caught.value) and "(step_1)" in str(caught.value)
+    assert str(store.path(2)) in str(caught.value) and f"damaged: {name} " in str(caught.value)
+    assert f"step_1 is whole: `ln -sfn step_1 {tmp_path}/latest`" in str(caught.value)
     (store.path(2) / name).unlink()
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=f"damaged: {name} is missing"):
         store.load_latest()
     assert store.load(1).run == {"version": 1}
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+    """None of them makes a manifest of another kind of it, or one that says the same."""
+    store = CheckpointStore(tmp_path)
+    manifest = store.save(1, model_writer("a")).path / "state/manifest.json"
+    content = manifest.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(damaged)
+        assert compare(store.path(1)).faults == ("state/manifest.json is not what was written",), bit
+    manifest.write_bytes(content)
+    assert compare(store.path(1)) == Comparison(3, len(content) + 1, True, ())
+
+
+def test_a_file_that_is_hashed_while_it_is_written_is_not_read_again(tmp_path: Path) -> None:
+    """What the writer said is what counts: damage between its write and the end of the save is damage."""
+
+    def rots(directory: Path) -> None:
+        content = bytearray((directory / "state/trainer.pt").read_bytes())
+        content[100] ^= 1
+        (directory / "state/trainer.pt").write_bytes(content)
+
+    store = CheckpointStore(tmp_path)
+    store.save(1, state_writer(trainer={"x": torch.ones(1000)}, run={}), rots)
+    with pytest.raises(
+        CheckpointError, match=r"state/trainer\.pt is not what was written .*no earlier one here is whole"
+    ):
+        store.load(1)
+
+
+def test_files_that_were_added_are_no_damage(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (store.save(1, model_writer("a")).path / "notes.txt").write_text("the good one")
+    assert store.load(1).verified
 
 
 def test_a_writer_that_raises_leaves_nothing(tmp_path: Path) -> None:
@@ -441,7 +479,7 @@ def test_a_real_model_loads_from_the_checkpoint(tmp_path: Path) -> None:
     model = Qwen3ForCausalLM(config)
     store = CheckpointStore(tmp_path)
     saved = store.save(7, model.save_pretrained, state_writer(trainer={"step": 7}, run={"version": 7}))
-    assert orjson.loads((saved.path / "state" / "manifest.json").read_bytes())["model.safetensors"] > 0
+    assert orjson.loads((saved.path / "state" / "manifest.json").read_bytes())["files"]["model.safetensors"]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
     for (name, ours), theirs in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -229,10 +229,11 @@ def test_a_producer_pushes_into_a_run(desk: Desk) -> None:
 
 def test_the_nightly_tools_run(desk: Desk) -> None:
     [block] = of("tools")
-    sweep, stress = (line.split("#")[0].strip() for line in block.text.splitlines())
+    sweep, stress, rot = (line.split("#")[0].strip() for line in block.text.splitlines())
     assert "0 WRONG" in desk.finish(desk.terminal(f"{sweep} --types llama --out models.md"))
     assert stress.endswith("--seconds 600")
     desk.finish(desk.terminal(stress.replace("600", "3")))
+    assert re.search(r"state/trainer\.pt +7 +0 +0\n", desk.finish(desk.terminal(rot.replace("2000", "5"))))
 
 
 def test_the_tool_loop_trains_what_the_policy_sampled_and_nothing_else(

@@ -24,6 +24,7 @@ from runtime_helpers import (
 )
 
 from asyncrl import Runtime
+from asyncrl.checkpoint.manifest import compare
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import CheckpointError, ConfigError
@@ -119,6 +120,18 @@ def test_the_checkpoint_of_two_ranks_is_a_model_and_a_whole_state(two_ranks: tup
         assert torch.equal(state["masters"][name], parameter.data)
         assert state["optimizer"][name]["exp_avg"].shape == parameter.shape
         assert float(state["optimizer"][name]["step"]) == 6
+
+
+def test_a_bit_of_another_ranks_part_is_noticed(two_ranks: tuple[Path, Process]) -> None:
+    """The last checkpoint that the first rank made of both, and the first: its digest came with the rank's message."""
+    checkpoints = two_ranks[0] / "runs/run/checkpoints"
+    for version in (1, 6):
+        shard = checkpoints / f"step_{version}/state/shard_1.pt"
+        assert compare(shard.parents[1]).faults == ()
+        content = shard.read_bytes()
+        shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        assert compare(shard.parents[1]).faults == ("state/shard_1.pt is not what was written (its SHA-256 differs)",)
+        shard.write_bytes(content)
 
 
 async def test_another_number_of_ranks_is_refused(two_ranks: tuple[Path, Process]) -> None:
