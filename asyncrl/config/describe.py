@@ -38,6 +38,8 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "reward.workers",
     "reward.timeout_s",
     "reward.on_error",
+    "reward.worker_max_mib",
+    "reward.worker_max_calls",
     "reward.batch",
     "reward.overlong.*",
     "rollout.late",

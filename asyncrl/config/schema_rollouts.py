@@ -66,6 +66,13 @@ class RewardConfig(Section):
         "A function that raised, crashed or timed out, a text that a reward model cannot score: end the run, count as not "
         "applicable, or count as 0.",
     )
+    worker_max_mib: int | None = field(
+        2048,
+        "Replace a worker that has gained more memory than this since the first calls of its functions; its successor starts "
+        "beside it. null: never.",
+        ge=1,
+    )
+    worker_max_calls: int | None = field(None, "Replace a worker after so many calls, likewise; null: never.", ge=1)
 
     batch: Literal["auto", "group", "trajectory"] = field(
         "auto",

@@ -1,21 +1,25 @@
 """The reward pool: the user's functions in worker processes, behind the `Reward` port.
 
     score ──▶ one call per function ──▶ idle workers (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
-                                            ▲                     │ deadline, crash, cancellation: SIGKILL
-                                            └──── keeper ◀────────┘ (one per place: reaps, starts the next)
+                                            ▲                     │ deadline, crash, cancellation: killed; or worn
+                                            └──── keeper ◀────────┘ (one per place: starts the next)
 
 | who waits | for what           | bounded by                     | woken when                         |
 |-----------|--------------------|--------------------------------|------------------------------------|
 | caller    | an idle worker     | the deadlines of those before  | a worker is idle; the pool closes  |
 | caller    | the reply          | `timeout_s`                    | reply, deadline, death of a worker |
-| keeper    | its worker's death | -                              | the process ends                   |
+| keeper    | its worker's end   | -                              | the process ends, or is worn       |
+| keeper    | another's renewal  | the start of a worker          | its successor is loaded, or failed |
 
 Guarantees
 * A worker serves one request at a time; after a deadline, a crash or a cancelled caller it is killed and replaced, so
   no answer to an old request is ever taken for a new one (request ids guard that a second time).
 * Callers get workers in the order in which they asked. A caller that is cancelled while it waits loses nothing.
 * All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts.
-* Closing kills and reaps every worker, also when the block is left by an error or a cancellation.
+* A worker that is worn (it gained `max_mib` of memory, or had `max_calls`) goes on until its successor has loaded the functions,
+  and leaves between two calls. One successor starts at a time.
+* Closing ends every worker, also when the block is left by an error or a cancellation. What a worker had started ends with it
+  (`guard.py`), also where this process is killed; opening ends what dead runs left (`leftovers.py`).
 
 Opened and closed in the same task, on the loop's thread.
 """
@@ -32,22 +36,25 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 import anyio
+import anyio.to_thread
 import orjson
 from anyio.abc import TaskGroup
 
+from asyncrl.concurrency.shield import wait_shielded
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Prompt, Trajectory
 
+from . import leftovers
 from .calls import LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
+from .loading import load
 from .process import WorkerDiedError, WorkerProcess
 from .wire import Kind
 
 logger = logging.getLogger("asyncrl.rewards")
 
-START_TIMEOUT_S = 300.0  # for the imports of the user's functions
-CLOSE_GRACE_S = 2.0  # for the exit handlers of idle workers, before they are killed
+CLOSE_GRACE_S = 3.0  # for idle workers to leave, which includes that they are killed
 
 Scores: TypeAlias = list[float | None]
 OnError: TypeAlias = Literal["fail", "none", "zero"]
@@ -64,6 +71,8 @@ class RewardPool:
 
     `on_error` decides what a function that raised, crashed or missed its deadline means: `fail` raises, `none` counts
     the component as not applicable, `zero` as 0; the last two are logged and counted as `reward/{fn}/errors`.
+    `max_mib` and `max_calls` bound what one worker gains in memory and how often it is called (None: without bound); then
+    another takes its place, which `reward/workers_recycled` counts.
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class RewardPool:
         timeout_s: float = 30.0,
         on_error: OnError = "fail",
         recorder: Recorder | None = None,
+        max_mib: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
             raise ConfigError(f"reward workers ({workers}) and timeout_s ({timeout_s}) must be positive")
@@ -81,18 +92,25 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._recorder = recorder if recorder is not None else Recorder(max_events=0, nvtx=False)
+        self._max_mib = max_mib
+        self._max_calls = max_calls
         self._state = _State.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
         self._alive: set[WorkerProcess] = set()
         self._broken: AsyncrlError | None = None  # why workers cannot be replaced any more
         self._tasks: TaskGroup | None = None
+        self._renewal = anyio.Lock()
+        self._started = 0  # workers, which gives each a mark of its own
 
     @classmethod
-    def from_config(cls, config: RewardConfig, recorder: Recorder | None = None) -> RewardPool:
-        """With the functions that the configuration names."""
-        specs = [RewardSpec(f.function, f.weight, f.name) for f in config.functions]
-        return cls(specs, config.workers, config.timeout_s, config.on_error, recorder)
+    def from_config(
+        cls, config: RewardConfig, recorder: Recorder | None = None, functions: Sequence[RewardSpec] = ()
+    ) -> RewardPool:
+        """`functions`: in the place of those of the configuration."""
+        specs = functions or [RewardSpec(f.function, f.weight, f.name) for f in config.functions]
+        limits = (config.worker_max_mib, config.worker_max_calls)
+        return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,6 +135,7 @@ class RewardPool:
         self._idle_send, self._idle = anyio.create_memory_object_stream[WorkerProcess](math.inf)
         try:
             if self._specs:
+                await self._end_leftovers()
                 await self._start_all()
         except BaseException:
             await self._close()
@@ -132,6 +151,11 @@ class RewardPool:
             raise LifecycleError("a reward pool must be closed by the task that opened it")
         await self._close()
         return None
+
+    async def _end_leftovers(self) -> None:
+        self._mark, left = await anyio.to_thread.run_sync(lambda: (leftovers.owner(), leftovers.end_of_dead_runs()))
+        if left:
+            logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(left))
 
     async def _start_all(self) -> None:
         errors: list[AsyncrlError] = []
@@ -160,7 +184,9 @@ class RewardPool:
         try:
             self._idle_send.close()
             while self._idle.statistics().current_buffer_used:
-                self._idle.receive_nowait().hang_up()
+                process = self._idle.receive_nowait()
+                if process.usable:
+                    process.hang_up()
             self._idle.close()
             for process in self._alive:
                 if process.usable:  # a caller is still waiting for it: it hears that the pool closed
@@ -170,64 +196,99 @@ class RewardPool:
                 self._tasks.cancel_scope.deadline = anyio.current_time() + CLOSE_GRACE_S
                 await self._tasks.__aexit__(None, None, None)
         finally:
-            for process in list(self._alive):
-                self._discard(process)
+            for process in self._alive:
+                process.destroy()
+            await self._end(*self._alive)
 
-    def _discard(self, process: WorkerProcess) -> None:
-        process.destroy()
-        self._alive.discard(process)
+    async def _end(self, *processes: WorkerProcess) -> None:
+        """Kill those that live, and wait until nothing of them is left, whatever is cancelled meanwhile."""
+        cancelled = None
+        for process in processes:
+            process.destroy()
+            cancelled = await wait_shielded(process.exited) or cancelled
+            self._alive.discard(process)
+        if cancelled is not None:
+            raise cancelled
 
     # ---- workers
 
     async def _keep(self, process: WorkerProcess) -> None:
-        """Keep one place filled: when the worker's process ends, start another."""
+        """Keep one place filled."""
         while True:
             self._release(process)
-            await process.wait_exit()
-            place = process.place
-            self._discard(process)
-            if self._state is _State.CLOSED:
-                return
             try:
-                process, _ = await self._start()
+                successor = await self._successor(process)
             except AsyncrlError as error:
                 self._broken = error
                 self._idle_send.close()  # nobody must wait for a worker that will never come
                 return
-            process.place = place
+            if successor is None:
+                return
+            successor.place = process.place
+            process = successor
+
+    async def _successor(self, process: WorkerProcess) -> WorkerProcess | None:
+        """Who comes after a worker that has ended, or is worn and goes on meanwhile. None: the pool was closed."""
+        while True:
+            await process.attention.wait()
+            if process.exited.done():
+                break
+            process.attention.clear()
+            async with self._renewal:
+                try:
+                    successor, _ = await self._start()
+                except AsyncrlError as error:
+                    if self._state is _State.OPEN:
+                        logger.warning("%s; reward worker %d stays as no other can be started", error, process.pid)
+                        process.forgive()
+                    continue
+            assert self._tasks is not None
+            self._recorder.count("reward/workers_recycled")
+            process.leaving = True
+            if not process.busy:
+                process.hang_up()
+            self._tasks.start_soon(self._see_off, process, name=f"end of reward worker {process.pid}")
+            return successor
+        await self._see_off(process)
+        if self._state is _State.CLOSED:
+            return None
+        successor, _ = await self._start()
+        return successor
+
+    async def _see_off(self, process: WorkerProcess) -> None:
+        """Until nothing is left of a worker that has ended, or will in its own time."""
+        await asyncio.wait([process.exited])
+        await self._end(process)
+        if process.guard_was_killed and (left := await anyio.to_thread.run_sync(leftovers.end_of_worker, process.mark)):
+            logger.warning(
+                "the guard of reward worker %d was killed; killed what it left: %s", process.pid, ", ".join(left)
+            )
+
+    def _look_at_wear(self, process: WorkerProcess) -> None:
+        calls, grown = process.wear
+        leaked = self._max_mib is not None and grown > self._max_mib << 20
+        if process.worn or not (leaked or (self._max_calls is not None and calls >= self._max_calls)):
+            return
+        if leaked:
+            logger.warning(
+                "reward worker %d has gained %d MiB since the first calls of its functions, more than reward.worker_max_mib = %s; "
+                "it is replaced", process.pid, grown >> 20, self._max_mib
+            )  # fmt: skip
+        process.worn = True
+        process.attention.set()
 
     async def _start(self) -> tuple[WorkerProcess, list[LoadedFunction]]:
         """Start one worker and load the functions in it; it is then in `_alive`."""
-        process = await WorkerProcess.start(self._folder)
+        self._started += 1
+        process = await WorkerProcess.start(self._folder, leftovers.mark_of(self._mark, self._started))
         self._alive.add(process)
         try:
             if self._state is _State.CLOSED:
                 raise LifecycleError("the reward pool was closed while a worker started")
-            return process, await self._load(process)
+            return process, await load(process, self._specs, self._init_request)
         except BaseException:
-            self._discard(process)
+            await self._end(process)
             raise
-
-    async def _load(self, process: WorkerProcess) -> list[LoadedFunction]:
-        sources = ", ".join(s.function if isinstance(s.function, str) else repr(s.function) for s in self._specs)
-        try:
-            with anyio.fail_after(START_TIMEOUT_S):
-                kind, body = await process.request(Kind.INIT, self._init_request)
-        except TimeoutError:
-            raise RewardTimeout(
-                f"reward worker {process.pid} did not load {sources} within {START_TIMEOUT_S:g} s"
-            ) from None
-        except WorkerDiedError as died:
-            raise RewardCrash(
-                f"reward worker {died.pid} {died.status} while it loaded {sources}; what it wrote is on stderr"
-            ) from None
-        reply = orjson.loads(body)
-        if kind is Kind.ERROR:
-            raise ConfigError(f"reward functions {sources}: {remote_text(reply)}")
-        return [
-            LoadedFunction(i, spec.name or found["name"], found["accepts"])
-            for i, (spec, found) in enumerate(zip(self._specs, reply, strict=True))
-        ]
 
     async def _acquire(self) -> WorkerProcess:
         """The next idle worker, first come first served."""
@@ -238,10 +299,14 @@ class RewardPool:
                 if self._broken is not None:
                     raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
                 raise LifecycleError("the reward pool was closed while a group waited for a worker") from None
-            if process.usable:  # else it died while it was idle; its keeper sends the next one
+            if process.usable and not process.hung_up:  # else it ended while it was idle; its keeper sends the next one
+                process.busy = True
                 return process
 
     def _release(self, process: WorkerProcess) -> None:
+        process.busy = False
+        if process.leaving and process.usable:
+            process.hang_up()
         if process.usable and self._state is _State.OPEN and self._broken is None:
             self._idle_send.send_nowait(process)
 
@@ -323,6 +388,8 @@ class RewardPool:
         except BaseException:
             process.kill()  # cancelled: it may be in the middle of the call
             raise
+        else:
+            self._look_at_wear(process)
         finally:
             self._release(process)
         reply = orjson.loads(body)

@@ -1,8 +1,10 @@
-"""One reward worker process as the pool sees it: start, one request at a time, kill, reap.
+"""One reward worker process as the pool sees it: start, one request at a time, kill, end.
 
-Guarantees: `destroy` is synchronous and safe at any moment, so that cancellation can never leak a process or a
-descriptor; the process (its whole session, children of the user's function included) is killed before it is reaped, so
-that a process id is never reused under our hands; the exit status is known to whoever saw the worker die.
+The process that is started here is the worker's guard (`guard.py`); the worker is its child. When the guard has ended, nothing
+is left of the worker and of what it had started, and the guard's exit status is the worker's.
+
+Guarantees: `destroy` is synchronous and safe at any moment, so that cancellation can never leak a process or a descriptor, and
+`exited` is done soon after it; the exit status is known to whoever saw the worker die.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import cloudpickle
 
+from . import guard
 from .wire import HEADER_SIZE, Kind, WireError, pack, unpack
 
 _HOME = str(Path(__file__).resolve().parents[2])  # where the package `asyncrl` lies
 _READ_LIMIT = 1 << 20  # bytes buffered by asyncio before it stops reading the socket
 _EXIT_GRACE_S = 1.0  # between the end of the socket and the end of the process
-_REAP_TIMEOUT_S = 10.0  # a killed process that is still there is stuck in the kernel; nothing can be done then
+_LEAVE_GRACE_S = 2.0  # for the exit handlers of a worker that was sent home, before it is killed
+_END_TIMEOUT_S = 10.0  # a killed worker that is still there is stuck in the kernel, or its guard was stopped
 
 
 class WorkerDiedError(Exception):
@@ -38,20 +43,30 @@ class WorkerDiedError(Exception):
 
 
 class WorkerProcess:
-    """States: running, dead (reaped or about to be), destroyed. Made by `start`; `destroy` must be called."""
+    """States: running, leaving (`hang_up`, `kill`), ended (`exited` is done). Made by `start`; `destroy` must be called."""
 
     def __init__(
-        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: str
     ) -> None:
         self._popen = popen
         self._reader = reader
         self._writer = writer
-        self._exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._pidfd: int | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._last_id = 0
+        self._killed = False
+        self.pid = popen.pid  # the guard's, until the worker has said its own
+        self.mark = mark
         self.place = 0  # which of the pool's places it fills; replacements keep it
         self.usable = True  # False as soon as it may not take another request
+        self.busy = False  # somebody has acquired it
+        self.leaving = False  # its successor is there: it hangs up once it is not busy
+        self.worn = False
+        self._calls, self._grown = 0, 0
+        self._forgiven = (0, 0)
+        self.exited: asyncio.Future[None] = self._loop.create_future()
+        self.attention = asyncio.Event()  # for the keeper of its place: it has ended, or is worn
         if hasattr(os, "pidfd_open"):
             self._pidfd = os.pidfd_open(popen.pid)
             self._loop.add_reader(self._pidfd, self._reap)
@@ -59,8 +74,11 @@ class WorkerProcess:
             self._loop.run_in_executor(None, popen.wait).add_done_callback(lambda _: self._reap())
 
     @classmethod
-    async def start(cls, folder: str) -> WorkerProcess:
-        """Start the process in `folder` (its working directory). It answers nothing yet: send INIT first."""
+    async def start(cls, folder: str, mark: str) -> WorkerProcess:
+        """Start the process in `folder` (its working directory). It answers nothing yet: send INIT first.
+
+        `mark`: what its descendants carry in their environment (`leftovers.py`).
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
@@ -70,16 +88,26 @@ class WorkerProcess:
                 ours.close()
                 raise
             try:
-                popen = _spawn(theirs.fileno(), folder)
+                popen = _spawn(theirs.fileno(), folder, mark)
             except BaseException:
                 writer.transport.abort()
                 raise
-        return cls(popen, reader, writer)
+        return cls(popen, reader, writer, mark)
 
     @property
-    def pid(self) -> int:
-        """Its process number, also after its end."""
-        return self._popen.pid
+    def hung_up(self) -> bool:
+        """The worker closed its end: it is dead or dying, though its guard is still busy with what it started."""
+        return self._reader.at_eof()
+
+    @property
+    def wear(self) -> tuple[int, int]:
+        """Calls, and bytes gained since the first calls of its functions; since `forgive`, if there was one."""
+        return self._calls - self._forgiven[0], self._grown - self._forgiven[1]
+
+    def forgive(self) -> None:
+        """Count its wear from here on."""
+        self.worn = False
+        self._forgiven = (self._calls, self._grown)
 
     async def request(self, kind: Kind, content: dict[str, Any]) -> tuple[Kind, bytes]:
         """Send one request and wait for its reply; replies with another id are discarded.
@@ -96,6 +124,8 @@ class WorkerProcess:
                 header = unpack(await self._reader.readexactly(HEADER_SIZE))
                 body = await self._reader.readexactly(header.length)
                 if header.request_id == self._last_id:
+                    self._calls += kind is Kind.CALL
+                    self._grown = header.grown
                     return header.kind, body
         except WireError:
             self.kill()
@@ -106,7 +136,7 @@ class WorkerProcess:
     async def _last_words(self) -> str:
         self.usable = False
         with anyio.move_on_after(_EXIT_GRACE_S):
-            await self._exited.wait()
+            await asyncio.wait([self.exited])
             return self._status()
         self.kill()  # alive, but it closed its socket: nothing can be heard from it any more
         return "closed the protocol's socket"
@@ -119,52 +149,69 @@ class WorkerProcess:
             return f"was killed by signal {-code}"
         return f"exited with status {code}"
 
-    async def wait_exit(self) -> None:
-        """Return once the process has ended and is reaped."""
-        await self._exited.wait()
+    @property
+    def guard_was_killed(self) -> bool:
+        """Perhaps: not by us, and not the worker by itself, which looks the same. Nobody may have ended what it had started."""
+        return self._popen.returncode == -signal.SIGKILL and not self._killed
 
     def hang_up(self) -> None:
-        """Close our end: an idle worker ends by itself."""
+        """Close our end: an idle worker ends by itself, and is killed where it does not."""
         self.usable = False
         self._writer.close()
+        if not self.exited.done():
+            self._within(_LEAVE_GRACE_S, self.kill)
 
     def kill(self) -> None:
-        """SIGKILL to the worker and the processes it started; nothing where it is reaped already."""
+        """The worker and everything that it started is killed, by its guard; nothing where that has ended already."""
         self.usable = False
-        if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
+        if not self.exited.done():
+            self._killed = True
+            self._popen.terminate()
+            self._within(_END_TIMEOUT_S, self._give_up)
+
+    def destroy(self) -> None:
+        """Kill it and close everything. May be called twice; must run on the loop that started the process."""
+        self.kill()
+        self._writer.transport.abort()
+
+    def _within(self, seconds: float, act: Callable[[], None]) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._loop.call_later(seconds, act)
+
+    def _give_up(self) -> None:
+        """The guard did not do it: the worker dies with it, the rest is for `leftovers.py`."""
+        self._killed = False
+        self._popen.kill()
+        self._within(_EXIT_GRACE_S, self._ended)
 
     def _reap(self) -> None:
-        if self._exited.is_set():
+        if self._popen.poll() is not None:
+            self._ended()
+
+    def _ended(self) -> None:
+        if self.exited.done():
             return
-        self.kill()  # also what the worker left behind in its session, while its id is still ours
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_REAP_TIMEOUT_S)  # it is dead or dying: microseconds to a few milliseconds
+        self.usable = False
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
-        self._exited.set()
-
-    def destroy(self) -> None:
-        """Kill, reap and close everything. May be called twice; must run on the loop that started the process."""
-        self._reap()
-        self._writer.transport.abort()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.exited.set_result(None)
+        self.attention.set()
 
 
-def _spawn(descriptor: int, folder: str) -> subprocess.Popen[bytes]:
-    """exec in a session of its own: Ctrl-C in the terminal reaches us, not the workers; one kill reaches all of it.
-
-    The kernel ties the worker's life to the *thread* that starts it: this has to run on the loop's thread, never in a
-    helper thread that ends early.
-    """
+def _spawn(descriptor: int, folder: str, mark: str) -> subprocess.Popen[bytes]:
+    """The guard, by exec, in a session of its own: Ctrl-C in the terminal reaches us, and neither it nor the worker."""
     environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     if not _HOME.endswith("-packages"):  # not installed: the worker has to be told
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), _HOME)))
+    # -P: no working directory in front of sys.path, where the user's files could shadow the standard library
+    worker = [sys.executable, "-P", "-m", "asyncrl.rewards.worker", str(descriptor)]
     return subprocess.Popen(
-        # -P: no working directory in front of sys.path, where the user's files could shadow the standard library
-        [sys.executable, "-P", "-m", "asyncrl.rewards.worker", str(descriptor), str(os.getpid())],
+        [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), mark, str(descriptor), *worker],
         stdin=subprocess.DEVNULL,
         stdout=2,
         pass_fds=(descriptor,),

@@ -1,10 +1,11 @@
 """Frames between the pool and its worker processes, over one socket pair per worker.
 
-    magic 4s | kind u8 | request id u64 | payload length u64 | payload
+    magic 4s | kind u8 | request id u64 | payload length u64 | grown u64 | payload
 
 Requests (INIT, CALL) are pickled by cloudpickle: columns arrive as exactly the Python objects they were, and a callable
 object travels by value. Replies (READY, RESULT, ERROR) are JSON: what a worker writes cannot run code in the parent.
 Every reply carries the id of its request; a reply to any other request than the open one is discarded by the reader.
+`grown`: bytes of memory that the worker has gained since the first calls of its functions (0 in requests).
 No asyncio and nothing heavy here: the worker imports this module at start.
 """
 
@@ -15,8 +16,8 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-_HEADER = struct.Struct("<4sBQQ")
-_MAGIC = b"ARW1"
+_HEADER = struct.Struct("<4sBQQQ")
+_MAGIC = b"ARW2"
 _LONGEST = 1 << 33  # bytes; more than that is a corrupted header, not a payload
 HEADER_SIZE = _HEADER.size
 
@@ -26,7 +27,7 @@ class Kind(IntEnum):
 
     INIT = 1  # parent -> worker: import path, functions
     CALL = 2  # parent -> worker: index of the function, arguments
-    READY = 3  # worker -> parent: names and accepted parameters of the functions
+    READY = 3  # worker -> parent: its process number; names and accepted parameters of the functions
     RESULT = 4  # worker -> parent: one float or null per completion
     ERROR = 5  # worker -> parent: the function (or its import) raised; message and traceback text
 
@@ -40,28 +41,29 @@ class Header(NamedTuple):
     kind: Kind
     request_id: int
     length: int
+    grown: int
 
 
 class WireError(Exception):
     """The bytes are no frame of ours: somebody else wrote into the socket."""
 
 
-def pack(kind: Kind, request_id: int, length: int) -> bytes:
+def pack(kind: Kind, request_id: int, length: int, grown: int = 0) -> bytes:
     """The header that goes before `length` bytes of payload."""
-    return _HEADER.pack(_MAGIC, kind, request_id, length)
+    return _HEADER.pack(_MAGIC, kind, request_id, length, grown)
 
 
 def unpack(data: bytes) -> Header:
     """Errors: `WireError` where `data` is not a header."""
-    magic, kind, request_id, length = _HEADER.unpack(data)
+    magic, kind, request_id, length, grown = _HEADER.unpack(data)
     if magic != _MAGIC or length > _LONGEST or kind not in _KINDS:
         raise WireError(f"not a frame header: {data!r}")
-    return Header(Kind(kind), request_id, length)
+    return Header(Kind(kind), request_id, length, grown)
 
 
-def send_blocking(sock: socket.socket, kind: Kind, request_id: int, payload: bytes) -> None:
+def send_blocking(sock: socket.socket, kind: Kind, request_id: int, payload: bytes, grown: int) -> None:
     """Worker side. Errors: `OSError` where the parent is gone."""
-    sock.sendall(pack(kind, request_id, len(payload)))
+    sock.sendall(pack(kind, request_id, len(payload), grown))
     sock.sendall(payload)
 
 

@@ -1,9 +1,9 @@
-"""The worker process: `python -m asyncrl.rewards.worker FD PARENT_PID`, started by exec, never by fork.
+"""The worker process: `python -m asyncrl.rewards.worker FD`, started by exec, never by a fork of the run, and child of its guard.
 
 One request at a time, in the **main thread** (so that `signal.alarm` and everything else that insists on it works),
-until the parent closes its end of the socket. On Linux the kernel kills the worker when its parent dies, even in the
-middle of a call. What the user's code prints to stdout goes to the parent's stderr; the protocol has a descriptor of
-its own.
+until the run closes its end of the socket. Its guard (`guard.py`) kills it when the run dies, even in the middle of a call, and
+the kernel when its guard dies. What the user's code prints to stdout goes to the run's stderr; the protocol has a descriptor of its
+own.
 
 Imports: the standard library, orjson, and what the user's functions import. Never torch: start-up time counts.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import inspect
 import math
@@ -34,9 +33,9 @@ from asyncrl.rewards.forms import UsageError, as_trl, brief
 from asyncrl.rewards.wire import Header, Kind, receive_blocking, send_blocking
 from asyncrl.telemetry.output import lossy_output
 
-_PR_SET_PDEATHSIG = 1
 _FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 _OUR_FILES = frozenset((__file__, forms.__file__, imports.__file__, importlib.__file__, *_FROZEN))
+_PAGE = os.sysconf("SC_PAGESIZE")
 _NICENESS = 10  # reward code yields to the lane's torch threads
 
 
@@ -134,12 +133,14 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def die_with_parent(parent: int) -> None:
-    """Linux: SIGKILL when the parent dies, also in the middle of a call. Elsewhere the closed socket has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs: what is mapped and can be read again is no leak. 0 where there is no /proc."""
+    try:
+        with open("/proc/self/statm") as file:
+            _, resident, shared, *_ = file.read().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * _PAGE
 
 
 class Session:
@@ -148,6 +149,11 @@ class Session:
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
         self._functions: list[Function] = []
+        self._called: set[int] = set()
+        self._expected = (
+            0  # bytes: what the process had before its calls, and what the first call of each function took
+        )
+        self.grown = 0  # bytes beyond that
 
     def serve(self, header: Header, payload: bytes) -> bytes:
         """The payload of the reply; raises what the user's code raises."""
@@ -155,18 +161,28 @@ class Session:
         if header.kind is Kind.INIT:
             sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
             self._functions = load_functions(request["functions"])
-            return orjson.dumps([{"name": f.name, "accepts": f.accepts} for f in self._functions])
+            found = [{"name": f.name, "accepts": f.accepts} for f in self._functions]
+            self._expected = anonymous_bytes()
+            return orjson.dumps({"pid": os.getpid(), "functions": found})
         function = self._functions[request["function"]]
+        before = anonymous_bytes()
         try:
             return orjson.dumps(function.score(request["arguments"], request["completions"], self._runner))
         finally:
             if hasattr(signal, "setitimer"):  # an alarm that was not switched off must not ring in the next call
                 signal.setitimer(signal.ITIMER_REAL, 0)
+            self._measure(request["function"], before)
+
+    def _measure(self, index: int, before: int) -> None:
+        now = anonymous_bytes()
+        if index not in self._called:  # models and tables are loaded by many a first call: they stay, and are no leak
+            self._called.add(index)
+            self._expected += max(0, now - before)
+        self.grown = max(0, now - self._expected)
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serve until the other end of the socket `descriptor` closes. `parent`: the process whose death ends this one."""
-    die_with_parent(parent)
+def main(descriptor: int) -> None:
+    """Serve until the other end of the socket `descriptor` closes."""
     os.nice(_NICENESS)
     worker = os.getpid()
     sock = socket.socket(fileno=descriptor)
@@ -183,9 +199,9 @@ def main(descriptor: int, parent: int) -> None:
                 answer_kind, answer = Kind.ERROR, describe_error(error, header.kind)
             if os.getpid() != worker:  # a fork made by the user's function came back: it must not answer as well
                 os._exit(0)
-            send_blocking(sock, answer_kind, header.request_id, answer)
+            send_blocking(sock, answer_kind, header.request_id, answer, session.grown)
 
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent left in the middle of a frame
-        main(int(sys.argv[1]), int(sys.argv[2]))
+        main(int(sys.argv[1]))

@@ -230,10 +230,7 @@ class Builder:
         )
 
     def _functions(self, overrides: Overrides) -> RewardPool:
-        reward = self.config.reward
-        if not overrides.rewards:
-            return RewardPool.from_config(reward, self.recorder)
-        return RewardPool(overrides.rewards, reward.workers, reward.timeout_s, reward.on_error, self.recorder)
+        return RewardPool.from_config(self.config.reward, self.recorder, overrides.rewards)
 
     def _reward(self, functions: RewardPool, parts: Parts) -> RewardPool | ModelRewards:
         """The functions, and the reward models beside them. Errors: ConfigError where two have one name."""

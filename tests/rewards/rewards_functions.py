@@ -251,3 +251,27 @@ NOT_A_FUNCTION = 3
 def half(completions, **columns):
     """Half a point; not applicable to what begins with n."""
     return [None if text.startswith("n") else 0.5 for text in completions]
+
+
+TABLE = []
+LEAK = []
+
+
+def leaks(completions):
+    """Loads 48 MiB in its first call, as a model would be, and loses what the completion says, in MiB, in each."""
+    if not TABLE:
+        TABLE.append(b"x" * (48 << 20))
+    LEAK.append(b"x" * (int(completions[0]) << 20))
+    return [float(os.getpid())]
+
+
+def waits_for(completions):
+    """Until there is a file of that name, if one is named."""
+    while completions[0] and not os.path.exists(completions[0]):
+        time.sleep(0.01)
+    return [float(os.getpid())]
+
+
+def kills_its_group(completions):
+    """As a grader does that wants to be rid of what it has started."""
+    os.killpg(0, signal.SIGKILL)

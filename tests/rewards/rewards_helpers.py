@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from warm import children
 
 from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.pool import RewardPool
@@ -40,3 +41,10 @@ def trajectories(*completions, ids=None):
 def pool(*names, **settings):
     """A pool of functions of rewards_functions.py."""
     return RewardPool([RewardSpec(f"{FILE}:{name}") for name in names], **settings)
+
+
+def only_worker():
+    """The one worker process, which is the child of our only child, its guard."""
+    (guard,) = children()
+    (worker,) = [child for child in guard.children() if "asyncrl.rewards.worker" in child.cmdline()]
+    return worker

@@ -14,7 +14,7 @@ import anyio
 import psutil
 import pytest
 import uvloop
-from rewards_helpers import pool, prompt, trajectories
+from rewards_helpers import only_worker, pool, prompt, trajectories
 from warm import children
 
 from asyncrl.errors import LifecycleError, RewardTimeout
@@ -22,11 +22,6 @@ from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def only_worker():
-    (child,) = children()
-    return child
 
 
 async def until(condition):
@@ -187,7 +182,7 @@ async def test_an_error_or_a_cancellation_in_the_block_leaves_nothing():
             await rewards.score(prompt(), trajectories("a"))
 
     task = asyncio.ensure_future(forever())
-    await until(lambda: children())
+    await until(children)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -281,7 +276,7 @@ asyncio.run(main())
 
 
 def test_killing_the_parent_kills_its_workers_even_at_work():
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2 and all(map(psutil.pid_exists, workers))

@@ -1,0 +1,209 @@
+"""Nothing that a reward function starts outlives its worker: every end, in the short form of `tools/attack_rewards.py`."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from rewards_helpers import only_worker, pool, prompt, trajectories
+from warm import children
+
+from asyncrl.errors import RewardCrash
+from asyncrl.rewards import guard, leftovers
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "attack_rewards.py"
+GOES_ON, ENDED, KILLED = [], [0], [-signal.SIGKILL]
+ENDS = {
+    "run killed at work": KILLED,
+    "run killed while idle": KILLED,
+    "worker killed": GOES_ON,
+    "worker crashes": GOES_ON,
+    "call times out": GOES_ON,
+    "call cancelled": GOES_ON,
+    "worker replaced": GOES_ON,
+    "pool closed": ENDED,
+    "pool closed at work": ENDED,
+    "watchdog's hard exit": [4],
+    "guard killed": GOES_ON,
+    "guard and run killed": KILLED,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_outlives_its_worker(end):
+    command = [sys.executable, str(TOOL), "--only", end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)[end]
+    assert (result["left"], result["run ended with"]) == ([], ENDS[end])
+
+
+# ---- whose process is whose
+
+
+def ended_number():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@contextlib.contextmanager
+def marked(mark):
+    """A process in a session of its own with this mark in its environment."""
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, guard.MARK: mark}, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def changed(field, value):
+    """The mark of a worker of this process, and so of a living run, with another number, start or namespaces."""
+    fields = leftovers.mark_of(leftovers.owner(), 1).split(":")
+    fields[field] = str(value(fields[field]))
+    return ":".join(fields)
+
+
+LEFT = {
+    "its run has ended": lambda: changed(0, lambda pid: ended_number()),
+    "another process has the number by now": lambda: changed(1, lambda start: int(start) - 1),
+}
+SPARED = {
+    "its run lives": lambda: changed(3, lambda number: number),
+    "another process namespace": lambda: changed(2, lambda spaces: f"1{spaces}").replace(str(os.getpid()), "1", 1),
+    "somebody else's variable": lambda: "yes",
+    "empty": lambda: "",
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_a_dead_run_left_is_killed_by_the_next(case):
+    with marked(LEFT[case]()) as process:
+        assert f"{process.pid} (sleep)" in leftovers.end_of_dead_runs()
+        assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("case", SPARED)
+def test_what_belongs_to_others_is_left_alone(case):
+    with marked(SPARED[case]()) as process:
+        assert not any(text.startswith(f"{process.pid} ") for text in leftovers.end_of_dead_runs())
+        assert process.poll() is None
+
+
+def test_a_run_that_a_reward_function_started_does_not_end_itself():
+    """It carries the mark of a run that is dead by now, and so do its own processes."""
+    program = "import os, subprocess, sys; from asyncrl.rewards import leftovers\n"
+    program += "child = subprocess.Popen(['sleep', '600'])\n"
+    program += "print(any(text.startswith(f'{child.pid} ') for text in leftovers.end_of_dead_runs())); child.kill()"
+    environment = {**os.environ, guard.MARK: LEFT["its run has ended"](), "PYTHONPATH": str(TOOL.parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.fixture
+def leftover():
+    with marked(LEFT["its run has ended"]()) as process:
+        yield process
+
+
+async def test_the_line_of_the_next_run_names_who_was_killed(leftover, caplog):
+    process = leftover
+    async with pool("length"):
+        pass
+    assert process.wait() == -signal.SIGKILL
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert (
+        line.startswith("killed what reward functions of dead runs had left behind: ")
+        and f"{process.pid} (sleep)" in line
+    )
+
+
+# ---- the guard itself
+
+
+async def test_a_guard_that_does_not_answer_is_killed_and_its_worker_with_it(monkeypatch):
+    monkeypatch.setattr("asyncrl.rewards.process._END_TIMEOUT_S", 0.5)
+    async with pool("length") as rewards:
+        worker = only_worker()
+        worker.parent().suspend()
+        worker.suspend()  # it does not leave by itself either
+    assert not rewards._alive
+    worker.wait(20)
+
+
+async def test_a_dead_worker_gets_no_call_while_its_guard_is_still_at_work():
+    async with pool("length", workers=2) as rewards:
+        guard = children()[0]
+        guard.suspend()
+        try:
+            for worker in guard.children():
+                worker.kill()
+            async with asyncio.timeout(20):
+                while not any(process.hung_up for process in rewards._alive):  # noqa: ASYNC110  another process ends
+                    await asyncio.sleep(0.01)
+            for _ in range(4):
+                assert (await rewards.score(prompt(), trajectories("abc")))[0].reward == 3.0
+        finally:
+            guard.resume()
+
+
+def test_a_worker_of_a_pool_in_a_thread_that_ended_stays():
+    """Its life is tied to the process, whichever thread has started it."""
+    program = f"""
+import asyncio, sys, threading
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
+from rewards_helpers import pool, prompt, trajectories
+loop = asyncio.new_event_loop()
+rewards = pool("length")
+def start():
+    loop.run_until_complete(rewards.__aenter__())
+async def whole():
+    await rewards.score(prompt(), trajectories("abc"))
+thread = threading.Thread(target=start)
+thread.start(); thread.join()
+loop.run_until_complete(whole())
+print("scored", flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(TOOL.parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "scored\n", done.stderr
+
+
+def test_a_fork_of_the_run_keeps_no_worker_alive():
+    """A data loader's process holds copies of all descriptors; the guard waits for the run itself."""
+    program = f"""
+import asyncio, os, sys, time
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
+from rewards_helpers import pool
+async def main():
+    async with pool("length") as rewards:
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        print(child, *[p.pid for p in rewards._alive], flush=True)
+        os._exit(4)
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(TOOL.parents[1])}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True) as run:
+        copy, worker = (psutil.Process(int(pid)) for pid in run.stdout.readline().split())
+        try:
+            psutil.wait_procs([worker], timeout=20)
+            assert not worker.is_running() and copy.is_running()
+        finally:
+            copy.kill()
+
+
+async def test_a_function_that_kills_its_group_kills_itself_alone():
+    async with pool("kills_its_group") as rewards:
+        with pytest.raises(RewardCrash, match="was killed by SIGKILL"):
+            await rewards.score(prompt(), trajectories("a"))
+        with pytest.raises(RewardCrash, match="was killed by SIGKILL"):
+            await rewards.score(prompt(), trajectories("a"))

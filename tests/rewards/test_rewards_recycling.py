@@ -1,0 +1,134 @@
+"""Workers that are replaced by memory and by count: between calls, one at a time, and no reward is lost."""
+
+import asyncio
+import logging
+import os
+
+import psutil
+import pytest
+from rewards_helpers import pool, prompt, trajectories
+
+from asyncrl.rewards.calls import RewardSpec
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.telemetry.recorder import Recorder
+
+
+async def score(rewards, text):
+    return (await rewards.score(prompt(), trajectories(text)))[0].reward
+
+
+def recycled(recorder):
+    return recorder.drain().get("reward/workers_recycled", 0)
+
+
+async def until_alone(rewards):
+    """Until whoever was replaced has ended, and his successor is there."""
+    async with asyncio.timeout(20):
+        while len(rewards._alive) != rewards._workers or any(p.worn for p in rewards._alive):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_leaks_is_replaced_and_says_so(caplog):
+    recorder = Recorder()
+    async with pool("leaks", recorder=recorder, max_mib=20) as rewards:
+        pids = []
+        for _ in range(8):  # 8 MiB each; the 48 and 8 of the first call do not count
+            pids.append(await score(rewards, "8"))
+            await until_alone(rewards)
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [4, 4]
+    assert recycled(recorder) == 2
+    assert "more than reward.worker_max_mib = 20; it is replaced" in caplog.text
+
+
+async def test_what_first_calls_load_is_no_leak():
+    recorder = Recorder()
+    async with pool("leaks", recorder=recorder, max_mib=20) as rewards:
+        assert len({await score(rewards, "0") for _ in range(20)}) == 1
+    assert recycled(recorder) == 0
+
+
+async def test_a_worker_is_replaced_after_its_last_call_but_not_without_a_limit():
+    recorder = Recorder()
+    async with pool("by_order", recorder=recorder, max_calls=3) as rewards:
+        pids = []
+        for _ in range(9):
+            pids.append(await score(rewards, "go"))
+            await until_alone(rewards)
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 3]
+    assert recycled(recorder) == 3
+    assert not any(psutil.pid_exists(int(pid)) for pid in pids)
+    async with pool("by_order", recorder=recorder) as rewards:
+        assert len({await score(rewards, "go") for _ in range(9)}) == 1
+
+
+async def test_no_place_is_ever_empty_and_no_reward_is_lost():
+    """Three workers that are worn at the same time."""
+    recorder, scores, counts, calls, replaced = Recorder(), [], [], [0], [0]
+
+    async with pool("by_order", workers=3, recorder=recorder, max_calls=4) as rewards:
+
+        async def watch():
+            while replaced[0] < 5:
+                replaced[0] += recycled(recorder)
+                counts.append(sum(process.usable and not process.leaving for process in rewards._alive))
+                await asyncio.sleep(0)
+
+        async def call():
+            while replaced[0] < 5:
+                calls[0] += 1
+                scores.append(await score(rewards, "nap"))
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            for _ in range(6):
+                group.create_task(call())
+            group.create_task(watch())
+    assert len(scores) == calls[0] and None not in scores
+    assert set(counts) == {3, 4}  # one successor starts at a time
+
+
+async def test_a_call_that_is_under_way_is_not_disturbed(tmp_path):
+    recorder, gate = Recorder(), tmp_path / "gate"
+    async with pool("waits_for", recorder=recorder, max_calls=1) as rewards:
+        old = await score(rewards, "")
+        slow = asyncio.ensure_future(score(rewards, str(gate)))  # begins before the successor is there
+        async with asyncio.timeout(20):
+            while len(rewards._alive) < 2 or not recycled(recorder):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            new = await score(rewards, "")  # by the successor, as the old one is still at work
+            assert not slow.done()
+            gate.touch()
+            assert await slow == old != new
+            while psutil.pid_exists(int(old)):  # noqa: ASYNC110  another process ends
+                await asyncio.sleep(0.01)
+
+
+async def test_a_successor_that_cannot_load_the_functions_replaces_nobody(tmp_path, caplog):
+    file = tmp_path / "edited.py"
+    good = "import os\ndef f(completions):\n    return [float(os.getpid())]\n"
+    file.write_text(good)
+    recorder = Recorder()
+    async with RewardPool([RewardSpec(f"{file}:f")], recorder=recorder, max_calls=2) as rewards:
+        pids = [await score(rewards, "a")]
+        file.write_text("def f(completions:\n")
+        pids.append(await score(rewards, "a"))
+        async with asyncio.timeout(20):
+            while "stays as no other can be started" not in caplog.text:  # noqa: ASYNC110  a line of a log
+                await asyncio.sleep(0.01)
+        file.write_text(good)
+        os.utime(file, (0, 0))
+        pids += [await score(rewards, "a"), await score(rewards, "a")]
+        assert len(set(pids)) == 1
+        async with asyncio.timeout(20):
+            while not recycled(recorder):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await score(rewards, "a") != pids[0]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("turns", range(0, 12, 3))
+async def test_closing_while_a_successor_starts_leaves_nobody(turns):
+    async with pool("length", max_calls=1) as rewards:
+        await score(rewards, "abc")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    assert not rewards._alive
