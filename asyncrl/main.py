@@ -141,9 +141,11 @@ async def _run(config: Config) -> int:
                 if ring is not None:
                     runtime.start("door", open_doors, runtime, ring)
                 summary = await runtime.run()
-        except RankLost:
-            if not stopped:
-                raise  # else the other ranks were stopped too, and one of them was faster
+        except RankLost as lost:  # the other ranks are being stopped, too, and one of them was faster
+            if not stopped and lost.stopped_by is None:
+                raise
+            if not stopped and lost.stopped_by is not None:
+                stopped.append(signal.Signals[lost.stopped_by])
         else:
             _print_summary(summary, runtime)
     return 128 + stopped[0] if stopped else 0

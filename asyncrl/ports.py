@@ -183,6 +183,10 @@ class Ledger(Protocol):
         """This rank's groups that were admitted and not trained, those of the open step included, by group id."""
         ...
 
+    def committed_elsewhere(self) -> list[Ticket]:
+        """Those of `live_groups` that are in a step which another rank has committed and this one has not."""
+        ...
+
     async def commit(self) -> int:
         """The open step was applied: next turn. Returns its number. The slots stay held until `release`."""
         ...

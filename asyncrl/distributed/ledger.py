@@ -178,6 +178,10 @@ class LocalLedger:
         """Admitted and not trained, by group id: what a checkpoint has to keep so that resuming skips no prompt."""
         return sorted((e.ticket for e in self._books.entries.values()), key=lambda t: t.group_id)
 
+    def committed_elsewhere(self) -> list[Ticket]:
+        """None: there is no other rank."""
+        return []
+
     def statistics(self) -> LedgerStatistics:
         """As `Ledger.statistics`."""
         return self._books.statistics()

@@ -69,6 +69,7 @@ class StoreLedger:
         self._timeout_s = timeout_s
         self.first_turn = books.turn
         self._turn = books.turn  # of this rank: the steps that it has committed itself
+        self._open: dict[int, Ticket] = {}  # of this rank, in the step that it has not committed: another one may have
         self._books = books  # as last heard; replaced, never changed
         self._changes = Changes()
         self._lane = ThreadLane("ledger", close_timeout_s=timeout_s)
@@ -188,7 +189,10 @@ class StoreLedger:
         tickets = tuple(ready)
         done: list[tuple[ClaimState, Ticket | None]] = []
         try:
-            return await self._run(lambda b: self._claim(b, tickets), "claim", done)
+            state, ticket = await self._run(lambda b: self._claim(b, tickets), "claim", done)
+            if ticket is not None:
+                self._open[ticket.group_id] = ticket
+            return state, ticket
         except asyncio.CancelledError:
             if done and (granted := done[-1][1]) is not None:
                 await self._undo(lambda b: b.unclaim(granted))
@@ -225,13 +229,17 @@ class StoreLedger:
         def closure() -> int:
             self._transact(change)
             self._turn += 1  # here and not after the await: a cancelled caller has committed all the same
+            self._open.clear()
             return self._turn
 
         return await self._lane.run(closure, name="commit")
 
     async def rollback(self) -> list[Ticket]:
         """As `Ledger.rollback`: this rank's groups alone; the other ranks abort their part themselves."""
-        return await self._run(lambda b: b.rollback(self._rank), "rollback")
+        back = await self._run(lambda b: b.rollback(self._rank), "rollback")
+        for ticket in back:
+            self._open.pop(ticket.group_id, None)
+        return back
 
     async def release(self, turn: int) -> None:
         """See `ports.Ledger.release`: this rank's engines have acknowledged; the slots come free with the last rank."""
@@ -242,9 +250,16 @@ class StoreLedger:
         return self._books.expired(self._rank)
 
     def live_groups(self) -> list[Ticket]:
-        """This rank's groups that were admitted and not trained, by group id."""
-        mine = (e.ticket for e in self._books.entries.values() if e.rank == self._rank)
-        return sorted(mine, key=lambda t: t.group_id)
+        """This rank's groups that were admitted and not trained, by group id: as of its own turn, though another rank may have
+        committed the step that some of them are in."""
+        mine = {e.ticket.group_id: e.ticket for e in self._books.entries.values() if e.rank == self._rank}
+        return [ticket for _, ticket in sorted((mine | self._open).items())]
+
+    def committed_elsewhere(self) -> list[Ticket]:
+        """Those of `live_groups` that are in a step which another rank has committed and this one has not."""
+        if self._books.turn <= self._turn:
+            return []
+        return [ticket for group, ticket in sorted(self._open.items()) if group not in self._books.entries]
 
     def statistics(self) -> LedgerStatistics:
         """Over all ranks, as this one last heard."""

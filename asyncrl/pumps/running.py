@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.data.store import ADVANTAGES, owned
+from asyncrl.errors import RankLost
 from asyncrl.ports import Ledger, Trainer
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueSender
@@ -135,6 +136,9 @@ class Running:
                 result = await trainer.finish_train_step()
             step.begun = False
             return result
+        except RankLost:
+            step.in_doubt = True
+            raise
         finally:
             step.applied |= trainer.version > before  # also where it failed only afterwards
 
@@ -151,7 +155,8 @@ class Running:
     async def _abort(self, step: Step) -> None:
         if step.begun:
             await self._parts.trainer.abort_train_step()
-        await self._claims.give_back()
+        if not step.in_doubt:
+            await self._claims.give_back()
 
     async def _report(self, step: Step, groups: tuple[Group, ...], result: StepResult) -> None:
         """Every rank comes here once after each step that it committed: the gathering is a collective, like the reduction

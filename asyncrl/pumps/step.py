@@ -25,6 +25,9 @@ class Step:
     begun: bool = False
     applied: bool = False  # the weights have moved by it: from then on it can only be committed
     committed: bool = False
+    # Another rank left during the optimizer step: it may have applied it there. Its groups are given back to nobody: if that rank
+    # has applied it, they are trained.
+    in_doubt: bool = False
 
     def untrained(self) -> list[Rows]:
         """Claimed, and not yet given to the trainer: they have no advantages."""

@@ -17,7 +17,7 @@ from asyncrl.concurrency.watchdog import Standing
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError, LifecycleError
+from asyncrl.errors import ConfigError, LifecycleError, RankLost
 from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.lag import monitor
@@ -75,6 +75,7 @@ class OpenRun:
         self._checkpointer = checkpointer
         self._profiler = profiler
         self._stop_agreed = False
+        self.stopped_by: str | None = None  # a signal
         self._ran = False
 
     def start(self) -> None:
@@ -185,6 +186,12 @@ class OpenRun:
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
                 if error is not None and self.base.world.world_size > 1:
+                    by = await self._checkpointer.leave(version, books, self.stopped_by)
+                    if by is not None and isinstance(error, RankLost):
+                        error.stopped_by, stopped = (
+                            by,
+                            True,
+                        )  # a stop in progress: this rank hears of it before its own signal
                     # Another rank may wait in a collective that this one will never join: it must hear of that before
                     # this one waits for it.
                     await offload(self.base.world.leave, "leave")

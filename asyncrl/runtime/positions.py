@@ -5,6 +5,8 @@ may have ranks that will never join one.
     rank 0       say(version, save_next=True)  ->  {version}/save          every rank saves the version after it
                  gather(version) at a save     ->  {version}/{rank}/whole  its part of the checkpoint is done; its replay buffer
     rank 0       gather(version): the books of all ranks
+    a rank whose run is cut short, before it leaves the others:
+                 leave(version, signal)        ->  ended/{rank}            the version it ends at, and what stopped it
 
 So rank 0 can write a checkpoint of the last committed version without anybody's help, whatever became of the others: what
 they said at that version is exact (what they did since was not trained, and comes again after a resume). Of a rank that did
@@ -13,7 +15,10 @@ not get round to that, rank 0 has what it said at the version before.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +28,17 @@ import torch.distributed as dist
 from asyncrl.errors import CheckpointError
 
 Books = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a rank said before it left."""
+
+    version: int
+    stopped_by: str | None  # a signal's name; None where it was not stopped, but failed
+
+
+LEAVE_TIMEOUT_S = 2.0  # the others end, too, or are in a collective that this rank will never join
 GATHER_TIMEOUT_S = 15.0  # a rank that is stopped has to say where it is within torchrun's grace period of 30 s
 PARTS_TIMEOUT_S = 300.0  # for a sharded model, whose other ranks write their parts first
 
@@ -60,6 +76,28 @@ class Positions:
                 self._store.delete_key(key)
         return save
 
+    def leave(self, version: int, stopped_by: str | None, wait_s: float = LEAVE_TIMEOUT_S) -> dict[int, Left]:
+        """Say where this rank ends, and wait for the others to come out of the collective that all of them are in, so that they
+        end at the same version: one that hears of a connection closed cannot know whether the others had its part. What those said
+        that have ended by then. Blocks for `wait_s` where one of them is in a collective that this rank will not join."""
+        try:
+            self._store.set(f"ended/{self._rank}", orjson.dumps([version, stopped_by]).decode())
+            others = [f"ended/{rank}" for rank in self._ranks if rank != self._rank]
+            with contextlib.suppress(RuntimeError):  # not all of them within that time
+                self._store.wait(others, timedelta(seconds=wait_s))
+        except RuntimeError:  # the store is gone
+            return {}
+        return self._left()
+
+    def say_last(self, version: int, books: Books) -> None:
+        """Where this rank is at a version that the others reached without it. It says nothing afterwards."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._set(version, books)
+
+    def _left(self) -> dict[int, Left]:
+        said = {rank: self._read(f"ended/{rank}") for rank in self._ranks if rank != self._rank}
+        return {rank: Left(*each) for rank, each in said.items() if each is not None}
+
     def gather(
         self, version: int, books: Books, *, sharded: bool, wait_s: float | None = None
     ) -> tuple[list[Books], list[int]]:
@@ -79,7 +117,7 @@ class Positions:
             self._set(version, light)
             self._store.set(self._key(version, self._rank, whole=True), orjson.dumps(books["replay"]).decode())
             if self._rank == 0:
-                self._store.wait(keys, patience)
+                self._wait(keys, patience, version if sharded else None)
         except RuntimeError as error:  # DistStoreError and DistNetworkError are
             lost = error
         if self._rank != 0:
@@ -95,6 +133,20 @@ class Positions:
             replay = self._read(self._key(version, rank, whole=True)) if whole else None
             everybody.append({**(self._heard[rank] if said is None else said), "replay": replay})
         return everybody, missing
+
+    def _wait(self, keys: list[str], patience: timedelta, version: int | None) -> None:
+        """`version`: at which the others must be, too. Errors: RuntimeError at the end of the patience."""
+        deadline = time.monotonic() + patience.total_seconds()
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self._store.wait(keys, timedelta(seconds=min(left, 1.0)))
+            except RuntimeError:
+                elsewhere = [rank for rank, each in self._left().items() if version not in (None, each.version)]
+                if elsewhere:
+                    raise RuntimeError(f"ranks {elsewhere} ended at another version") from None
+                if left <= 1.0:
+                    raise
 
     def _failure(self, version: int, patience: timedelta, ranks: list[int], error: BaseException | None) -> str:
         return (

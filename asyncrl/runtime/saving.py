@@ -28,10 +28,11 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
+from asyncrl.types import Ticket
 
 from .build import Built
 from .directory import RunDirectory
-from .positions import Positions
+from .positions import LEAVE_TIMEOUT_S, Positions
 
 if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
@@ -197,6 +198,32 @@ class Checkpointer:
         else:
             self._free = anyio.Event()
             start("checkpoint", self._write, captured)
+
+    async def leave(self, version: int, books: dict[str, Any], stopped_by: str | None) -> str | None:
+        """A run of several ranks is cut short: agree with the others on where it ends, before this one leaves them. Returns the
+        signal that stopped another rank, if one did."""
+        positions = self._positions
+        if positions is None:
+            return None
+        left = await offload(lambda: positions.leave(version, stopped_by), "leave")
+        last = max((each.version for each in left.values()), default=version)
+        if last > version and self._world.rank != 0:
+            # They have applied a step of which this rank did not hear the end, and its groups are trained: rank 0 may save it.
+            trained = {ticket.group_id for ticket in await self._committed_elsewhere()}
+            after = {name: value for name, value in books.items() if name != "replay"}
+            after["turn"] += 1
+            after["untrained"] = [group for group in books["untrained"] if group not in trained]
+            await offload(lambda: positions.say_last(last, after), "leave")
+        return next((each.stopped_by for each in left.values() if each.stopped_by), None)
+
+    async def _committed_elsewhere(self) -> list[Ticket]:
+        ledger = self._built.ports.ledger
+        with anyio.move_on_after(LEAVE_TIMEOUT_S):  # that rank committed before it said so; this one hears of both
+            while ledger.statistics().turn <= ledger.turn:
+                seen = ledger.changes
+                if ledger.statistics().turn <= ledger.turn:  # else it changed between the two lines
+                    await ledger.wait_changed(seen)
+        return ledger.committed_elsewhere()
 
     async def at_end(
         self,

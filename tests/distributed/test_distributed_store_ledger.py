@@ -370,3 +370,21 @@ def test_two_processes_train_every_group_once() -> None:
         assert words[3] == str(2 * groups), out
         total += int(words[1])
     assert total == 2 * groups
+
+
+async def test_what_another_rank_has_committed_is_not_trained_here_before_this_one_commits() -> None:
+    """A rank that is stopped during the optimizer step may never commit it: its checkpoint is of the version before."""
+    async with two_ranks(2, 1) as (a, b):
+        mine, theirs, waiting = await fresh(b, 1), await fresh(a, 0), await fresh(b, 3)
+        assert (await b.claim([mine]))[1] == mine and (await a.claim([theirs]))[1] == theirs
+        assert b.committed_elsewhere() == []
+        await a.commit()
+        while b.statistics().turn == 0:
+            await b.wait_changed(b.changes)
+        assert b.turn == 0 and b.live_groups() == [mine, waiting] and b.committed_elsewhere() == [mine]
+        assert a.live_groups() == [] and a.committed_elsewhere() == []
+        await b.commit()
+        assert b.live_groups() == [waiting] and b.committed_elsewhere() == []
+        again = (await b.claim([waiting]))[1]
+        assert again == waiting and b.live_groups() == [waiting] == await b.rollback()
+        assert b.live_groups() == [waiting]

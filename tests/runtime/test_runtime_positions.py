@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from asyncrl.errors import CheckpointError
-from asyncrl.runtime.positions import Positions
+from asyncrl.runtime.positions import Left, Positions
 
 
 def two() -> tuple[Positions, Positions, dist.Store]:
@@ -96,3 +96,33 @@ def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_so() -
     ]
     assert all(mine == theirs for mine, theirs in answers)
     assert not [version for version in (4, 6, 14) if store.check([f"{version}/save"])]
+
+
+def test_ranks_that_leave_together_hear_each_other_and_one_alone_does_not_wait_for_ever() -> None:
+    first, other, _ = two()
+    heard: list[dict[int, Left]] = []
+    late = threading.Timer(0.05, lambda: heard.append(other.leave(7, "SIGINT")))
+    late.start()
+    assert first.leave(7, None, wait_s=20.0) == {1: Left(7, "SIGINT")}
+    late.join()
+    assert heard == [{0: Left(7, None)}]
+    alone, _, _ = two()
+    assert alone.leave(3, "SIGTERM", wait_s=0.05) == {}
+
+
+def test_parts_of_two_versions_are_no_checkpoint_and_nobody_waits_for_them() -> None:
+    first, other, _ = two()
+    other.say(11, at(11))
+    other.leave(12, "SIGINT", wait_s=0.0)
+    with pytest.raises(CheckpointError, match=r"version 11 was not written: .*ranks \[1\] ended at another version"):
+        first.gather(11, whole(10), sharded=True)  # its patience is minutes
+
+
+def test_what_a_rank_says_last_is_of_the_version_that_the_others_reached() -> None:
+    first, other, _ = two()
+    for version in (11, 12):
+        if version == 11:
+            other.say(version, at(111))
+        first.say(version, at(10 * version))
+    other.say_last(12, at(112))
+    assert first.gather(12, whole(120), sharded=False) == ([whole(120), whole(112)], [])
