@@ -18,7 +18,8 @@
     |  `- VersionAhead             a group claims a policy version that no step has reached (also ValueError)
     |- LifecycleError          10   opened twice, used closed, or closed in another task (also RuntimeError)
     |- HookError               13   a function of `Hooks` failed, or returned what it may not; names it
-    |- RankLost                12   a collective failed: another rank has left or died (also RuntimeError)
+    |- RankLost                12   a collective or the shared ledger failed: another rank has left or died (also RuntimeError)
+    |- StoreForged             14   somebody who is no rank of the run writes into the ranks' store; names the key
     |- FetchFailed              1   the sibling that reads for a replica of the model could not (also RuntimeError)
     `- TransportError          11   shared memory, or a process on the other side of it
        |- ArenaOwned                a live process owns the segment
@@ -172,6 +173,12 @@ class RankLost(AsyncrlError, RuntimeError):
     stopped_by: str | None = (
         None  # the signal that ended the rank that is gone, where it was stopped: then so is this one
     )
+
+
+class StoreForged(AsyncrlError):
+    """No RuntimeError: it is never taken for a store that is gone."""
+
+    exit_code = 14
 
 
 class FetchFailed(AsyncrlError, RuntimeError):

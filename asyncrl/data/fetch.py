@@ -54,7 +54,7 @@ def fetch(
         raise LifecycleError("fetch: leader_broadcast needs the replica's group; this rank has none (use auto)")
     if policy == "independent" or group is None or (policy == "auto" and group.size == 1):
         return _read(source, meta, fields)
-    asked = (meta.partition, meta.ids, tuple(fields or meta.fields))
+    asked = [meta.partition, list(meta.ids), list(fields or meta.fields)]
     arrays, (found, order, objects) = group.share(lambda: _flatten(_read(source, meta, fields), asked))
     if found != asked:
         raise DataError(

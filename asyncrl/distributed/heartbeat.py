@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import time
 
-import torch.distributed as dist
+from ..errors import AsyncrlError
+from .sealed import SealedStore
 
 
 class Heartbeat:
     """`with Heartbeat(...)`. Closing waits for the call of the store in progress, at most a second."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, every_s: float = 2.0) -> None:
+    def __init__(self, store: SealedStore, rank: int, ranks: int, every_s: float = 2.0) -> None:
         """`store`: a connection of its own, with keys of its own (`World.store`)."""
         self._store = store
         self._rank = rank
@@ -63,5 +64,5 @@ class Heartbeat:
                         self._heard[rank] = value, self._answered
                 if self._stop.wait(self._every_s):
                     return
-        except RuntimeError:  # the store is gone, and with it the launcher: whoever needs the store says so
+        except (RuntimeError, AsyncrlError):  # the store is gone, or forged: whoever needs it says so
             return

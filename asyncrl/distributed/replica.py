@@ -11,13 +11,13 @@ Synchronous, for the lane: every rank of a replica calls in the same order.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import torch
 import torch.distributed as dist
 
@@ -109,7 +109,8 @@ class ReplicaGroup:
         return self.rank == 0
 
     def share(self, read: Callable[[], tuple[Arrays, Any]]) -> tuple[Arrays, Any]:
-        """What the leader's `read` returns: arrays by name, and anything picklable beside them. Others do not read.
+        """What the leader's `read` returns: arrays by name, and values of JSON's types beside them (tuples arrive as
+        lists). Others do not read.
 
         Two broadcasts, whatever the number of arrays. Errors: an error of `read` is raised on the leader, and as
         FetchFailed on everybody else, at once: nobody is left waiting. LifecycleError after a broadcast itself failed.
@@ -125,7 +126,7 @@ class ReplicaGroup:
             arrays, beside = read()
             plain = {name: np.array(array, order="C") for name, array in arrays.items()}
             shapes = [(name, array.dtype.str, array.shape) for name, array in plain.items()]
-            descriptor = pickle.dumps((shapes, beside))
+            descriptor = orjson.dumps((shapes, beside))
             payload = b"".join([descriptor, *(array.tobytes() for array in plain.values())])
             head = [len(payload), len(descriptor)]
         except BaseException as error:
@@ -144,7 +145,7 @@ class ReplicaGroup:
         payload = self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy()
         if split == _FAILED:
             raise FetchFailed(f"the leader of this replica failed: {payload.tobytes().decode()}")
-        shapes, beside = pickle.loads(payload[:split].tobytes())
+        shapes, beside = orjson.loads(payload[:split].tobytes())
         arrays: Arrays = {}
         start = split
         for name, dtype, shape in shapes:

@@ -1,13 +1,8 @@
-"""The ledger of many ranks: the same books, kept in the store that torchrun's ranks share.
+"""The ledger of many ranks: the same books, kept in the store that the ranks share.
 
-The books are one JSON value under one key. A transition reads them, changes a copy and writes it back with
-`compare_set`; whoever loses the race gets the winner's books in the answer and tries again on those. So some rank
-always advances, and every transition is atomic over all ranks. Rule and proof: `reservation.py`.
-
-Store calls block, so they run on a lane of their own. A second thread with a connection of its own waits, without
-polling, for the key that announces the next change, and tells the loop.
-
-    rank 0 --compare_set--> books (change 41 -> 42) --set "change/42"--> watchers of ranks 0, 1, 2 ... --> their loops
+Rule and proof: `reservation.py`. How the books are kept and changed there: `shared_books.py`. Store calls block, so they run
+on a lane of their own. A second thread with a connection of its own hears of the others' changes (`watch.py`), and tells the
+loop.
 
 A rank that has died keeps its groups; it is torchrun that notices and ends the attempt. Until then `describe()` names
 the rank which the open step waits for.
@@ -16,33 +11,29 @@ the rank which the open step waits for.
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-import time
-import uuid
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
 from ..concurrency.lane import ThreadLane
-from ..errors import LedgerError, LifecycleError
+from ..errors import LedgerError, LifecycleError, RankLost, StoreForged
 from ..types import ClaimState, LedgerStatistics, Ticket
 from .changes import Changes
 from .reservation import Late, Reservation
+from .sealed import SealedStore
+from .shared_books import SharedBooks
+from .watch import Watch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
     from ..telemetry.recorder import Recorder
 
 R = TypeVar("R")
 
-_BOOKS = "books"
-_KEPT_CHANGES = 256  # announcements kept for a watcher that is behind; one that is further behind reads the books anew
-_LOOK_AGAIN_S = 60.0  # at the latest; only a lost announcement waits for this
+logger = logging.getLogger("asyncrl.distributed")
 
 
 class StoreLedger:
@@ -55,7 +46,7 @@ class StoreLedger:
 
     def __init__(
         self,
-        store: Store,
+        store: SealedStore,
         books: Reservation,
         rank: int,
         *,
@@ -66,24 +57,26 @@ class StoreLedger:
             raise ValueError(f"rank {rank} of {books.ranks} ranks")
         self._store, self._rank = store, rank
         self._recorder = recorder
-        self._timeout_s = timeout_s
+        store.set_timeout(timedelta(seconds=timeout_s))
         self.first_turn = books.turn
         self._turn = books.turn  # of this rank: the steps that it has committed itself
         self._open: dict[int, Ticket] = {}  # of this rank, in the step that it has not committed: another one may have
         self._books = books  # as last heard; replaced, never changed
         self._changes = Changes()
+        self._shared = SharedBooks(store, rank, timeout_s, lambda: self._awaited, self._tell)
         self._lane = ThreadLane("ledger", close_timeout_s=timeout_s)
+        self._watch: Watch | None = None
         self._watch_ended: asyncio.Future[None] | None = None
         self._order = anyio.Lock()  # admissions of this rank wait in line
         self._loop: asyncio.AbstractEventLoop | None = None
         self._broken: BaseException | None = None  # why the watching thread ended
-        self._awaited = 0  # the number of the change that the watching thread waits for
+        self._was_late = False
         self._closed = False
 
     @classmethod
     def over(
         cls,
-        store: Store,
+        store: SealedStore,
         groups_per_step: int,
         max_staleness: int,
         late: Late = "wait",
@@ -107,16 +100,24 @@ class StoreLedger:
         self._watch_ended = self._loop.create_future()
         await self._lane.__aenter__()
         try:
-            await self._lane.run(self._join, name="open the books")
-            watching = self._store.clone()  # type: ignore[attr-defined]  # not in the stubs
+            self._changes.number, self._books = await self._lane.run(
+                lambda: self._shared.join(self._books), name="open the books"
+            )
+            connection = await self._lane.run(self._store.clone, name="connect the watcher")
         except BaseException:
             self._closed = True
             await self._lane.aclose()
             raise
-        self._thread = threading.Thread(
-            None, self._watch, "ledger-watch", (watching, self._changes.number), daemon=True
+        soon = self._call_soon
+        self._watch = Watch(
+            connection,
+            self._rank,
+            self._changes.number,
+            self._tell,
+            lambda *late: soon(self._late, *late),
+            lambda error: soon(self._watch_over, error),
         )
-        self._thread.start()
+        self._watch.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -124,20 +125,21 @@ class StoreLedger:
 
     async def aclose(self) -> None:
         """Fail every waiter with LifecycleError, end both threads. Closing twice is fine."""
-        if self._closed or self._watch_ended is None:
+        if self._closed or self._watch is None or self._watch_ended is None:
             self._closed = True
             return
         self._closed = True
+        self._watch.end()
         self._changes.wake(LifecycleError("the ledger was closed while somebody waited for it"))
         with anyio.CancelScope(shield=True):
             try:
-                await self._lane.run(self._leave, name="leave the books")
-            except LedgerError:
-                # The store is gone: the run is torn down around us, and nobody is left to tell about this rank's groups.
-                self._broken = self._broken or LedgerError("the shared ledger is gone")
+                await self._lane.run(self._shared.leave, name="leave the books")
+            except (RankLost, LedgerError, StoreForged) as error:
+                # The run is torn down around us, and nobody is left to tell about this rank's groups.
+                self._broken = self._broken or error
             finally:
                 if (await asyncio.wait([self._watch_ended], timeout=5.0))[0]:  # else: it is a daemon
-                    self._thread.join()  # it has only to return, and must not do so while the interpreter ends
+                    self._watch.join()  # it has only to return, and must not do so while the interpreter ends
                 await self._lane.aclose()
 
     # -- the port ----------------------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class StoreLedger:
                 books.commit()
 
         def closure() -> int:
-            self._transact(change)
+            self._shared.transact(change)
             self._turn += 1  # here and not after the await: a cancelled caller has committed all the same
             self._open.clear()
             return self._turn
@@ -275,7 +277,7 @@ class StoreLedger:
         """One transition. `done` receives the result even where the caller is cancelled and cannot."""
 
         def closure() -> R:
-            result = self._transact(change)
+            result = self._shared.transact(change)
             if done is not None:
                 done.append(result)
             return result
@@ -289,89 +291,11 @@ class StoreLedger:
             except LifecycleError:
                 return  # the ledger is closed: nobody claims or counts any more
 
-    def _join(self) -> None:
-        first = self._encode(self._books, 0)
-        found = json.loads(self._compare_set("", first))
-        theirs = Reservation.from_state(found["books"])
-        for name in ("groups_per_step", "max_staleness", "late", "ranks", "warmup"):
-            mine, other = getattr(self._books, name), getattr(theirs, name)
-            if mine != other:
-                raise LedgerError(f"rank {self._rank} has {name} = {mine!r}, but the shared ledger has {other!r}")
-        self._books, self._changes.number = theirs, found["change"]
-
-    def _leave(self) -> None:
-        """A change without content wakes the watching threads; this rank's then sees that it is to end."""
-        self._transact(lambda books: None, force=True)
-        # Its writer may have died before it announced the one that this rank waits for.
-        self._asked(self._store.set, f"change/{self._awaited}", "1")
-
-    def _transact(self, change: Callable[[Reservation], R], *, force: bool = False) -> R:
-        """Apply `change` to the newest books; `force` writes them even where nothing changed."""
-        deadline = time.monotonic() + self._timeout_s
-        # Read anew, always: an answer from older books than the caller has heard of may let it wait for what has happened.
-        found = self._asked(self._store.get, _BOOKS)
-        while True:
-            state = json.loads(found)
-            books = Reservation.from_state(state["books"])
-            number = state["change"]
-            self._tell(number, Reservation.from_state(state["books"]))
-            result = change(books)
-            if not force and books.to_state() == state["books"]:
-                return result  # nothing to announce: else ranks that wait would wake each other for ever
-            written = self._encode(books, number + 1)
-            found = self._compare_set(found, written)
-            if found == written:
-                self._announce(number + 1)
-                self._tell(number + 1, books)
-                return result
-            if time.monotonic() > deadline:
-                raise LedgerError(f"rank {self._rank} lost every race for the shared ledger for {self._timeout_s:g} s")
-
-    def _encode(self, books: Reservation, number: int) -> str:
-        # The writer's mark makes every value unique, so that a compare_set that finds "its" value did write it.
-        mark = f"{self._rank}-{uuid.uuid4().hex[:12]}"
-        return json.dumps({"change": number, "by": mark, "books": books.to_state()}, separators=(",", ":"))
-
-    def _compare_set(self, expected: str, desired: str) -> str:
-        return self._asked(self._store.compare_set, _BOOKS, expected, desired)
-
-    def _announce(self, number: int) -> None:
-        # The one before once more: its writer may have died before it did, and who waits for it would not hear of this one.
-        self._asked(self._store.multi_set, [f"change/{number - 1}", f"change/{number}"], ["1", "1"])  # type: ignore[attr-defined]  # no stub
-        if number > _KEPT_CHANGES:
-            self._asked(self._store.delete_key, f"change/{number - _KEPT_CHANGES}")
-
-    def _asked(self, call: Callable[..., Any], *args: Any) -> str:
-        """A call to the store; its bytes as text."""
-        try:
-            answer = call(*args)
-        except RuntimeError as exc:
-            raise self._lost(exc) from exc
-        return answer.decode() if isinstance(answer, bytes) else ""
-
-    def _lost(self, error: BaseException) -> LedgerError:
-        return LedgerError(f"rank {self._rank} lost the shared ledger: {type(error).__name__}: {error}")
-
     # -- hearing of changes --------------------------------------------------------------------------------------------
 
-    def _watch(self, store: Store, seen: int) -> None:
-        """The watching thread: wait for the next change of anybody, read the books, tell the loop."""
-        broken: BaseException | None = None
-        try:
-            self._awaited = seen + 1
-            while not self._closed:  # asked after `_awaited` was set: who closes reads that afterwards
-                with suppress(RuntimeError):
-                    store.wait([f"change/{self._awaited}"], timedelta(seconds=_LOOK_AGAIN_S))
-                # After a timeout too: an announcement may have been removed, or its writer may have died before it.
-                state = json.loads(store.get(_BOOKS))
-                if state["change"] > seen:
-                    seen = state["change"]
-                    self._tell(seen, Reservation.from_state(state["books"]))
-                self._awaited = seen + 1
-        except Exception as exc:  # the connection is gone: every waiter must hear it, whatever it was
-            broken = exc
-        finally:
-            self._call_soon(self._watch_over, broken)
+    @property
+    def _awaited(self) -> int:
+        return 1 if self._watch is None else self._watch.awaited
 
     def _tell(self, number: int, books: Reservation) -> None:
         self._call_soon(self._heard, number, books)
@@ -391,11 +315,26 @@ class StoreLedger:
         if self._recorder is not None:
             self._recorder.gauge("queue/slots/depth", books.slots.held)
 
+    def _late(self, number: int, rank: int, seconds: float) -> None:
+        if self._recorder is not None:
+            self._recorder.count("ledger/late")
+            self._recorder.count("ledger/late_s", seconds)
+        if not self._was_late:
+            self._was_late = True
+            logger.warning(
+                "rank %d heard of change %d of the shared ledger %.1f s after rank %d had made it; from now on that is only "
+                "counted, as ledger/late",
+                self._rank,
+                number,
+                seconds,
+                rank,
+            )
+
     def _watch_over(self, broken: BaseException | None) -> None:
         if self._watch_ended is not None and not self._watch_ended.done():
             self._watch_ended.set_result(None)
         if broken is not None and not self._closed:
-            self._broken = self._lost(broken)
+            self._broken = broken
             self._changes.wake(self._broken)
 
     def _waiting(self) -> AbstractContextManager[object]:

@@ -11,14 +11,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LifecycleError, PlatformError, RankLost
+from .hosting import Place, RanksStore, open_store
+from .sealed import SealedStore
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How long rank 0 waits for the others' farewell: within torchrun's grace period of 30 s, of which a checkpoint took some.
+_AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
 
 
 @dataclass
@@ -32,7 +35,8 @@ class World:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     restart: int = 0  # torchrun's restart count: keys in the shared store are never read by a later attempt
-    _store: dist.Store | None = field(default=None, repr=False)
+    notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, once it is open
+    _ranks: RanksStore | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
     _owns_group: bool = field(default=False, repr=False)
@@ -93,14 +97,14 @@ class World:
             return self
         self._owns_group = True
         try:
-            # torchrun hosts the store in its agent; env:// knows whether to connect to that one or to host it on rank 0.
-            store, rank, size = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
-            self._store = dist.PrefixStore(f"asyncrl/{self.restart}", store)
+            self._ranks = open_store(self._place(), timeout)
+            self.notes += self._ranks.notes
+            self._ranks.meet(timeout)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("group", self._store),
-                rank=rank,
-                world_size=size,
+                store=dist.PrefixStore("group", self._ranks.plain),
+                rank=self.rank,
+                world_size=self.world_size,
                 timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )
@@ -111,10 +115,18 @@ class World:
             ) from exc
         return self
 
-    def close(self) -> None:
-        """Leave the process group and the store. Closing twice is fine."""
+    def _place(self) -> Place:
+        alone = self.local_world_size == self.world_size
+        return Place(self.rank, self.world_size, alone, self.master_addr, self.master_port, self.restart)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the process group and the store; rank 0, which holds that, waits until the others have, not long where this
+        rank `failed`. Closing twice is fine."""
+        failed = failed or self._closed or not dist.is_initialized()
         self.leave()
-        self._store = None
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close(_AFTER_AN_ERROR_S if failed else _AT_THE_END_S)
 
     def before_leaving(self, forget: Callable[[], None]) -> None:
         """Call `forget` first: who holds the process group must let go of it, or its connections stay open."""
@@ -136,14 +148,14 @@ class World:
             raise LifecycleError("the world is entered with `with world.open(device):`")
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self.close(failed=kind is not None)
 
-    def store(self, name: str) -> dist.Store:
+    def store(self, name: str) -> SealedStore:
         """A connection of its own to the ranks' shared store, with keys of its own under `name` (for the ledger)."""
-        if self._store is None:
+        if self._ranks is None:
             raise LifecycleError("the store exists between `open` and `close`, and only with more than one rank")
-        return dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]  # not in the stubs
+        return self._ranks.store.below(name)
 
     # -- collectives; every rank calls them in the same order; RankLost where another one is gone --------------------
 
@@ -163,15 +175,20 @@ class World:
                 dist.all_reduce(flat, op=dist.ReduceOp.SUM)
         return flat
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, in rank order. With nccl they travel through the current device of the thread
+    def all_gather_bytes(self, value: bytes) -> list[bytes]:
+        """What every rank gives, in rank order; of any lengths. With nccl it travels through the current device of the thread
         that calls: on the lane that is the rank's."""
         if not self._collective():
             return [value]
-        values: list[Any] = [None] * self.world_size
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         with self._together():
-            dist.all_gather_object(values, value)
-        return values
+            sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(value)], device=device))
+            lengths = [int(size) for size in sizes]
+            padded = torch.frombuffer(bytearray(value.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8).to(device)
+            every = [torch.empty_like(padded) for _ in lengths]
+            dist.all_gather(every, padded)
+        return [each[:length].cpu().numpy().tobytes() for each, length in zip(every, lengths, strict=True)]
 
     def _collective(self) -> bool:
         if self.world_size == 1:

@@ -1,6 +1,6 @@
 """The metrics of one committed step, over the groups of all ranks.
 
-    groups of a rank --group_rows--> StepPart --Rooms.gather--> the parts of all ranks --step_metrics--> one dictionary
+    groups of a rank --group_rows--> StepPart --gather--> the parts of all ranks --step_metrics--> one dictionary
 
 A part holds rows, a few numbers for each trajectory, and not sums: the formulas then see what they would see on a single
 rank with all these groups, and the result is the same to the last bit however the groups lie on the ranks. One rank takes
@@ -21,11 +21,18 @@ from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 T = TypeVar("T")
 
-COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/")  # counts of the recorder that are summed over ranks
+COUNTED = (
+    "reward/",
+    "groups/",
+    "filter/",
+    "reroll/",
+    "train/",
+    "ledger/",
+)  # counts of the recorder that are summed over ranks
 
 
 class Row(NamedTuple):
-    """One trajectory. Tuples, because they travel: pickled, some 60 bytes and the components."""
+    """One trajectory. Tuples, because they travel (`parts.py`): some 50 bytes and the components."""
 
     reward: float | None
     components: dict[str, float | None]
@@ -54,7 +61,7 @@ class StepPart:
 
 
 class Gather(Protocol):
-    """The parts of all ranks, in rank order: a collective, of small values that can be pickled."""
+    """The parts of all ranks, in rank order: a collective, of what `parts.py` knows how to send."""
 
     async def __call__(self, part: T) -> list[T]:
         """Every rank's part; all ranks call it, in the same order."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,7 @@ from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.hooks import Hooks, StoreWatch
 from asyncrl.pumps.intake import GroupIds
 from asyncrl.pumps.metrics import Gather, alone
+from asyncrl.pumps.parts import packed, unpacked
 from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.pumps.wiring import Ports
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
     from .gate import Verdict
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +187,10 @@ class Builder:
         if world.world_size == 1:
             return alone
 
-        async def gather(part: T) -> list[T]:
-            return await lane.run(lambda: world.all_gather_object(part), name="train/gather", priority=1)  # type: ignore[no-any-return]  # any lane
+        async def gather(part: Any) -> list[Any]:
+            mine = packed(part)
+            every = await lane.run(lambda: world.all_gather_bytes(mine), name="train/gather", priority=1)
+            return [unpacked(each) for each in every]
 
         return gather
 

@@ -102,9 +102,15 @@ async def _found(
     stages.show_on(journal.live.status)
     for line in (*settled.lines, *opened, *(saved.lines if saved else ())):
         journal.live.note(line)
-    stack.callback(world.close)
+
+    async def close(kind: object, *_: object) -> None:
+        await offload(lambda: world.close(failed=kind is not None), "farewell")  # it waits for the other ranks
+
+    stack.push_async_exit(close)
     stages.begin("meeting the other ranks")
     await offload(lambda: meet(world, settled), "rendezvous")
+    for line in world.notes:
+        journal.live.note(line)
     if world.world_size > 1:
         stages.heartbeat = stack.enter_context(Heartbeat(world.store("alive"), world.rank, world.world_size))
     return Foundation(config, world, settled.device, recorder, directory, journal, listeners, stages, began), saved

@@ -23,8 +23,8 @@ from datetime import timedelta
 from typing import Any
 
 import orjson
-import torch.distributed as dist
 
+from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
 
 Books = dict[str, Any]
@@ -46,7 +46,7 @@ PARTS_TIMEOUT_S = 300.0  # for a sharded model, whose other ranks write their pa
 class Positions:
     """Used by one thread at a time; every method blocks. `store` is nobody else's connection."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
+    def __init__(self, store: SealedStore, rank: int, ranks: int) -> None:
         self._store = store
         self._rank = rank
         self._ranks = range(ranks)
@@ -115,7 +115,7 @@ class Positions:
         lost = None
         try:
             self._set(version, light)
-            self._store.set(self._key(version, self._rank, whole=True), orjson.dumps(books["replay"]).decode())
+            self._store.set(self._key(version, self._rank, whole=True), orjson.dumps(books["replay"]))
             if self._rank == 0:
                 self._wait(keys, patience, version if sharded else None)
         except RuntimeError as error:  # DistStoreError and DistNetworkError are
@@ -138,7 +138,7 @@ class Positions:
         """`version`: at which the others must be, too. Errors: RuntimeError at the end of the patience."""
         deadline = time.monotonic() + patience.total_seconds()
         while True:
-            left = max(0.0, deadline - time.monotonic())
+            left = max(0.01, deadline - time.monotonic())  # 0 would be for ever
             try:
                 return self._store.wait(keys, timedelta(seconds=min(left, 1.0)))
             except RuntimeError:
@@ -159,7 +159,7 @@ class Positions:
         return f"{version}/{rank}" + ("/whole" if whole else "")
 
     def _set(self, version: int, books: Books) -> None:
-        self._store.set(self._key(version, self._rank), orjson.dumps(books).decode())
+        self._store.set(self._key(version, self._rank), orjson.dumps(books))
         if version not in self._said:
             self._said.append(version)
 

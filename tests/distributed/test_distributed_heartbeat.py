@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from asyncrl.distributed.heartbeat import Heartbeat
+from asyncrl.distributed.sealed import SealedStore
 
 EVERY_S = 0.05
 
@@ -23,8 +24,9 @@ def until(true: Callable[[], bool]) -> None:
 def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
 
-    def connect() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+    def connect() -> SealedStore:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+        return SealedStore(store, "alive/", b"secret")
 
     first, second = Heartbeat(connect(), 0, 3, EVERY_S), Heartbeat(connect(), 1, 3, EVERY_S)
     with first, second:

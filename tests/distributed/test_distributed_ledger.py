@@ -14,6 +14,7 @@ from virtual_time import run_virtual
 
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.reservation import Late
+from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.errors import LedgerError, LifecycleError, StallError
 from asyncrl.ports import Ledger
@@ -36,7 +37,9 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
             store: dist.Store = dist.HashStore()
             if request.param == "tcp store":
                 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            return await stack.enter_async_context(StoreLedger.over(store, *args, late=late, turn=turn, warmup=warmup))
+            return await stack.enter_async_context(
+                StoreLedger.over(SealedStore(store), *args, late=late, turn=turn, warmup=warmup)
+            )
 
         yield open_one
 

@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 import warm
 
+from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.errors import LedgerError, LifecycleError
 from asyncrl.types import ClaimState, Ticket
@@ -31,7 +32,7 @@ async def two_ranks(*numbers: int) -> AsyncIterator[tuple[StoreLedger, StoreLedg
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     async with AsyncExitStack() as stack:
         a, b = [
-            await stack.enter_async_context(StoreLedger.over(store.clone(), *numbers, rank=rank, ranks=2))
+            await stack.enter_async_context(StoreLedger.over(SealedStore(store.clone()), *numbers, rank=rank, ranks=2))
             for rank in range(2)
         ]
         yield a, b
@@ -89,15 +90,15 @@ async def test_a_question_that_changes_nothing_wakes_nobody() -> None:
 async def test_closing_waits_for_no_announcement_of_a_rank_that_died_before_it() -> None:
     """Between the writing of the books and that: the watching threads of the others wait for a key that nobody sets."""
     async with two_ranks(2, 0) as (a, b):
-        announce, b._announce = b._announce, lambda number: None  # type: ignore[method-assign]
+        announce, b._shared._announce = b._shared._announce, lambda *states: None  # type: ignore[method-assign]
         await fresh(b, 0)
-        b._announce = announce  # type: ignore[method-assign]
+        b._shared._announce = announce  # type: ignore[method-assign]
         with anyio.fail_after(2.5):
             await a.aclose()
     async with two_ranks(2, 0) as (a, b):
-        announce, b._announce = b._announce, lambda number: None  # type: ignore[method-assign]
+        announce, b._shared._announce = b._shared._announce, lambda *states: None  # type: ignore[method-assign]
         await fresh(b, 0)
-        b._announce = announce  # type: ignore[method-assign]
+        b._shared._announce = announce  # type: ignore[method-assign]
         await fresh(b, 1)  # the next change says so too
         with anyio.fail_after(2.5):
             while a.statistics().live < 2:
@@ -148,9 +149,9 @@ async def test_the_last_partial_step_needs_every_rank_to_be_exhausted() -> None:
 
 async def test_ranks_that_disagree_are_told() -> None:
     store = dist.HashStore()
-    async with StoreLedger.over(store, 2, 1, rank=0, ranks=2):
+    async with StoreLedger.over(SealedStore(store), 2, 1, rank=0, ranks=2):
         with pytest.raises(LedgerError, match="max_staleness"):
-            await StoreLedger.over(store, 2, 2, rank=1, ranks=2).__aenter__()
+            await StoreLedger.over(SealedStore(store), 2, 2, rank=1, ranks=2).__aenter__()
 
 
 @pytest.mark.parametrize("what", ["admit", "claim"])
@@ -188,7 +189,7 @@ async def test_closing_wakes_waiters_and_leaves_no_thread() -> None:
         heard.append("admit")
 
     async with anyio.create_task_group() as group:
-        async with StoreLedger.over(dist.HashStore(), 1, 0) as ledger:
+        async with StoreLedger.over(SealedStore(dist.HashStore()), 1, 0) as ledger:
             await fresh(ledger, 0)
             group.start_soon(hears, ledger)
             await anyio.sleep(0.05)
@@ -203,7 +204,7 @@ async def test_closing_wakes_waiters_and_leaves_no_thread() -> None:
 
 async def test_used_before_it_is_open() -> None:
     with pytest.raises(LifecycleError, match="not open"):
-        await StoreLedger.over(dist.HashStore(), 1, 0).admit(0)
+        await StoreLedger.over(SealedStore(dist.HashStore()), 1, 0).admit(0)
 
 
 async def test_many_ranks_race_for_the_same_places() -> None:
@@ -240,7 +241,7 @@ async def test_many_ranks_race_for_the_same_places() -> None:
 
     async with AsyncExitStack() as stack:
         ledgers = [
-            await stack.enter_async_context(StoreLedger.over(store.clone(), k, 1, rank=rank, ranks=ranks))  # type: ignore[attr-defined]
+            await stack.enter_async_context(StoreLedger.over(SealedStore(store.clone()), k, 1, rank=rank, ranks=ranks))  # type: ignore[attr-defined]
             for rank in range(ranks)
         ]
         barrier = asyncio.Barrier(ranks)
@@ -257,17 +258,18 @@ async def test_many_ranks_race_for_the_same_places() -> None:
 STORE_DIES = """
 import asyncio, sys
 import torch.distributed as dist
+from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.store_ledger import StoreLedger
-from asyncrl.errors import LedgerError
+from asyncrl.errors import RankLost
 
 async def main():
     store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-    async with StoreLedger.over(store, 1, 0, rank=0, ranks=2) as ledger:
+    async with StoreLedger.over(SealedStore(store), 1, 0, rank=0, ranks=2) as ledger:
         await ledger.admit(0)
         print("waiting", flush=True)
         try:
             await ledger.admit(1)
-        except LedgerError as error:
+        except RankLost as error:
             print("heard:", error, flush=True)
 
 asyncio.run(main())
@@ -316,6 +318,7 @@ def test_a_store_that_goes_away_is_heard_by_those_who_wait() -> None:
 PROCESS = """
 import asyncio, sys
 import torch.distributed as dist
+from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.types import ClaimState
 
@@ -330,7 +333,7 @@ async def rollout(ledger, ready):
 async def main():
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, world_size=2)
     mine = []
-    async with StoreLedger.over(store.clone(), 4, 1, rank=rank, ranks=2) as ledger, asyncio.TaskGroup() as tasks:
+    async with StoreLedger.over(SealedStore(store.clone()), 4, 1, rank=rank, ranks=2) as ledger, asyncio.TaskGroup() as tasks:
         ready = []
         tasks.create_task(rollout(ledger, ready))
         while not ledger.finished:

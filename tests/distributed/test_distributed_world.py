@@ -62,7 +62,7 @@ def test_one_rank_needs_no_group_and_its_collectives_change_nothing() -> None:
         assert world.all_reduce_sum_(sums) is sums and sums.tolist() == [1.5, 2.0]
         assert world.reduce_gradients_(flat) is flat
         assert flat.tolist() == [0, 1, 2, 3]
-        assert world.all_gather_object({"a": 1}) == [{"a": 1}]
+        assert world.all_gather_bytes(b"a") == [b"a"]
         assert not torch.distributed.is_initialized()
         with pytest.raises(LifecycleError, match="twice"):
             world.open(torch.device("cpu"))
@@ -93,10 +93,11 @@ with world.open(torch.device("cpu"), timeout_s=60):
     assert sums.tolist() == [3.0, 1.0], sums
     flat = world.reduce_gradients_(torch.full((5,), 10.0 ** world.rank))
     assert flat.tolist() == [11.0] * 5, flat
-    assert world.all_gather_object(world.rank) == [0, 1]
+    assert world.all_gather_bytes(b"%d" % world.rank) == [b"0", b"1"]
+    assert world.all_gather_bytes(b"") == [b"", b""]
     store = world.store("ledger")
     store.set(f"hello{world.rank}", "x")
-    store.wait([f"hello{1 - world.rank}"])
+    assert store.get(f"hello{1 - world.rank}") == b"x"
     world.all_reduce_sum_(torch.zeros(1, dtype=torch.float64))
 assert not torch.distributed.is_initialized()
 print("rank", world.rank, "ok", flush=True)
@@ -136,10 +137,10 @@ import torch
 from asyncrl.distributed.world import World
 world = World.from_env()
 with world.open(torch.device("cpu"), timeout_s=60):
-    assert world.all_gather_object("x" * world.rank * 1000) == ["", "x" * 1000]
+    assert world.all_gather_bytes(b"x" * world.rank * 1000) == [b"", b"x" * 1000]
     if world.rank == 0:
         try:
-            world.all_gather_object({"step": 1})
+            world.all_gather_bytes(b"step")
         except RuntimeError as error:
             print("rank 0 ok", type(error).__name__, flush=True)
     else:

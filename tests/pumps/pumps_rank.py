@@ -16,6 +16,7 @@ import torch
 from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.distributed.world import World
+from asyncrl.pumps.parts import packed, unpacked
 from asyncrl.pumps.signal import of_rank
 
 Row = tuple[int, GroupRewards]
@@ -60,7 +61,7 @@ def main() -> None:
             mine = split(step(seed, sum(counts)), counts, seed)[world.rank]
             if out == "leave" and world.rank == 1:
                 return
-            parts = world.all_gather_object(mine)
+            parts = [unpacked(each) for each in world.all_gather_bytes(packed(mine))]
             for name in STEP_ADVANTAGES:
                 values = of_rank(build_advantage(name), parts, world.rank)
                 found.append({group_id: value.tolist() for (group_id, _), value in zip(mine, values, strict=True)})

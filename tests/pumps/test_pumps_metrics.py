@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,9 @@ from hypothesis import strategies as st
 from pumps_house import live
 from pumps_plan import Plan
 
+from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.pumps.metrics import GroupRows, Row, StepPart, step_metrics
+from asyncrl.pumps.parts import packed, unpacked
 from asyncrl.types import StepResult
 
 VERSION = 7
@@ -82,9 +83,34 @@ def test_the_figures_by_hand() -> None:
     assert (found["replay/age_mean"], found["replay/age_max"], found["replay/tokens"]) == (pytest.approx(11 / 3), 5, 3)
 
 
-def test_a_part_travels() -> None:
-    part = StepPart((GroupRows(3, 1, (Row(1.0, {"a": None}, 4, 4, True, False),)),), {"reroll/groups": 1.0}, (2,), 0.25)
-    assert pickle.loads(pickle.dumps(part)) == part
+rewards = st.lists(st.none() | st.floats(), max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn=groups, counted=counts, kl=st.none() | st.floats())
+def test_a_part_travels_to_the_last_bit(drawn: Any, counted: Any, kl: float | None) -> None:
+    made = tuple(GroupRows(number, oldest, tuple(rows)) for number, (oldest, rows, _) in enumerate(drawn))
+    part = StepPart(made, counted, (2, 5), kl)
+    assert repr(unpacked(packed(part))) == repr(part)  # also where it holds NaN
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.builds(GroupRewards, rewards, st.dictionaries(st.text(), rewards), st.just({"a": 0.3}), st.just([1, 2]))
+    )
+)
+def test_rewards_and_group_ids_travel_to_the_last_bit(told: list[GroupRewards]) -> None:
+    of_groups = [(2**41 + number, each) for number, each in enumerate(told)]
+    assert repr(unpacked(packed(of_groups))) == repr(of_groups)
+    ids = [group_id for group_id, _ in of_groups]
+    assert unpacked(packed(ids)) == ids
+
+
+def test_a_part_of_numpys_numbers_travels() -> None:
+    row = Row(float(np.float32(0.1)), {"a": np.float64(0.5)}, np.int64(4), 4, np.bool_(True), False)  # type: ignore[arg-type]
+    part = StepPart((GroupRows(3, np.int64(1), (row,)),))  # type: ignore[arg-type]
+    assert unpacked(packed(part)) == part
 
 
 def with_another_rank(gathered: list[StepPart], fails_at: int | None = None) -> dict[str, Any]:

@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed import distributed_c10d
 
 from asyncrl import Runtime, load_config
 from asyncrl.main import open_doors, open_ring
+
+
+def refuse(*_: object) -> None:
+    """Every collective of objects comes here: what another rank says must not be able to run code."""
+    raise AssertionError("an object was pickled for the other ranks, or unpickled")
 
 
 async def main() -> None:
@@ -48,4 +54,5 @@ async def main() -> None:
         print(f"done: version {summary.version}")
 
 
+distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
 asyncio.run(main())

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
 from asyncrl.runtime.positions import Left, Positions
 
 
 def two() -> tuple[Positions, Positions, dist.Store]:
     store = dist.HashStore()
-    return Positions(store, 0, 2), Positions(store, 1, 2), store
+    sealed = SealedStore(store)
+    return Positions(sealed, 0, 2), Positions(sealed, 1, 2), store
 
 
 def at(position: int, **more: Any) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def test_ranks_that_leave_together_hear_each_other_and_one_alone_does_not_wait_f
 def test_parts_of_two_versions_are_no_checkpoint_and_nobody_waits_for_them() -> None:
     first, other, _ = two()
     other.say(11, at(11))
-    other.leave(12, "SIGINT", wait_s=0.0)
+    other.leave(12, "SIGINT", wait_s=0.01)
     with pytest.raises(CheckpointError, match=r"version 11 was not written: .*ranks \[1\] ended at another version"):
         first.gather(11, whole(10), sharded=True)  # its patience is minutes
 

@@ -1,0 +1,230 @@
+"""The ranks' own store: where it listens, where its secret comes from, what is refused, and who waits for whom at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from test_distributed_world import free_port, start_rank
+
+from asyncrl.distributed import hosting
+from asyncrl.distributed.hosting import Place, RanksStore, open_store
+from asyncrl.distributed.sealed import SealedStore
+from asyncrl.errors import PlatformError, StoreForged
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "a secret of many letters"
+PATIENCE = timedelta(seconds=20)
+
+LISTENS = """
+import os, psutil, torch
+from asyncrl.distributed.world import World
+world = World.from_env()
+with world.open(torch.device("cpu"), timeout_s=60):
+    mine, launcher = psutil.Process(), psutil.Process().parent()
+    looked_at = [mine, launcher] if "LAUNCHER_TOO" in os.environ else [mine]
+    listening = [c.laddr.ip for p in looked_at for c in p.net_connections("inet") if c.status == "LISTEN"]
+    everywhere = [ip for ip in listening if ip in ("0.0.0.0", "::")]
+    assert listening and not everywhere, listening
+    assert world.notes == []
+    world.store("x").set(f"hello{world.rank}", "x")
+    assert world.store("x").get(f"hello{1 - world.rank}") == b"x"
+print("rank", world.rank, "ok", flush=True)
+"""
+
+
+def test_nothing_of_a_rank_listens_on_every_interface() -> None:
+    port = free_port()
+    ranks = [start_rank(LISTENS, rank, 2, port) for rank in range(2)]
+    for rank, process in enumerate(ranks):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert f"rank {rank} ok" in out
+
+
+ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint")
+
+
+@pytest.mark.parametrize("kind", ["usual", "as the README says"])
+def test_under_torchrun_too(tmp_path: Path, kind: str) -> None:
+    """Its own store does listen everywhere, unless it is started as the README says."""
+    script = tmp_path / "rank.py"
+    script.write_text(LISTENS)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options: tuple[str, ...] = ("--standalone",)
+    if kind != "usual":
+        options = (*ALONE, str(tmp_path / "rendezvous"))
+        environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LAUNCHER_TOO": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d ok", done.stdout)) == ["rank 0 ok", "rank 1 ok"]
+
+
+# -- two ranks as two threads ----------------------------------------------------------------------------------------
+
+
+def opened(
+    *given: dict[str, str], one_machine: bool = True, address: str = "127.0.0.1"
+) -> list[RanksStore | BaseException]:
+    """What `open_store` returned or raised for each rank; `given`: their environments."""
+    port, results = free_port(), dict[int, RanksStore | BaseException]()
+
+    def rank_main(rank: int) -> None:
+        try:
+            place = Place(rank, len(given), one_machine, address, port, 0)
+            results[rank] = made = open_store(place, PATIENCE, given[rank])
+            made.meet(timedelta(seconds=3))
+        except BaseException as error:
+            if rank or rank not in results:
+                results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[rank] for rank in range(len(given))]
+
+
+@pytest.fixture(autouse=True)
+def _port_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's rendezvous reads its address from the environment; both ranks are threads of this process."""
+    real = hosting._launchers_store
+
+    def launchers_store(place: Place, timeout: timedelta) -> dist.Store:
+        monkeypatch.setenv("MASTER_ADDR", place.address)
+        monkeypatch.setenv("MASTER_PORT", str(place.port))
+        return real(place, timeout)
+
+    monkeypatch.setattr(hosting, "_launchers_store", launchers_store)
+
+
+def both(*given: dict[str, str], **rest: object) -> tuple[RanksStore, RanksStore]:
+    first, other = opened(*given, **rest)  # type: ignore[arg-type]
+    assert isinstance(first, RanksStore) and isinstance(other, RanksStore), (first, other)
+    return first, other
+
+
+def test_without_a_secret_of_the_user_ranks_of_one_machine_draw_one() -> None:
+    first, other = both({}, {})
+    first.store.set("a", "1")
+    assert other.store.get("a") == b"1"
+    raw = bytes(first.plain.get("ranks/0/a"))
+    assert raw[32:] == b"1" and len(raw) == 33
+    assert first.notes == []
+    assert first.secret_file is not None and not first.secret_file.exists()  # both have read it
+
+
+def test_a_value_of_somebody_else_ends_whoever_reads_it_with_the_name_of_its_key() -> None:
+    first, other = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET})
+    attacker = dist.TCPStore(first.plain.host, first.plain.port, is_master=False)  # type: ignore[attr-defined]
+    first.store.below("checkpoint").set("3/save", "true")
+    assert other.store.below("checkpoint").get("3/save") == b"true"
+    attacker.set("ranks/0/checkpoint/3/save", "0" * 32 + "true")
+    with pytest.raises(StoreForged, match="ranks/0/checkpoint/3/save in the ranks' store was not written by a rank"):
+        other.store.below("checkpoint").get("3/save")
+
+
+def test_what_an_earlier_run_with_the_same_secret_wrote_is_not_believed() -> None:
+    runs = [both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET})[0] for _ in range(2)]
+    runs[0].store.set("a", "1")
+    runs[1].plain.set("ranks/0/a", runs[0].plain.get("ranks/0/a").decode())
+    with pytest.raises(StoreForged):
+        runs[1].store.get("a")
+
+
+def test_several_machines_without_a_secret_are_told() -> None:
+    first, other = both({}, {}, one_machine=False, address=own_address())
+    assert len(first.notes) == 1 and "not authenticated" in first.notes[0] and "ASYNCRL_SECRET" in first.notes[0]
+    first.store.set("a", "1")
+    assert bytes(other.plain.get("ranks/0/a")) == b"1"
+
+
+def test_an_address_that_others_cannot_reach_leaves_the_launchers_store() -> None:
+    first, other = both({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET}, one_machine=False)
+    assert len(first.notes) == 1 and "MASTER_ADDR=127.0.0.1 alone (it is 127.0.0.1 here, which no" in first.notes[0]
+    first.store.set("a", "1")
+    assert other.store.get("a") == b"1"
+
+
+@pytest.mark.parametrize("environs", [({"ASYNCRL_SECRET": SECRET}, {}), ({}, {"ASYNCRL_SECRET": SECRET})])
+def test_a_secret_on_one_node_alone_is_told(environs: tuple[dict[str, str], dict[str, str]]) -> None:
+    error = opened(*environs)[1]
+    assert isinstance(error, PlatformError) and "set ASYNCRL_SECRET to the same value on every node" in str(error)
+
+
+def test_different_secrets_are_told() -> None:
+    error = opened({"ASYNCRL_SECRET": SECRET}, {"ASYNCRL_SECRET": SECRET + "s"})[1]
+    assert isinstance(error, StoreForged) and "set ASYNCRL_SECRET to the same value on all nodes" in str(error)
+
+
+def test_a_secret_that_can_be_guessed_is_refused() -> None:
+    with pytest.raises(PlatformError, match="ASYNCRL_SECRET has 6 characters; give it at least 16"):
+        open_store(Place(0, 2, True, "127.0.0.1", 0, 0), PATIENCE, {"ASYNCRL_SECRET": "secret"})
+
+
+@pytest.mark.parametrize("kind", ["other name", "readable by others", "link", "absent"])
+def test_a_file_that_somebody_else_names_is_no_secret(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ("id_rsa" if kind == "other name" else "asyncrl-secret-x")
+    target = tmp_path / "asyncrl-secret-y"
+    if kind != "absent":
+        (target if kind == "link" else path).write_text(SECRET)
+        (target if kind == "link" else path).chmod(0o644 if kind == "readable by others" else 0o600)
+    if kind == "link":
+        path.symlink_to(target)
+    with pytest.raises(StoreForged, match="no such file of this user"):
+        hosting._taken(path)
+
+
+def test_rank_0_keeps_the_store_until_the_others_need_it_no_longer() -> None:
+    first, other = both({}, {})
+    closing = threading.Thread(target=first.close, args=(30.0,))
+    closing.start()
+    other.store.set("late", "1")
+    assert closing.is_alive() and other.store.get("late") == b"1"
+    other.close(30.0)
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_no_value_is_taken_for_that_of_another_key() -> None:
+    store = SealedStore(dist.HashStore(), "a/", b"key")
+    store.set("b", "c")
+    raw = store._store.get("a/b")
+    for key in ("a/", "a/bc", "a/c"):
+        store._store.set(key, raw.decode())
+        with pytest.raises(StoreForged):
+            store.get(key.removeprefix("a/"))
+
+
+def own_address() -> str:
+    """One that is not the loopback."""
+    found = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family.name == "AF_INET" and not each.address.startswith("127.")
+    ]
+    if not found:
+        pytest.skip("this machine has no address but the loopback")
+    return found[0]
+
+
+def test_nothing_that_ranks_exchange_is_pickled() -> None:
+    """What reward workers and their own parent say to each other is; nothing else is loaded that way."""
+    allowed = {"rewards/worker.py", "rewards/process.py", "rewards/calls.py"}
+    words = re.compile(
+        r"(?:all_gather|broadcast|gather|scatter|send|recv)_object|pickle\.(?:loads|load|dumps|dump)\(|weights_only=False"
+    )
+    package = ROOT / "asyncrl"
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if words.search(path.read_text())}
+    assert found <= allowed, found - allowed
