@@ -62,9 +62,13 @@ class PlatformError(AsyncrlError):
 
 
 class DivergenceError(AsyncrlError):
-    """Training has gone wrong: a loss, gradient or weight is not finite, or sampler and trainer disagree beyond the gate."""
+    """Training has gone wrong: a loss, gradient or weight is not finite, or sampler and trainer disagree beyond the gate.
+
+    `groups`: ids of those whose part of a step is not finite, where that is known.
+    """
 
     exit_code = 3
+    groups: tuple[int, ...] = ()
 
 
 class StallError(AsyncrlError):

@@ -24,6 +24,11 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Messages: TypeAlias = list[dict[str, Any]]
 
 
+# Logits are divided by it and gradients once more, in float32: within these bounds both stay finite. Greedy sampling
+# (temperature 0) has no distribution that a step could compare with.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-6, 1e6
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
@@ -44,7 +49,8 @@ class Normaliser(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. `top_k = 0` and `top_p = 1` switch those filters off; `temperature = 0` is greedy."""
+    """How to sample. `top_k = 0` and `top_p = 1` switch those filters off; `temperature = 0` is greedy, any other is from
+    `LOWEST_TEMPERATURE` to `HIGHEST_TEMPERATURE`."""
 
     temperature: float = 1.0
     top_p: float = 1.0

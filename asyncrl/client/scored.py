@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RecordError
+from ..errors import DataError, RecordError
+from ..records.check import check_json, check_temperature
 from ..records.layout import Section
 from ..records.trajectories import component_sections, json_bytes, reward_number
 from ..records.write import Draft
@@ -45,7 +46,7 @@ class Scored:
     reference_logprobs: Any = None  # [L] nats
     routed_experts: Any = None  # [L, layers, k] uint8 or uint16
     prompt_length: int | None = None  # at least 1; default: the tokens before the first that `mask` trains
-    temperature: float = 1.0
+    temperature: float = 1.0  # of sampling, 1e-6 to 1e6
     finish_reason: str = "stop"  # stop, length, abort
     components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward
     messages: Any = ""  # JSON: the completion as text or messages
@@ -88,6 +89,8 @@ def group_draft(
         Section.METADATA: [json_bytes(dict(row.metadata), "metadata") for row in rows],
         **component_sections([row.components for row in rows]),
     }
+    for position, row in enumerate(rows):
+        _check(position, row)
     for name, section in _COLUMNS.items():
         column = [getattr(row, name) for row in rows]
         missing = [position for position, one in enumerate(column) if one is None]
@@ -127,7 +130,21 @@ def _prompt_length(position: int, row: Scored) -> int:
             f"trajectory {position}: prompt_length is {length}; a prompt has 1 token or more, from which the first trained "
             "one is predicted"
         )
+    if row.mask is not None and np.any(np.asarray(row.mask)[:length]):
+        raise RecordError(
+            f"trajectory {position}: mask trains a token of the prompt (prompt_length is {length}); only what follows the "
+            "prompt can be trained"
+        )
     return length
+
+
+def _check(position: int, row: Scored) -> None:
+    """What the run would refuse of it, as far as that can be seen here."""
+    try:
+        check_temperature(row.temperature, f"trajectory {position}")
+        check_json([row.messages, row.metadata, row.components], f"trajectory {position}", 1)
+    except DataError as error:
+        raise RecordError(str(error)) from None
 
 
 def _reason(row: Scored) -> int:

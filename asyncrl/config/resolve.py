@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from asyncrl.algorithms.registry import ADVANTAGES
 from asyncrl.errors import ConfigError
+from asyncrl.types import LOWEST_TEMPERATURE
 
 from .check_distributed import check_distributed
 from .check_losses import check_losses, chosen_loss, chosen_terms, warn_algorithm
@@ -280,6 +281,10 @@ def _check_parts(config: Config) -> Iterator[str]:
         yield (
             "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
             "set engine.kind=dry_run or train.kind=torch"
+        )
+    if 0 < (config.evaluate.temperature or 0) < LOWEST_TEMPERATURE:
+        yield (
+            f"evaluate.temperature is {config.evaluate.temperature}; expected {LOWEST_TEMPERATURE:g} or more, or 0: greedy"
         )
     if config.evaluate.every is not None and config.data.eval is None:
         yield (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pydantic import create_model, field_validator, model_validator
 
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
+from asyncrl.types import HIGHEST_TEMPERATURE
 
 from .methods import names, sections
 from .old_names import respelled
@@ -234,7 +235,9 @@ class EvaluateConfig(Section):
         None, "Evaluate on held-out prompts every n versions, and before the first and after the last.", ge=1
     )
     samples: int = field(1, "Completions per held-out prompt: avg@k and pass@k.", ge=1)
-    temperature: float | None = field(None, "Temperature of evaluation; the rollout's by default, 0 is greedy.", ge=0)
+    temperature: float | None = field(
+        None, "Temperature of evaluation; the rollout's by default, 0 is greedy.", ge=0, le=HIGHEST_TEMPERATURE
+    )
     pass_reward: float = field(1.0, "A completion with at least this reward counts as passed in pass@k.")
     limit: int | None = field(None, "Use only the first n held-out prompts.", ge=1)
 

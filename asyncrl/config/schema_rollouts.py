@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+
 from .section import Section, field
 
 
@@ -63,8 +65,8 @@ class RewardConfig(Section):
     timeout_s: float = field(30.0, "Deadline of one call in seconds; a worker that misses it is killed.", gt=0)
     on_error: Literal["fail", "none", "zero"] = field(
         "fail",
-        "A function that raised, crashed or timed out, a text that a reward model cannot score: end the run, count as not "
-        "applicable, or count as 0.",
+        "A function that raised, crashed or timed out, a text that a reward model cannot score: end the run (of groups of "
+        "other processes, the second time), count as not applicable, or count as 0.",
     )
     worker_max_mib: int | None = field(
         2048,
@@ -187,7 +189,7 @@ class RolloutConfig(Section):
     late: Literal["wait", "drop"] = field(
         "wait", "A group at its deadline: the step waits for it, or drops and counts it."
     )
-    temperature: float = field(1.0, "Sampling temperature.", ge=1e-6)
+    temperature: float = field(1.0, "Sampling temperature.", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)

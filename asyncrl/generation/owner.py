@@ -26,7 +26,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import EngineClosed, GenerationError, LifecycleError
-from asyncrl.types import Generation, GenerationRequest
+from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Generation, GenerationRequest
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
@@ -112,8 +112,11 @@ class OwnedEngine(ABC):
                 f"but a sequence has room for max_context={self.max_context}: shorten the prompt, lower max_tokens, or "
                 "open the engine with a larger max_context"
             )
-        elif not (0 <= sampling.temperature < float("inf")):
-            problem = f"temperature is {sampling.temperature}, expected a finite number of at least 0"
+        elif sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:
+            problem = (
+                f"temperature is {sampling.temperature}, expected {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, or 0: "
+                "greedy"
+            )
         elif not (0 < sampling.top_p <= 1):
             problem = f"top_p is {sampling.top_p}, expected 0 < top_p <= 1"
         elif sampling.top_k < 0:

@@ -4,7 +4,6 @@
     masks               [n][L]  -100: not trained; else the token's id again
     scores              [n]     rewards
     inference_logprobs  [n][L]  nats, of the sampler; 1.0 where not trained. Left out: NaN in the record, that is ratio 1
-    ref_logprobs        [n][L]  carried in the record
     messages            [n]     the conversation, carried
     overrides           [n]     temperature, policy_version, set_advantage_to_zero
     group_overrides, generation_params    temperature; policy_version
@@ -13,7 +12,7 @@ Temperature: overrides before generation_params before group_overrides before 1.
 overrides before group_overrides before the version at arrival (Atropos' protocol has none). A member with
 `set_advantage_to_zero` is masked: its score counts in the group's baseline, its tokens train nothing and do not count in N.
 A trained first token is masked: nothing predicts it. What a run would have to ignore is refused instead: `advantages`
-(it computes its own from the scores), `images`, `distill_*`.
+(it computes its own from the scores), `ref_logprobs` (under its own reference), `images`, `distill_*`.
 
 Shape legend: n members of the group, L tokens of a member.
 """
@@ -34,9 +33,10 @@ from asyncrl.records.check import SILENT, Limits, check_json, check_trains, chec
 from asyncrl.types import FinishReason, Trajectory
 
 NOT_TRAINED = -100
-COLUMNS = ("tokens", "masks", "scores", "inference_logprobs", "ref_logprobs")  # whose lists are read as arrays
+COLUMNS = ("tokens", "masks", "scores", "inference_logprobs")  # whose lists are read as arrays
 UNUSABLE = {
     "advantages": "this run computes advantages from the scores",
+    "ref_logprobs": "this run computes log-probs under its own reference",
     "images": "this run trains text",
     "distill_token_ids": "this run does not distil",
     "distill_logprobs": "this run does not distil",
@@ -67,7 +67,6 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
     masks = _rows(item, "masks", n)
     scores = [_number(score, f"scores[{i}]") for i, score in enumerate(_rows(item, "scores", n))]
     logprobs = _optional(item, "inference_logprobs", n)
-    reference = _optional(item, "ref_logprobs", n)
     messages = _optional(item, "messages", n)
     overrides = _optional(item, "overrides", n) or [None] * n
     settings = [_settings(item, one, i, version) for i, one in enumerate(overrides)]
@@ -87,7 +86,6 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
                 mask=mask,
                 logprobs=column,
                 versions=np.where(mask, settings[i].version, -1).astype(np.int32),
-                reference_logprobs=None if reference is None else _floats(reference[i], ids.size, f"ref_logprobs[{i}]"),
                 prompt_length=prompts[i],
                 temperature=settings[i].temperature,
                 messages="" if messages is None else _conversation(messages[i], i),

@@ -19,11 +19,13 @@ from asyncrl.algorithms.masks import without_overlong
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, Rows, owned
+from asyncrl.errors import DataError
 from asyncrl.ports import Trainer
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group, Microbatch
 
 from .book import GroupBook
+from .failing import GroupsFailed
 from .hooks import Hooks
 from .metrics import Gather
 from .minibatches import part_of_each
@@ -31,6 +33,8 @@ from .reference import logprob_columns
 from .replaying import Replaying
 from .signal import Advantages, RewardReader, counted_only
 from .step import Step
+
+FLOAT32 = float(np.finfo(np.float32).max)  # the largest that a microbatch can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,23 @@ class Building:
             await self._published()
             advantages = await parts.reader.advantages_over_ranks(groups, parts.gather, parts.rank)
         else:
-            advantages = parts.reader.advantages(groups)
+            advantages = self._advantages(groups)
         for rows in fresh:
             values = advantages[rows.group_id]
+            if not (np.abs(values) <= FLOAT32).all():
+                raise GroupsFailed([rows.group_id], DataError(f"its advantages are {values.tolist()}, beyond float32"))
             if parts.hooks.after_advantages is not None:  # what the user's own code keeps must outlive the lease
                 values = await parts.hooks.weighed(owned(rows.group) if rows.leases else rows.group, values)
             parts.book.write(rows.group_id, ADVANTAGES, values)
+
+    def _advantages(self, groups: Sequence[Group]) -> Advantages:
+        reader = self._parts.reader
+        try:
+            return reader.advantages(groups)
+        except Exception as error:
+            if reader.estimator.needs_whole_step:  # a group alone says nothing
+                raise
+            raise GroupsFailed(_first_that_fails(groups, lambda g: reader.advantages([g])), error) from error
 
     async def _less_penalties(self, step: Step, fresh: Sequence[Rows]) -> list[Group]:
         """The groups with the KL to the reference taken off their rewards, where that is asked for."""
@@ -133,8 +148,7 @@ class Building:
             await self._fill(REFERENCE, rows, groups)
         if algorithm.old_logprobs != "sampler" and parts.updates > 1 and parts.loss.needs_old:
             await self._fill(OLD, rows, groups)  # once, before the first update of the batch
-        weighed = [(group, each.columns[ADVANTAGES]) for group, each in zip(groups, rows, strict=True)]
-        batches = pack_groups(weighed, parts.tokens_per_microbatch, [each.columns for each in rows])
+        batches = self._packed(groups, rows)
         if algorithm.old_logprobs == "sampler":
             batches = [
                 replace(batch, old_logprobs=batch.sampler_logprobs) if batch.scored else batch for batch in batches
@@ -144,6 +158,20 @@ class Building:
             batches.append(counted_only(without))
             parts.recorder.count("train/skipped_groups", len(without))
         return batches
+
+    def _packed(self, groups: Sequence[Group], rows: Sequence[Rows]) -> list[Microbatch]:
+        size = self._parts.tokens_per_microbatch
+        found = [(group, each.columns[ADVANTAGES], each.columns) for group, each in zip(groups, rows, strict=True)]
+        try:
+            return pack_groups([one[:2] for one in found], size, [columns for *_, columns in found])
+        except Exception as error:
+            columns = {group.group_id: (weights, column) for group, weights, column in found}
+
+            def alone(group: Group) -> object:
+                weights, column = columns[group.group_id]
+                return pack_groups([(group, weights)], size, [column])
+
+            raise GroupsFailed(_first_that_fails(groups, alone), error) from error
 
     async def _fill(self, column: str, rows: Sequence[Rows], groups: Sequence[Group]) -> None:
         """Compute the column of those that lack it. `groups`: theirs, as they are trained."""
@@ -156,3 +184,13 @@ class Building:
                 self._parts.book.write(each.group_id, column, values)
             else:  # from the replay buffer
                 each.columns[column] = values
+
+
+def _first_that_fails(groups: Sequence[Group], alone: Callable[[Group], object]) -> list[int]:
+    """Of groups that failed together the first one that fails by itself; all where none does."""
+    for group in groups:
+        try:
+            alone(group)
+        except Exception:
+            return [group.group_id]
+    return [group.group_id for group in groups]

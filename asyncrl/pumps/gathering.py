@@ -24,7 +24,7 @@ import anyio
 from asyncrl.config.schema import DoorConfig
 from asyncrl.data.stash import TOMBSTONES, Ending, GroupKey, Stash, StashedGroup, StashRefused, Status
 from asyncrl.data.store import Lease
-from asyncrl.errors import DataError, LifecycleError
+from asyncrl.errors import DataError, LifecycleError, RewardError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Prompt, Trajectory
@@ -80,6 +80,7 @@ class Gathering:
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its producers that have not gone
         self._over: dict[int, float] = {}  # epoch without producers -> when it ends
         self._changed = anyio.Event()
+        self._failed: str | None = None  # the first group whose rewards could not be computed
 
     # -- what the door calls
 
@@ -189,9 +190,15 @@ class Gathering:
             trajectories = tuple(replace(t, member=place, group_size=size) for place, t in enumerate(trajectories))
         try:
             accepted = await self._intake.submit(trajectories, self._prompt(group), leases)
-        except (DataError, ValueError) as error:  # VersionAhead too: what an earlier run of this name left behind
+        except (
+            DataError,
+            ValueError,
+            RewardError,
+        ) as error:  # VersionAhead too: what an earlier run of this name left behind
             self._refuse(error, group.key.epoch, group.key.group_id)
             _release(leases)
+            if isinstance(error, RewardError):
+                self._unscored(error)
             return
         if accepted:
             self._counts.submitted += 1
@@ -201,7 +208,20 @@ class Gathering:
     def _prompt(self, group: StashedGroup[Mapping[str, Any]]) -> Prompt:
         first = group.trajectories[0]
         ids = first.tokens[: first.prompt_length].copy()
-        return Prompt(first.group_id, ids, self._decode(ids.tolist()), group.context)
+        try:
+            text = self._decode(ids.tolist())
+        except Exception as error:  # of somebody else's tokenizer: a model may have more ids than it
+            raise DataError(f"the tokenizer has no text for the prompt ({type(error).__name__}: {error})") from error
+        return Prompt(first.group_id, ids, text, group.context)
+
+    def _unscored(self, error: RewardError) -> None:
+        """With `reward.on_error: fail`. A row that lacks what a function asks for may be one producer's fault; a function
+        that fails again is the run's. Errors: RewardError."""
+        before, self._failed = self._failed, self._counts.last_refusal
+        if before is not None:
+            raise RewardError(
+                f"{self._failed}; before it, {before}. The first was dropped, the second ends the run"
+            ) from error
 
     def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:
         """An incomplete group ended."""

@@ -24,7 +24,7 @@ import anyio
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import RewardConfig
 from asyncrl.data.store import Lease, owned
-from asyncrl.errors import DataError, LifecycleError
+from asyncrl.errors import DataError, LifecycleError, VersionAhead
 from asyncrl.ports import Ledger, Reward
 from asyncrl.records.check import Limits, check_trains, check_trajectory
 from asyncrl.telemetry.recorder import Recorder
@@ -65,6 +65,7 @@ class IntakeParts:
     limits: Limits
     shaping: RewardConfig
     max_tokens: int  # of a completion
+    version: Callable[[], int]  # the policy's, now
     versions_per_turn: int
     turns_bound: int  # largest age of a group in turns
     counters: Counter[str]
@@ -149,6 +150,12 @@ class Intake:
         versions = [t.oldest_version for t in members if t.oldest_version >= 0]
         # None, where no token says its age: it counts as of the version that has room for it.
         oldest = min(versions) // parts.versions_per_turn if versions else None
+        newest = max(t.newest_version for t in members)
+        if newest > (version := parts.version()):
+            raise VersionAhead(
+                f"group {group_id} claims to be sampled by version {newest}, but this run is at {version}: left by an earlier "
+                "run, or stamped with another policy's version"
+            )
         ended = parts.book.ended
         ticket = await self._admit(group_id, oldest)
         if ticket is None:

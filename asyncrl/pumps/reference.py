@@ -7,6 +7,7 @@ in the step. The reward workers are other processes: computed beside them, the l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from asyncrl.ports import Trainer
 from asyncrl.types import Float32Array, Group
 
 from .book import GroupBook
+from .failing import GroupsFailed, laid_to
 
 _NONE = np.zeros(0, np.float32)
 
@@ -30,7 +32,8 @@ async def logprob_columns(
     for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], tokens_per_microbatch):
         if not batch.scored:
             continue
-        logprobs_S = await trainer.compute_logprobs(batch, model)
+        with laid_to(batch.group_ids.tolist()):
+            logprobs_S = await trainer.compute_logprobs(batch, model)
         ends = np.cumsum(np.bincount(batch.sequence, minlength=batch.sequences))[:-1]
         parts = np.split(np.asarray(logprobs_S), ends)
         for group_id, member, part in zip(batch.group_ids.tolist(), batch.members.tolist(), parts, strict=True):
@@ -49,5 +52,6 @@ class ReferenceAhead:
 
     async def compute(self, group: Group) -> None:
         """All members of a group whose rows are in the store. Errors: those of the trainer."""
-        [column] = await logprob_columns(self._trainer, [group], self._size, "reference")
-        self._book.write(group.group_id, REFERENCE, column)
+        with suppress(GroupsFailed):  # the step comes to the same error, where it is laid to the group
+            [column] = await logprob_columns(self._trainer, [group], self._size, "reference")
+            self._book.write(group.group_id, REFERENCE, column)

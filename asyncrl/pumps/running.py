@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.data.store import ADVANTAGES, owned
-from asyncrl.errors import RankLost
+from asyncrl.errors import DivergenceError, RankLost
 from asyncrl.ports import Ledger, Trainer
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueSender
@@ -20,6 +20,7 @@ from asyncrl.types import Group, Microbatch, StepResult
 
 from .book import GroupBook
 from .claims import Claims
+from .failing import GroupsFailed, laid_to
 from .metrics import COUNTED, Gather, StepPart, check_mismatch, group_rows, step_metrics
 from .minibatches import over_parts
 from .pipeline import Publication, StepReport, hand_on
@@ -80,10 +81,12 @@ class Running:
         if self._parts.surveys:
             if self._parts.ranks > 1:  # the publish has a collective too (time limit): in the same order on every rank
                 await self._parts.published()
-            step.loss, batches = await self._parts.trainer.survey(self._parts.loss, batches)
+            with laid_to(step.group_ids):
+                step.loss, batches = await self._parts.trainer.survey(self._parts.loss, batches)
         for batch in batches:
             await self.begin(step)
-            await self._parts.trainer.train_microbatch(batch)
+            with laid_to(batch.group_ids.tolist()):
+                await self._parts.trainer.train_microbatch(batch)
 
     async def begin(self, step: Step) -> None:
         """Open the trainer's step, once."""
@@ -107,7 +110,8 @@ class Running:
             if parts.updates > 1:
                 await self.train(step, step.parts[update % parts.minibatches])
             await self.begin(step)  # where another rank did all the work of this step: the reduction needs everybody
-            await self._rounds.last()
+            with laid_to(step.group_ids):  # which of them, the trainer does not say
+                await self._rounds.last()
             results.append(await self._apply(step, update))
         result = over_parts(results[-parts.minibatches :])
         groups = tuple(owned(rows.group) if rows.leases else rows.group for rows in step.rows)
@@ -136,6 +140,10 @@ class Running:
                 result = await trainer.finish_train_step()
             step.begun = False
             return result
+        except DivergenceError as error:
+            if error.groups:
+                raise GroupsFailed(error.groups, error) from error
+            raise
         except RankLost:
             step.in_doubt = True
             raise

@@ -29,6 +29,11 @@ class Step:
     # has applied it, they are trained.
     in_doubt: bool = False
 
+    @property
+    def group_ids(self) -> list[int]:
+        """Of the claimed groups."""
+        return [rows.group_id for rows in self.rows]
+
     def untrained(self) -> list[Rows]:
         """Claimed, and not yet given to the trainer: they have no advantages."""
         return [rows for rows in self.rows if ADVANTAGES not in rows.columns]

@@ -10,8 +10,9 @@
 Never waits to fill a microbatch; where steps are streamed, what is claimed is trained while later groups are still generated.
 
 A step whose optimizer step was not applied is aborted, after the work that is already on the lane: its groups are live
-again and their rows are still in the store. Once it was applied (once, where a batch is used for several updates), its
-groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
+again and their rows are still in the store, but for those that it failed on (failing.py). Once it was applied (once, where a
+batch is used for several updates), its groups count as trained, whatever fails or is cancelled afterwards: no group is ever
+trained in two steps.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from __future__ import annotations
 import anyio
 
 from asyncrl.concurrency.supervisor import spawn
+from asyncrl.errors import DivergenceError
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import ClaimState
 
 from .building import Building
 from .claims import Claims
+from .failing import Failing, GroupsFailed, laid_to
 from .pipeline import Publication
 from .rounds import Rounds
 from .running import Running
@@ -39,6 +42,7 @@ class TrainPump:
         building: Building,
         running: Running,
         rounds: Rounds,
+        failing: Failing,
         publications: QueueSender[Publication],
         *,
         streams_from: int | None,
@@ -48,6 +52,7 @@ class TrainPump:
         self._building = building
         self._running = running
         self._rounds = rounds
+        self._failing = failing
         self._publications = publications
         self._streams_from = streams_from
 
@@ -60,15 +65,24 @@ class TrainPump:
             tasks.cancel_scope.cancel()
 
     async def _step(self) -> bool:
-        """True if a step was committed; False if nothing can come any more."""
+        """False if nothing can come any more."""
         step = self._running.new_step()
+        failure: GroupsFailed | DivergenceError | None = None
         try:
             if not await self._fill(step):
                 return False
             await self._running.finish(step)
-            return True
+        except (GroupsFailed, DivergenceError) as error:
+            if step.applied:  # it is committed: whose fault it was is no longer the question
+                raise (error.cause if isinstance(error, GroupsFailed) else error) from None
+            failure = error
         finally:
-            await self._running.close(step)
+            try:
+                await self._running.close(step)
+            finally:
+                if failure is not None:
+                    await self._failing.step_failed(step, failure)
+        return True
 
     async def _fill(self, step: Step) -> bool:
         """Claim and train until the step is full, or nothing more can come. False: there is no step to finish."""
@@ -104,4 +118,5 @@ class TrainPump:
             await self._train_new(step)
             await self._running.begin(step)
             step.rounds += 1
-            await self._rounds.join()
+            with laid_to(step.group_ids):
+                await self._rounds.join()

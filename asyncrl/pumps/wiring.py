@@ -28,6 +28,7 @@ from .building import Building, BuildingParts
 from .claims import ClaimRules, Claims
 from .episode import Episodes
 from .evaluate import EvaluateParts
+from .failing import Failing
 from .hooks import Hooks, StoreWatch
 from .intake import GroupIds, Intake, IntakeParts
 from .metrics import Gather, alone
@@ -74,6 +75,7 @@ class Ports:
     store_watch: StoreWatch | None = None
     limits: Limits = field(default_factory=Limits)  # of trajectories from anywhere
     counters: Counter[str] = field(default_factory=Counter)
+    note: Callable[[str], None] = lambda text: None  # a line for people, on the live view
 
     @property
     def reader(self) -> RewardReader:
@@ -110,6 +112,7 @@ def make_intake(ports: Ports, reroll: Reroll) -> Intake:
         limits=ports.limits,
         shaping=config.reward,
         max_tokens=config.rollout.max_tokens,
+        version=lambda: ports.trainer.version,
         versions_per_turn=versions_per_batch(config),
         turns_bound=turns_bound(config),
         counters=ports.counters,
@@ -231,6 +234,7 @@ def make_train(
         Building(building_parts(ports), replaying, last_published, surveys=surveys),
         Running(running, claims, rounds, replaying, reroll, publications, on_step),
         rounds,
+        Failing(ports.book, ports.recorder, ports.note, alone=ports.ranks == 1),
         publications,
         streams_from=rollout.streaming_min_groups if streams else None,
     )

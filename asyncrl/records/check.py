@@ -7,7 +7,6 @@ Whatever is refused here would otherwise end the run in the middle of a step, or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,17 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..types import Trajectory
+from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
 
-LOWEST_TEMPERATURE = 1e-6  # logits are divided by it
+LOWEST_LOGPROB = -87.0  # nats; its negative is the last whole one whose exponential, a ratio, is finite in float32
+MOST_REWARD = 1e9  # either way: without a normalisation it scales the gradient, the square of whose norm is float32
 SLACK = 1e-4  # nats above 0 that a sampler's rounding may leave in a log-prob
 MOST_NESTED = 64  # levels of the JSON of texts and metadata; what writes them out again gives up at a few hundred
 SILENT = "set_advantage_to_zero"  # in a trajectory's metadata: it counts in the comparison of its group alone
 _KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
 _WORDS = {"iu": "integers", "b": "booleans", "f": "floats"}
+_LEAST = float(np.float32(LOWEST_TEMPERATURE))  # as a record holds it: a little less
+_MOST_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +42,25 @@ def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
         _column(getattr(t, name), kind, t.tokens, f"{who}: {name}")
     _tokens(t, limits, who)
     _mask(t, who)
-    if not LOWEST_TEMPERATURE <= t.temperature < math.inf:  # also NaN
-        raise DataError(
-            f"{who}: temperature is {t.temperature:g}; log-probs are compared at the temperature of sampling, which is a "
-            f"finite number of {LOWEST_TEMPERATURE:g} or more"
-        )
+    check_temperature(t.temperature, who)
     for name in ("logprobs", "sampled_logprobs"):
         _logprobs(getattr(t, name), t.mask, f"{who}: {name}")
-    for name, value in {"reward": t.reward, **t.components}.items():
-        if value is not None and not math.isfinite(value):
-            raise DataError(f"{who}: {name} is {value}; rewards are finite numbers, or None where they do not apply")
+    _versions(t, who)
+    _rewards(t, who)
+    if not isinstance(t.finish_reason, FinishReason):
+        raise DataError(f"{who}: finish_reason is {t.finish_reason!r}; expected one of {', '.join(FinishReason)}")
+    if not isinstance(t.metadata, Mapping):
+        raise DataError(f"{who}: metadata is a {type(t.metadata).__name__}; expected a mapping")
     check_json({"completion": t.completion, "metadata": t.metadata, "components": t.components}, who, 1)
+
+
+def check_temperature(temperature: float, who: str) -> None:
+    """Errors: DataError."""
+    if not _is_number(temperature) or not _LEAST <= temperature <= HIGHEST_TEMPERATURE:  # also NaN
+        raise DataError(
+            f"{who}: temperature is {temperature}; log-probs are compared at the temperature of sampling, which is a number "
+            f"from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+        )
 
 
 def check_trains(trajectory: Trajectory) -> None:
@@ -62,22 +72,33 @@ def check_trains(trajectory: Trajectory) -> None:
         )
 
 
-def check_json(value: Any, where: str, extra: int = 0) -> None:
-    """Errors: DataError for text that is no Unicode, and for more than `MOST_NESTED` levels (`extra` of which are ours)."""
+def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) -> None:
+    """What is parsed, passed on and, where `written`, put into files. Errors: DataError for text that is no Unicode, for more
+    than `MOST_NESTED` levels (`extra` of which are ours), and for what no file of ours can hold."""
     level = [value]
     for _ in range(MOST_NESTED + extra + 1):
-        below: list[Any] = []
+        below: dict[int, Any] = {}  # by identity: a list that holds itself twice would double at each level
         for item in level:
             if isinstance(item, str):
                 _text(item, where)
             elif isinstance(item, Mapping):
-                below += [*item.keys(), *item.values()]
+                if written:
+                    _keys(item, where)
+                below |= {id(one): one for pair in item.items() for one in pair}
             elif isinstance(item, list | tuple):
-                below += item
+                below |= {id(one): one for one in item}
+            elif written and isinstance(item, int) and not -(2**63) <= item < 2**64:
+                raise DataError(f"{where}: an integer of texts or metadata has more than 64 bits; write it as text")
         if not below:
             return
-        level = below
+        level = list(below.values())
     raise DataError(f"{where}: texts or metadata are nested more than {MOST_NESTED} levels deep; flatten them")
+
+
+def _keys(mapping: Mapping[Any, Any], where: str) -> None:
+    for key in mapping:
+        if not isinstance(key, str | int | float | None):
+            raise DataError(f"{where}: a key of texts or metadata is a {type(key).__name__}; keys are text")
 
 
 def _text(text: str, where: str) -> None:
@@ -108,7 +129,7 @@ def _tokens(t: Trajectory, limits: Limits, who: str) -> None:
             f"{who}: tokens has {size} entries; this run takes {most} (data.max_prompt_tokens + rollout.max_tokens)"
         )
     low, high = int(t.tokens.min()), int(t.tokens.max())
-    if low < 0 or (limits.vocabulary is not None and high >= limits.vocabulary):
+    if low < 0 or high > _MOST_INT32 or (limits.vocabulary is not None and high >= limits.vocabulary):
         ids = "0 or more" if limits.vocabulary is None else f"0 to {limits.vocabulary - 1}"
         raise DataError(
             f"{who}: tokens holds {low if low < 0 else high}; the model's ids are {ids}: was it made with another tokenizer?"
@@ -116,7 +137,7 @@ def _tokens(t: Trajectory, limits: Limits, who: str) -> None:
 
 
 def _mask(t: Trajectory, who: str) -> None:
-    if not 1 <= t.prompt_length <= t.tokens.size:
+    if not isinstance(t.prompt_length, int | np.integer) or not 1 <= t.prompt_length <= t.tokens.size:
         raise DataError(
             f"{who}: prompt_length is {t.prompt_length} of {t.tokens.size} tokens; a prompt has 1 or more, from which the "
             "first trained token is predicted"
@@ -132,13 +153,40 @@ def _mask(t: Trajectory, who: str) -> None:
 def _logprobs(column: Any, mask: Any, where: str) -> None:
     """NaN for every trained token is how a source says that it does not know them: they count as ratio 1."""
     trained = column[mask]
-    if trained.max(initial=-1) <= SLACK and trained.min(initial=-1) > -math.inf:  # a NaN is neither
+    if trained.max(initial=-1) <= SLACK and trained.min(initial=-1) >= LOWEST_LOGPROB:  # a NaN is neither
         return
     if np.isnan(trained).all():
         return
-    bad = ~((trained <= SLACK) & (trained > -math.inf))
+    bad = ~((trained <= SLACK) & (trained >= LOWEST_LOGPROB))
     at = int(np.flatnonzero(mask)[bad.argmax()])
     raise DataError(
-        f"{where}[{at}] is {column[at]:g} at a trained token; expected the finite natural logarithm of a probability, at "
-        "most 0 (NaN for all trained tokens of a member: not known)"
+        f"{where}[{at}] is {column[at]:g} at a trained token; expected the natural logarithm of a probability that was "
+        f"sampled, from {LOWEST_LOGPROB:g} to 0 (NaN for all trained tokens of a member: not known)"
     )
+
+
+def _versions(t: Trajectory, who: str) -> None:
+    trained = t.versions[t.mask]
+    if trained.size and not (trained.min() >= -1 and trained.max() <= _MOST_INT32):
+        raise DataError(
+            f"{who}: versions holds {trained.min() if trained.min() < -1 else trained.max()} at a trained token; expected the "
+            "policy version that sampled it, 0 or more (-1: not known)"
+        )
+
+
+def _rewards(t: Trajectory, who: str) -> None:
+    if not isinstance(t.components, Mapping):
+        raise DataError(f"{who}: components is a {type(t.components).__name__}; expected a mapping of names to numbers")
+    for name in t.components:
+        if not isinstance(name, str):
+            raise DataError(f"{who}: components holds the name {name!r}; the name of a component is text")
+    for name, value in (("reward", t.reward), *t.components.items()):
+        if value is not None and not (_is_number(value) and abs(value) <= MOST_REWARD):  # also NaN
+            raise DataError(
+                f"{who}: {name} is {value}; rewards are finite numbers from -{MOST_REWARD:g} to {MOST_REWARD:g}, or None "
+                "where they do not apply; scale them"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating)

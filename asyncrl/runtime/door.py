@@ -13,7 +13,9 @@
   time of an incomplete group is the producers' and never the training's.
 * A record is released in the very step of the loop that commits or drops its group: a checkpoint of that step finds it gone,
   and a run that goes on from there does not train it again.
-* What was not trained when the run ends stays in the ring for the next run of this name. The ring is opened before the
+* What cannot be trained is refused by name and leaves the ring (`records/check.py`), and so does a group that a step, or the run's
+  reward function, fails on all the same: dropped by name, once; a second one ends the run (`pumps/failing.py`).
+* What else was not trained when the run ends stays in the ring for the next run of this name. The ring is opened before the
   Runtime and closed after it: what is trained once the ring is closed cannot be released, and would come again.
 """
 
@@ -31,7 +33,7 @@ from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, RecordError
 from asyncrl.pumps.gathering import DoorStatistics, Gathering
-from asyncrl.records.check import Limits
+from asyncrl.records.check import Limits, check_json
 from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import group_metadata, trajectories_of
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -103,6 +105,7 @@ class _Door:
             for trajectory in fresh:
                 self._intake.check(trajectory, self._limits)
             columns: dict[str, Any] = group_metadata(record)
+            check_json(columns, "the group's metadata", written=False)  # for the reward functions alone
         except (RecordError, DataError) as error:  # such a group can never be whole
             gathering.discard(error, record.epoch, record.group)
             delivery.release()

@@ -69,6 +69,7 @@ class OpenRun:
         self.ports = built.ports
         self.prompts = prompts
         self.journal = base.journal
+        self.ports.note = base.journal.live.note
         self.graph = Graph(built.ports, prompts, held_out, self._at_version, self._on_step)
         self.graph.when_finished(base.listeners.close)
         self.supervisor = Supervisor()

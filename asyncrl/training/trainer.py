@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from asyncrl.algorithms.entropy_control import EntropyControl
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.policy import PolicyModel
-from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
+from asyncrl.types import Float32Array, Int64Array, Microbatch, Normaliser, StepResult
 
 from .accumulators import Counts, Metrics, empty_metrics
 from .optimizer import FlatAdamW, Parameters
@@ -65,6 +65,7 @@ class TrainStep:
     metrics: Metrics
     counts: Counts
     microbatches: int = 0
+    losses: list[tuple[Tensor, Int64Array]] = field(default_factory=list)  # of each microbatch, with its groups
     state: StepState = StepState.OPEN
 
 
@@ -159,6 +160,7 @@ class TorchTrainer:
                 again.extra.backward()
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
+        step.losses.append((sums.total.detach(), batch.group_ids))
         age_S = self.version - torch.from_numpy(batch.versions).to(inputs.logp_S.device, torch.int64)
         step.metrics.add_mismatch(
             inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
@@ -191,9 +193,7 @@ class TorchTrainer:
         by_extra = denominators[step.loss.extra_normaliser or Normaliser.NONE]
         loss = totals.loss / denominator + totals.extra / by_extra
         if not math.isfinite(loss):
-            raise DivergenceError(
-                f"the loss of the step after version {self.version} is {loss}; the weights are untouched"
-            )
+            raise _diverged(step, f"the loss of the step after version {self.version} is {loss}")
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
         if step.loss.extra_normaliser is not None and self.second is not None:
@@ -356,6 +356,14 @@ class TorchTrainer:
 
     def _advance(self) -> int:
         return self.policy.advance()
+
+
+def _diverged(step: TrainStep, what: str) -> DivergenceError:
+    """With the groups of the microbatches whose loss is not finite."""
+    bad = [groups for total, groups in step.losses if not math.isfinite(float(total))]
+    error = DivergenceError(f"{what}; the weights are untouched")
+    error.groups = tuple(dict.fromkeys(group for groups in bad for group in groups.tolist()))
+    return error
 
 
 def local_norm(vector: Tensor) -> float:

@@ -29,6 +29,7 @@ from asyncrl.types import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEP = functools.reduce(lambda inner, _: [inner], range(5000), "deep")
+NESTED = functools.reduce(lambda inner, _: [inner], range(900), "deep")
 SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
 
 
@@ -97,6 +98,21 @@ async def test_what_is_wrong_is_said_and_nothing_is_pushed(name: str) -> None:
                 ([Scored([1, 2], mask=[0, 1]), Scored([1, 2])], "trajectory 1: what of it was sampled"),
                 ([Scored([1, 2], mask=[1, 1])], "trajectory 0: prompt_length is 0"),
                 ([Scored([1, 2], prompt_length=0)], "trajectory 0: prompt_length is 0"),
+                ([Scored([1, 2])], "trajectory 0: what of it was sampled"),
+                (
+                    [Scored([1, 2, 3], mask=[0, 1, 1], prompt_length=2)],
+                    "trajectory 0: mask trains a token of the prompt",
+                ),
+                ([Scored([1, 2], mask=[1, 1], prompt_length=1)], "trajectory 0: mask trains a token of the prompt"),
+                *(
+                    ([Scored([1, 2], prompt_length=1, temperature=t)], f"trajectory 0: temperature is {t}; .* 1e-06 to")
+                    for t in (0.0, float("nan"), 1e-40)
+                ),
+                ([Scored([1, 2], prompt_length=1, metadata={"a": NESTED})], "trajectory 0: .*more than 64 levels deep"),
+                (
+                    [Scored([1, 2], prompt_length=1, metadata={"a": 2**64})],
+                    "trajectory 0: an integer .* write it as text",
+                ),
                 ([Scored([1, 2], prompt_length=1, messages=[DEEP])], "the messages of a trajectory must be JSON"),
                 ([Scored([1, 2], prompt_length=1, messages="\ud800")], "surrogates not allowed"),
             ):

@@ -107,11 +107,9 @@ def test_a_silenced_member_keeps_its_score_and_trains_nothing() -> None:
     assert second.mask.any()
 
 
-def test_messages_and_references_travel() -> None:
+def test_messages_and_the_environment_travel() -> None:
     talk = [[{"role": "user", "content": "a", "reward": None}], [{"role": "user", "content": "b"}]]
-    found = read_group(group(messages=talk, ref_logprobs=[[0, 0, -1, -2], [0, 0, -3]], env_id=4), LIMITS, 0).scored
     assert trajectories(group(messages=talk))[1].completion == talk[1]
-    assert found[0].reference_logprobs.tolist() == [0, 0, -1, -2]
     assert trajectories(group(env_id=4))[0].metadata == {"env_id": 4}
 
 
@@ -152,7 +150,7 @@ def test_messages_and_references_travel() -> None:
             "member 0: logprobs\\[3\\] is -inf at a trained token",
         ),
         ({"inference_logprobs": [[1, 1, None, -1], [1, 1, -1]]}, "no list of numbers"),
-        ({"ref_logprobs": [[0], [0, 0, 0]]}, "ref_logprobs\\[0\\] has 1 entries"),
+        ({"ref_logprobs": [[0] * 4, [0] * 3]}, "ref_logprobs cannot be used: this run computes"),
         ({"advantages": [[1] * 4, [1] * 3]}, "advantages cannot be used"),
         ({"images": ["x", "y"]}, "images cannot be used"),
         ({"distill_token_ids": [[[1]]]}, "does not distil"),
@@ -162,6 +160,10 @@ def test_messages_and_references_travel() -> None:
         ({"generation_params": {"temperature": "hot"}}, "temperature of member 0 is 'hot'"),
         ({"group_overrides": {"policy_version": 4}}, "policy_version of member 0 is 4"),
         ({"generation_params": {"temperature": 9e-7}}, "member 0: temperature is 9e-07"),
+        ({"generation_params": {"temperature": 1e-46}}, "member 0: temperature is 1e-46"),
+        ({"generation_params": {"temperature": 1e38}}, "member 0: temperature is 1e\\+38"),
+        ({"scores": [1e308, 0]}, "member 0: reward is 1e\\+308"),
+        ({"inference_logprobs": [[1, 1, -1, -1e4], [1, 1, -1]]}, "member 0: logprobs\\[3\\] is -10000"),
         ({"generation_params": {"temperature": -1}}, "member 0: temperature is -1"),
         ({"masks": [[M] * 4, [M, M, 11]]}, "member 0: mask trains no token"),
         ({"tokens": [[7, 8, 9, -(2**40)], [7, 8, 11]]}, "32-bit"),

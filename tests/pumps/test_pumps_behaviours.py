@@ -13,6 +13,8 @@ import uvloop
 from pumps_house import House, live
 from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
+from asyncrl.errors import TrainStepError
+
 
 def slow(*groups: int, seconds: float = 10.0, others: float = 1.0):  # type: ignore[no-untyped-def]
     return lambda group, member: seconds if group in groups else others
@@ -94,11 +96,11 @@ def test_4_training_starts_before_the_slowest_rollout_of_the_same_step_ends() ->
 
 @pytest.mark.parametrize("call", ["microbatch", "finish"])
 def test_5_a_step_that_does_not_commit_is_aborted(call: str) -> None:
-    plan = Plan(groups_per_step=2, prompts=8, trainer_fails={(call, 2): RuntimeError("the device is gone")})
+    plan = Plan(groups_per_step=2, prompts=8, trainer_fails={(call, 2): TrainStepError("the device is gone")})
 
     house = live(plan)
 
-    assert isinstance(house.error, RuntimeError) and "the device is gone" in str(house.error)
+    assert isinstance(house.error, TrainStepError) and "the device is gone" in str(house.error)
     assert house.names("abort", "rollback") == ["abort", "rollback"]
     assert house.events("abort")[0].at >= house.events(call)[-1].at
     assert not house.trainer.step_open

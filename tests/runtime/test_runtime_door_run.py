@@ -253,6 +253,11 @@ RAW = {
     "deep": b"[" * 5000 + b"]" * 5000,
     "nested": b'{"a":' + b"[" * 100 + b"]" * 100 + b"}",
     "surrogate": b'{"a": "\\ud800"}',
+    "integer": b'{"a": 1' + b"0" * 30 + b"}",
+}
+NAMED_BY_NUMBERS = {
+    Section.COMPONENTS: [[0.5, 1.0]],
+    Section.COMPONENT_NAMES: b'{"names": ["a", 1], "held": [["a", 1]]}',
 }
 
 
@@ -273,17 +278,29 @@ async def test_columns_that_the_run_would_not_use_are_refused_by_name(tmp_path: 
 async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_path: Path, name: str) -> None:
     """By writers that check nothing themselves. None of them is given to the next run again."""
     bad: list[tuple[dict[str, Any], dict[int, Any], str]] = [
-        *(({"temperature": t}, {}, "member 0: temperature is") for t in (0.0, -1.0, math.nan, math.inf, 9e-7)),
+        *(({"temperature": t}, {}, "member 0: temperature is") for t in (0.0, -1.0, math.nan, math.inf, 9e-7, 1e38)),
         ({"logprobs": column(0, -1, 0.5)}, {}, r"member 0: logprobs\[2\] is 0.5 at a trained token"),
         ({"logprobs": column(0, math.nan, -1)}, {}, r"member 0: logprobs\[1\] is nan"),
         ({"sampled_logprobs": column(0, -math.inf, -1)}, {}, r"member 0: sampled_logprobs\[1\] is -inf"),
+        ({"logprobs": column(0, -1e4, -1)}, {}, r"member 0: logprobs\[1\] is -10000"),
+        ({"versions": np.array([-1, 0, -5], np.int32)}, {}, "member 0: versions holds -5"),
+        ({"versions": np.array([-1, 0, 9], np.int32)}, {}, "claims to be sampled by version 9, but this run is at 0"),
         ({"prompt_length": 0}, {}, "member 0: prompt_length is 0 of 3 tokens"),
         ({"prompt_length": 4}, {}, "member 0: prompt_length is 4 of 3 tokens"),
         ({"mask": np.array([True, True, True])}, {}, r"member 0: mask\[0\] trains a token of the prompt"),
         ({"mask": np.array([False, False, False])}, {}, "member 0: mask trains no token"),
         ({"tokens": np.array([4, 5, -1], np.int32)}, {}, "member 0: tokens holds -1"),
         ({}, {Section.REWARDS: [math.inf]}, "member 0: reward is inf"),
+        ({}, {Section.REWARDS: [1e308]}, r"member 0: reward is 1e\+308"),
         ({}, {Section.REWARDS: [math.nan]}, "without a reward"),
+        ({}, NAMED_BY_NUMBERS, "member 0: components holds the name 1"),
+        ({}, {Section.METADATA: [RAW["integer"]]}, "member 0: an integer of texts or metadata has more than 64 bits"),
+        (
+            {},
+            {Section.GROUP_METADATA: RAW["nested"]},
+            "the group's metadata: texts or metadata are nested more than 64",
+        ),
+        ({}, {Section.GROUP_METADATA: RAW["surrogate"]}, "the group's metadata: a text holds the lone surrogate"),
         ({}, {Section.METADATA: [RAW["deep"]]}, "METADATA is no JSON"),
         ({}, {Section.METADATA: [RAW["nested"]]}, "member 0: texts or metadata are nested more than 64 levels"),
         ({}, {Section.METADATA: [RAW["surrogate"]]}, r"member 0: a text holds the lone surrogate U\+D800"),

@@ -28,6 +28,9 @@ class Delivery:
         self._link = link
         self._slot = slot
 
+    def __str__(self) -> str:
+        return f"group {self.record.group} of epoch {self.record.epoch}"
+
     def release(self) -> None:
         """Its group was trained or dropped: the record leaves the ring. Twice is fine."""
         if not self.released:
