@@ -24,6 +24,7 @@
     `- TransportError          11   shared memory, or a process on the other side of it
        |- ArenaOwned                a live process owns the segment
        |- OutOfMemory               the arena or /dev/shm has no room (also MemoryError)
+       |- SegmentDamaged              its file cannot be read; what lies in it is kept
        |- StaleHandle               what the handle named was given back since
        |- RecordError               the bytes are no record that this version reads (also ValueError)
        |- RecordTooLarge            the record can never fit (also ValueError)
@@ -142,6 +143,10 @@ class ArenaOwned(TransportError):
 
 class OutOfMemory(TransportError, MemoryError):
     """Found at allocation, never as SIGBUS at the first touch."""
+
+
+class SegmentDamaged(TransportError):
+    """The header of a segment was written over, or the file is none. It is never unlinked for that."""
 
 
 class StaleHandle(TransportError):

@@ -22,7 +22,9 @@ def main(arguments: Sequence[str]) -> int:
     clearing = actions.add_parser("clear", help="remove segments whose owner is gone")
     clearing.add_argument("names", nargs="*", help="as `asyncrl shm list` shows them; default: all that nobody owns")
     clearing.add_argument(
-        "--drop-records", action="store_true", help="also where accepted records wait for the next owner; they are lost"
+        "--drop-records",
+        action="store_true",
+        help="also where accepted records, or a damaged ring, are kept; they are lost",
     )
     given = parser.parse_args(list(arguments))
     try:

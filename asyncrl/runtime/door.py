@@ -159,6 +159,12 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     ring.publish_version(runtime.version)
     ring.recorder = runtime.recorder
     ring.on_gone = door.producer_gone  # and so the ring keeps the door, which tells it of later steps, too
+    for line in ring.damage.lines:  # found when it was opened
+        runtime.note(line)
+    ring.damage.listener = runtime.note
     runtime.listen(door)
-    await door.run()
+    try:
+        await door.run()
+    finally:
+        ring.damage.listener = None  # the ring may be closed after the Runtime
     return counts

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from ..errors import ArenaOwned, TransportError
 from .memory.arena import Arena
+from .memory.blocks import SLAB
+from .memory.header import HEADER_BYTES
 from .memory.owners import owner_of
 from .memory.segment import DIRECTORY, PREFIX, check_platform, path_of
+from .rings.adoption import ASIDE
 from .rings.ring import TAG, RingMemory
 
 
@@ -71,51 +74,59 @@ def _entry(name: str, path: Path) -> Entry:
 def _rings(arena: Arena) -> tuple[int, int, str]:
     """(rings, records that are accepted and not released, what is damaged)."""
     rings = records = 0
-    problem = ""
+    problems = []
     for block in arena.blocks():
+        if block.tag == ASIDE:
+            producer = bytes(arena.bytes_of(block)[32:48]).hex()
+            problems.append(f"the ring of producer {producer} (block {block.index}) is damaged and was set aside")
         if block.tag != TAG:
             continue
         rings += 1
         try:
             memory = RingMemory(arena.bytes_of(block))
         except TransportError as error:
-            problem = str(error)
+            problems.append(str(error))
             continue
         records += len(memory.live())
         memory.release_views()
-    return rings, records, problem
+    start = arena.segment.geometry.data
+    if arena.table.unplaced and arena.segment.buffer[start : start + len(SLAB)] != SLAB:
+        problems.append(f"{len(arena.table.unplaced)} entries of the block table were written over")
+    return rings, records, "; ".join(problems)
 
 
 def clear(name: str, *, drop_records: bool = False) -> int:
     """Remove a segment that nobody owns. Returns its size in bytes.
 
-    Errors: ArenaOwned where somebody does; TransportError where accepted records lie in it and `drop_records` is not set;
-    FileNotFoundError.
+    Errors: ArenaOwned where somebody does; TransportError where accepted records lie in it, or may lie in what is damaged, and
+    `drop_records` is not set; FileNotFoundError.
     """
     check_platform()
     try:
         arena = Arena.adopt(name)
     except ArenaOwned:
         raise
-    except TransportError:  # not readable: there is nothing to be lost, but somebody may hold it all the same
-        return _clear_unreadable(name)
+    except TransportError as error:  # not readable, but somebody may hold it all the same
+        return _clear_unreadable(name, str(error), drop_records)
     segment = arena.segment
     size = segment.geometry.total
     # Sealed first: a producer that puts a record after our count looks at the seal after it stored, and puts it elsewhere.
     segment.seal()
-    records = _rings(arena)[1]
-    if records and not drop_records:
+    _, records, problem = _rings(arena)
+    if (records or problem) and not drop_records:
         segment.unseal()
         arena.close(keep=True)
+        found = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
+        found += [f"may hold others: {problem}"] if problem else []
         raise TransportError(
-            f"{segment.path} holds {records} accepted records that were neither trained nor dropped; start the run of this "
-            "name again to train them, or give --drop-records to lose them"
+            f"{segment.path} {', and '.join(found)}; start the run of this name again to train what can be read, or give "
+            "--drop-records to lose them"
         )
     arena.close()
     return size
 
 
-def _clear_unreadable(name: str) -> int:
+def _clear_unreadable(name: str, problem: str, drop_records: bool) -> int:
     path = path_of(name)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -124,6 +135,8 @@ def _clear_unreadable(name: str) -> int:
         except BlockingIOError:
             raise ArenaOwned(f"{path} is owned by process {owner_of(fd) or '(unknown)'}, which lives") from None
         size = os.fstat(fd).st_size
+        if size > HEADER_BYTES and not drop_records:
+            raise TransportError(f"{problem}. Accepted records may lie in it; give --drop-records to lose them")
         os.unlink(path)
         return size
     finally:

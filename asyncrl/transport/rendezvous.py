@@ -5,8 +5,10 @@
                                           <-   {offset, size, fresh} + eventfds [data, space], or {error}
     ... the connection stays open: its end tells either side that the other one is gone ...
 
-The address is abstract (nothing to clean up) and names the run and the tenure of the segment, so every owner has its own.
-Both sides check that the other one runs as the same user.
+The address is abstract (nothing to clean up) and every owner has its own: the run of the segment, and the owner's number with 44
+random bits, which are drawn when it opens and stand in a file that nobody but this user can read. So no other user can bind it
+before the owner does. After its death anybody can: both sides ask the kernel who the other one is, and somebody else's socket
+counts as nobody's.
 """
 
 from __future__ import annotations
@@ -30,14 +32,21 @@ _LARGEST = 4096
 
 def address(segment: Segment) -> str:
     """The abstract address of the segment's present owner."""
-    return f"\0asyncrl/{segment.geometry.run.hex()}/{segment.tenure}"
+    return f"\0asyncrl/{segment.geometry.run.hex()}/{segment.secret}"
 
 
 def listen(segment: Segment) -> socket.socket:
     """The owner's socket; does not block."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        listener.bind(address(segment))
+        while True:
+            try:
+                listener.bind(address(segment))
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                segment.renew_secret()
         listener.listen(128)
     except BaseException:
         listener.close()
@@ -49,6 +58,11 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     """(process, user) on the other side, as the kernel says; process 0 where it cannot be seen from here."""
     pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
+
+
+def trusted(connection: socket.socket) -> bool:
+    """The other side runs as this user."""
+    return peer(connection)[1] == os.geteuid()
 
 
 def send(connection: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
@@ -114,8 +128,9 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             connection.connect(address(segment))
-            if peer(connection)[1] != os.geteuid():
-                raise RingDetached(f"another user listens for the ring {segment.name!r}")
+            if not trusted(connection):  # it took the address of an owner that is dead
+                connection.close()
+                return None
             send(connection, {"protocol": PROTOCOL, "producer": producer.hex()})
             answer, fds = receive(connection)
         except TimeoutError:

@@ -351,8 +351,8 @@ def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: C
     found = f"{len(knobs()) - len(own)} settings outside of methods, {len(own)} of methods"
     record_property("settings", found)
     print(found)
-    # About a hundred; the last ones are limits without which a run was brought down: the time of an episode and of a stage, the wear
-    # of reward workers, key and names of the HTTP door.
+    # About a hundred. The last ones are limits without which a run was brought down: the time of an episode and of a stage, the
+    # wear of reward workers, key and names of the HTTP door.
     assert len(knobs()) - len(own) <= 105, found
 
 

@@ -17,7 +17,6 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ArenaOwned, OutOfMemory, TransportError
+from ...errors import ArenaOwned, OutOfMemory, SegmentDamaged, TransportError
 from .blocks import ArenaStatistics, Block, BlockLease, BlockTable
 from .handles import BFLOAT16, Handle, dtype_name, numpy_dtype
 from .segment import Segment
@@ -43,9 +42,7 @@ class Arena:
         try:
             self.table = BlockTable(segment, g.data, g.total - g.data, "arena")
         except BaseException:
-            segment.close(
-                unlink=False
-            )  # or the lock of an adopted segment would be held as long as the traceback lives
+            segment.close(unlink=not segment.adopted)  # else its lock would be held as long as the traceback lives
             raise
 
     @classmethod
@@ -61,11 +58,17 @@ class Arena:
         return cls(Segment.adopt(name))
 
     @classmethod
-    def create_or_adopt(cls, name: str, size: int) -> Arena:
-        """What a restarted program calls. An adopted arena keeps the geometry it has. Errors: ArenaOwned, OutOfMemory."""
+    def create_or_adopt(cls, name: str, size: int, said: Callable[[str], None] = lambda _: None) -> Arena:
+        """What a restarted program calls. An adopted arena keeps the geometry it has; one whose header is damaged is renamed,
+        which `said` hears, and a new one is made. Errors: ArenaOwned, OutOfMemory."""
         while True:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 return cls.adopt(name)
+            except FileNotFoundError:
+                pass
+            except SegmentDamaged as error:
+                said(f"{error}; it was set aside as {Segment.set_aside(name)}, with whatever records lie in it")
+                continue
             try:
                 return cls.create(name, size)
             except ArenaOwned:

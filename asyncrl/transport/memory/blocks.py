@@ -5,6 +5,9 @@ bytes from `base` on. Each block has a generation number that grows by one at ev
 means taken. Whoever has the segment mapped can tell a stale handle from a good one without asking the owner.
 
 A crash between any two stores of the table leaves it readable: a block exists from the store of its odd generation on.
+
+The owner knows its blocks by itself and only publishes them in the table: where that was written over by somebody, it is
+counted as damage and put right. An adopting owner has nothing but the table: entries that cannot be are `unplaced`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...errors import LifecycleError, OutOfMemory, StaleHandle, TransportError
+from ...errors import LifecycleError, OutOfMemory, StaleHandle
 from .extents import Extents
 from .handles import Handle, dtype_name
 from .segment import Segment
 from .words import Words
+
+SLAB = b"slab1\0\0\0"  # where the data of a segment begins with it, its blocks lie on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,9 @@ class BlockTable:
         self._extents = Extents(size)
         self._lock = threading.Lock()
         self.forgotten: deque[Block] = deque()  # filled by the garbage collector, emptied under the lock
+        self._blocks: dict[int, Block] = {}  # the owner's: those that exist
+        self.unplaced: list[int] = []  # entries that were adopted and name no memory of their own; nobody uses them
+        self.damage = 0  # entries that somebody wrote over
         self._free = list(range(g.blocks - 1, -1, -1))
         self.leases = 0
         self._most_used = self._most_blocks = self._allocations = self._refused = self._leaked = 0
@@ -96,11 +104,9 @@ class BlockTable:
                     self._extents.free(start, size)
                     raise
             index = self._free.pop()
-            block = Block(index, self._generations[index] + 1, self.base + start, size, tag)
-            self._offsets.store(index, block.offset)
-            self._sizes.store(index, size)
-            self._tags.store(index, tag)
-            self._generations.store(index, block.generation)  # from here on the block exists
+            self._mend_free(index)
+            block = Block(index, _after(self._generations[index]), self.base + start, size, tag)
+            self._publish(block)
             self._allocations += 1
             self._most_used = max(self._most_used, self._extents.used)
             self._most_blocks = max(self._most_blocks, len(self._generations) - len(self._free))
@@ -113,9 +119,60 @@ class BlockTable:
             self._give_back(block)
 
     def existing(self) -> list[Block]:
-        """The blocks that exist, as the table in shared memory says."""
+        """The blocks that exist: as the owner knows, or to others as the table in shared memory says."""
         self.check_open()
+        if self.segment.owner:
+            return [block for _, block in sorted(self._blocks.items())]
         return [self._block(index) for index, g in enumerate(self._generations.view.tolist()) if g & 1]
+
+    def mend(self) -> None:
+        """Owner: put the table right, for the next owner."""
+        self.check_open(owner=True)
+        with self._lock:
+            for block in list(self._blocks.values()):
+                if self._block(block.index) != block:
+                    self.damage += 1
+                    self._publish(block)
+            for index in self._free:
+                self._mend_free(index)
+
+    def freed(self) -> list[Block]:
+        """What the entries of blocks that do not exist any more still say: where they were."""
+        found = [self._block(index) for index in self._free if self._sizes[index]]
+        return [block for block in found if 0 <= block.offset - self.base <= self.size - block.size]
+
+    def retag(self, block: Block, tag: int) -> Block:
+        """The same block under another tag."""
+        with self._lock:
+            other = replace(block, tag=tag)
+            self._publish(other)
+            return other
+
+    def unplace(self, block: Block) -> None:
+        """An adopted entry that was found wrong: its memory is free, the entry is left until `claim` or `retire`."""
+        with self._lock:
+            del self._blocks[block.index]
+            self._extents.free(block.offset - self.base, block.size)
+            self.unplaced.append(block.index)
+
+    def claim(self, offset: int, size: int, tag: int) -> Block | None:
+        """A block exactly here, which no entry names any more; best in an entry that is wrong. None where that is not free."""
+        with self._lock:
+            entries = self.unplaced or self._free
+            if not entries or not self._extents.reserve(offset - self.base, size):
+                return None
+            index = entries.pop()
+            block = Block(index, _after(self._generations[index]) | 1, offset, size, tag)
+            self._publish(block)
+            return block
+
+    def retire(self) -> None:
+        """Whatever the entries named that are still `unplaced`, it is not there: they are free."""
+        with self._lock:
+            for index in self.unplaced:
+                self._generations.store(index, _after(self._generations[index]))
+            self._free += self.unplaced
+            self.unplaced = []
 
     def checked(self, handle: Handle) -> Block:
         """The block that a handle names. Errors: StaleHandle."""
@@ -165,23 +222,39 @@ class BlockTable:
     def _block(self, index: int) -> Block:
         return Block(index, self._generations[index], self._offsets[index], self._sizes[index], self._tags[index])
 
+    def _publish(self, block: Block) -> None:
+        index = block.index
+        self._offsets.store(index, block.offset)
+        self._sizes.store(index, block.size)
+        self._tags.store(index, block.tag)
+        self._generations.store(index, block.generation)  # from here on the block exists
+        self._blocks[index] = block
+
     def _adopt(self) -> int:
-        found = self.existing()
-        for block in found:
-            if not self._extents.reserve(block.offset - self.base, block.size):
-                raise TransportError(
-                    f"{self.segment.path}: block {block.index} ({block.offset}+{block.size}) overlaps another or leaves the "
-                    "segment; remove it with `asyncrl shm clear`"
-                )
-        taken = {block.index for block in found}
+        for index, generation in enumerate(self._generations.view.tolist()):
+            if generation & 1:
+                block = self._block(index)
+                if block.size and self._extents.reserve(block.offset - self.base, block.size):
+                    self._blocks[index] = block
+                else:  # it overlaps another, or leaves the memory
+                    self.unplaced.append(index)
+        taken = {*self._blocks, *self.unplaced}
         self._free = [index for index in self._free if index not in taken]
-        self._most_used, self._most_blocks = self._extents.used, len(found)
-        return len(found)
+        self.damage += len(self.unplaced)
+        self._most_used, self._most_blocks = self._extents.used, len(self._blocks)
+        return len(self._blocks)
+
+    def _mend_free(self, index: int) -> None:
+        if self._generations[index] & 1:
+            self.damage += 1
+            self._generations.store(index, _after(self._generations[index]))
 
     def _give_back(self, block: Block) -> None:
-        if self._generations[block.index] != block.generation:
+        if self._blocks.get(block.index) != block:
             raise StaleHandle(f"{self.what}: block {block.index} was already given back")
-        self._generations.store(block.index, block.generation + 1)
+        self.damage += self._block(block.index) != block
+        del self._blocks[block.index]
+        self._generations.store(block.index, _after(block.generation))
         self._extents.free(block.offset - self.base, block.size)
         self._free.append(block.index)
 
@@ -190,6 +263,11 @@ class BlockTable:
             self._give_back(self.forgotten.popleft())
             self._leaked += 1
             self.leases -= 1
+
+
+def _after(generation: int) -> int:
+    """The next one; whoever writes over the table may leave the largest number there."""
+    return (generation + 1) & 0xFFFF_FFFF_FFFF_FFFF
 
 
 class BlockLease:

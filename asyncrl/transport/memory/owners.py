@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which the process began: with its number it names a process for good. None: no such."""
+    """Clock ticks since boot at which the process began: with its number it names a process for good. None: no such.
+
+    Errors: OSError where it cannot be told, such as with too many open files: nobody is dead for that.
+    """
     try:
         raw = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     return int(raw.rpartition(")")[2].split()[19])
 

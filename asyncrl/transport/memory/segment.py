@@ -6,7 +6,8 @@ Guarantees
 * The owner is whoever holds the exclusive `flock`: the kernel drops it when the owner dies, however it dies. A stopped
   owner keeps it. Process number and start time in the header are for people to read.
 * Pages are allocated at creation (`posix_fallocate`): a full /dev/shm is an error with figures, not a SIGBUS later.
-* An owner that forgets to close removes its name at the end of the process, unless `keep_at_exit` is set.
+* An owner that forgets to close what it created removes its name at the end of the process, unless `keep_at_exit` is set. A
+  segment that it adopted keeps its name, until `close` removes it.
 * Files in /dev/shm are opened directly. (`multiprocessing.shared_memory` would register every attached segment with a
   resource tracker that unlinks it when the attaching process ends.)
 
@@ -23,45 +24,29 @@ import mmap
 import os
 import re
 import secrets
-import struct
 import sys
 import time
 import weakref
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, TransportError
+from . import header
+from .header import HEADER_BYTES, Geometry
 from .owners import owner_of, start_time
 from .words import Words, fault
 
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
-MAGIC = int.from_bytes(b"asyncrl\0", "little")
-VERSION = 1
-HEADER_BYTES = 4096
 BOARD_WORDS = 8  # words for everybody to read, see `Segment.board`
 forks = 0  # between the first process and this one: to compare it costs less than to ask the kernel who one is
-_STATIC = struct.Struct("<QIIQQQQ16sQ")  # magic, version, header bytes, total, blocks, table, data, run, created ns
-_CRC_AT = 96
 _OWNER_AT, _BOARD_AT = 128, 192
+_TENURE_BITS = 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
 
 _open_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What the header says about a segment; checked by CRC32 whenever somebody opens it."""
-
-    total: int  # bytes
-    blocks: int  # entries of the block table
-    table: int  # byte offsets
-    data: int
-    run: bytes  # 16 random bytes: which life of this name it is
-    created_ns: int
 
 
 def check_platform() -> None:
@@ -88,12 +73,13 @@ def path_of(name: str) -> str:
 class Segment:
     """A mapping of one named segment. Make it with `create`, `adopt` or `attach`; close it in the process that made it."""
 
-    def __init__(self, name: str, fd: int, geometry: Geometry, *, owner: bool) -> None:
+    def __init__(self, name: str, hold: _Hold, geometry: Geometry) -> None:
         self.name = name
         self.geometry = geometry
-        self._hold = _Hold(fd, path_of(name), owner, os.getpid())
-        self._finalizer = weakref.finalize(self, _Hold.let_go, self._hold)
-        self.map = _map(fd, geometry.total)
+        self.adopted = False
+        self._hold = hold
+        self._finalizer = weakref.finalize(self, _Hold.let_go, hold)
+        self.map = _map(hold.fd, geometry.total)
         self.buffer = memoryview(self.map)
         base = np.frombuffer(self.map, np.uint8)
         self.address: int = base.__array_interface__["data"][0]
@@ -118,51 +104,42 @@ class Segment:
         total = (data + size + 4095) & -4096
         geometry = Geometry(total, blocks, table, data, secrets.token_bytes(16), time.time_ns())
         fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        hold = _Hold(fd, path, True, os.getpid())
         try:
             _allocate(fd, total, path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(fd, _header(geometry), 0)
-            segment = cls(name, fd, geometry, owner=True)
-        except BaseException:
-            os.close(fd)
-            raise
-        try:
+            os.pwrite(fd, header.pack(geometry), 0)
+            segment = cls(name, hold, geometry)
             segment._sign()
             fault("segment.link")
             _link(fd, path)
         except FileExistsError:
-            segment.close(unlink=False)
+            hold.give_up()
             raise _taken(name) from None
         except BaseException:
-            segment.close(unlink=False)
+            hold.give_up()
             raise
+        hold.keep = False  # from here on the name is ours
         return segment
 
     @classmethod
     def adopt(cls, name: str) -> Segment:
-        """Become the owner of a segment whose owner is gone; everything in it stays.
+        """Become the owner of a segment whose owner is gone; everything in it stays, and its name too unless `close` removes it.
 
-        Errors: ArenaOwned where the owner lives, FileNotFoundError where there is none, TransportError for a bad header.
+        Errors: ArenaOwned where the owner lives, FileNotFoundError where there is none, SegmentDamaged for a bad header.
         """
         check_platform()
         path = path_of(name)
-        while True:
-            fd = _open(path)
-            try:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise _taken(name, locked=True) from None
-                if not _still_named(fd, path):  # the old owner unlinked it between our open and our lock
-                    os.close(fd)
-                    continue
-                segment = cls(name, fd, _read_header(fd, path), owner=True)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-                raise
+        fd = _lock(name, path)
+        hold = _Hold(fd, path, True, os.getpid())
+        try:
+            segment = cls(name, hold, header.read(fd, path))
             segment._sign()
-            return segment
+        except BaseException:
+            hold.give_up()
+            raise
+        segment.adopted = True
+        return segment
 
     @classmethod
     def attach(cls, name: str) -> Segment:
@@ -170,11 +147,32 @@ class Segment:
         check_platform()
         path = path_of(name)
         fd = _open(path)
+        hold = _Hold(fd, path, False, os.getpid())
         try:
-            return cls(name, fd, _read_header(fd, path), owner=False)
+            return cls(name, hold, header.read(fd, path))
         except BaseException:
-            os.close(fd)
+            hold.give_up()
             raise
+
+    @staticmethod
+    def set_aside(name: str) -> str:
+        """Rename a segment that nobody owns and nobody can read, so that a new one can have its name. Returns what it is called
+        now. Errors: ArenaOwned, FileNotFoundError."""
+        path = path_of(name)
+        fd = _lock(name, path)
+        try:
+            number = 1
+            while True:
+                other = f"{name[:100]}.damaged-{number}"
+                try:
+                    os.link(path, path_of(other), follow_symlinks=False)
+                except FileExistsError:
+                    number += 1
+                    continue
+                os.unlink(path)
+                return other
+        finally:
+            os.close(fd)
 
     def populate(self, offset: int, size: int) -> None:
         """Map these bytes' pages now: the first touch of each would cost a page fault, in the middle of a put."""
@@ -187,7 +185,16 @@ class Segment:
     @property
     def tenure(self) -> int:
         """How many owners it has had."""
+        return self._life[0] & (1 << _TENURE_BITS) - 1
+
+    @property
+    def secret(self) -> int:
+        """The tenure below 44 random bits, for this owner alone. Whoever cannot open the file cannot guess it."""
         return self._life[0]
+
+    def renew_secret(self) -> None:
+        """Draw other bits. Only before anybody could have used these."""
+        self._life.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | self.tenure)
 
     @property
     def path(self) -> str:
@@ -220,7 +227,8 @@ class Segment:
         self._life.store(3, 0)
         self._life.store(1, os.getpid())
         self._life.store(2, start_time(os.getpid()) or 0)
-        self._life.store(0, self._life[0] + 1)
+        tenure = (self.tenure + 1) & (1 << _TENURE_BITS) - 1
+        self._life.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | tenure)
 
     def close(self, *, unlink: bool) -> None:
         """Unmap and let go of the ownership; `unlink` (owner only) removes the name first. Twice is fine.
@@ -250,7 +258,7 @@ class _Hold:
     path: str
     owner: bool
     pid: int
-    keep: bool = False
+    keep: bool = True  # until it is known that the name is ours to remove
 
     def let_go(self) -> None:
         if self.fd < 0 or self.pid != os.getpid():
@@ -261,6 +269,11 @@ class _Hold:
                 os.unlink(self.path)
         os.close(self.fd)
         self.fd = -1
+
+    def give_up(self) -> None:
+        """What was begun failed. The name stays, and whoever looks for the half-made segment finds nothing to let go of."""
+        self.keep = True
+        self.let_go()
 
     def forked(self) -> None:
         """In a forked child: give up the shared file description, so that the lock dies with the parent."""
@@ -320,10 +333,30 @@ def _link(fd: int, path: str) -> None:
 
 def _open(path: str) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if os.fstat(fd).st_uid != os.geteuid():
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise TransportError(f"{path} belongs to another user; choose another name")
+    except BaseException:
         os.close(fd)
-        raise TransportError(f"{path} belongs to another user; choose another name")
+        raise
     return fd
+
+
+def _lock(name: str, path: str) -> int:
+    """The file of this name, opened and locked. Errors: ArenaOwned, FileNotFoundError."""
+    while True:
+        fd = _open(path)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _taken(name, locked=True) from None
+            if _still_named(fd, path):  # else the old owner unlinked it between our open and our lock
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
 
 
 def _still_named(fd: int, path: str) -> bool:
@@ -349,29 +382,3 @@ def _taken(name: str, *, locked: bool = False) -> TransportError:
         )
     who = f"process {pid}" if pid else "a process that cannot be seen from here"
     return ArenaOwned(f"{path} is owned by {who}, which lives (perhaps stopped); use another name or end it")
-
-
-def _header(geometry: Geometry) -> bytes:
-    g = geometry
-    static = _STATIC.pack(MAGIC, VERSION, HEADER_BYTES, g.total, g.blocks, g.table, g.data, g.run, g.created_ns)
-    static = static.ljust(_CRC_AT, b"\0")
-    return static + zlib.crc32(static).to_bytes(4, "little")
-
-
-def _read_header(fd: int, path: str) -> Geometry:
-    raw = os.pread(fd, _CRC_AT + 4, 0)
-    size = os.fstat(fd).st_size
-    if len(raw) < _CRC_AT + 4:
-        raise TransportError(f"{path} is no segment of asyncrl: it has {size} bytes")
-    magic, version, header_bytes, total, blocks, table, data, run, created = _STATIC.unpack_from(raw)
-    if magic != MAGIC:
-        raise TransportError(f"{path} is no segment of asyncrl: it begins with {magic:#x}")
-    if version != VERSION or header_bytes != HEADER_BYTES:
-        raise TransportError(
-            f"{path} has layout version {version}, this program reads {VERSION}: use the same asyncrl on both sides"
-        )
-    if zlib.crc32(raw[:_CRC_AT]) != int.from_bytes(raw[_CRC_AT:], "little"):
-        raise TransportError(f"{path}: the CRC32 of its header is wrong; remove it with `asyncrl shm clear`")
-    if size != total or not HEADER_BYTES <= table <= data <= total or table + blocks * 32 > data:
-        raise TransportError(f"{path}: geometry {total} bytes, table {table}, data {data} does not fit {size} bytes")
-    return Geometry(total, blocks, table, data, run, created)

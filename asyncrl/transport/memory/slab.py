@@ -35,13 +35,12 @@ import torch
 
 from ...errors import StaleHandle, TransportError
 from .arena import ArrayBase
-from .blocks import ArenaStatistics, Block, BlockLease, BlockTable
+from .blocks import SLAB, ArenaStatistics, Block, BlockLease, BlockTable
 from .device_memory import DeviceMemory
 from .handles import BFLOAT16, Handle, dtype_name, numpy_dtype
 from .segment import Segment
 
 _HEAD = struct.Struct("<8sQI")  # magic, bytes of the memory, bytes of its description
-_MAGIC = b"slab1\0\0\0"
 _DESCRIPTION_BYTES = (
     4096  # the first page of the segment's data; what lies behind it is the memory of a slab on the CPU
 )
@@ -122,7 +121,7 @@ class Slab:
         try:
             description = memory.kind.ljust(8, b"\0") + memory.describe()
             start = segment.geometry.data
-            head = _HEAD.pack(_MAGIC, memory.size, len(description)) + description
+            head = _HEAD.pack(SLAB, memory.size, len(description)) + description
             segment.buffer[start : start + len(head)] = head
             segment.board.store(_READY, 1)
             with _memories_lock:
@@ -141,7 +140,7 @@ class Slab:
         segment = Segment.attach(name)
         try:
             magic, size, _ = _HEAD.unpack_from(segment.buffer, segment.geometry.data)
-            if not segment.board[_READY] or magic != _MAGIC:
+            if not segment.board[_READY] or magic != SLAB:
                 raise TransportError(f"{segment.path} is no slab, or none yet: its owner must have made it with `Slab`")
             return cls(segment, size, None)
         except BaseException:

@@ -259,6 +259,8 @@ def _connect(box_of: type[Inbox], name: str, recorder: Recorder | None, cause: C
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connection.connect(rendezvous.address(room.segment))  # to a local socket: at once, or refused
+        if not rendezvous.trusted(connection):
+            raise ConnectionRefusedError  # somebody else's socket is nobody's
         return box_of(room, connection, recorder, cause)
     except BaseException as error:
         connection.close()

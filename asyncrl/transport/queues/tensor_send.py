@@ -83,11 +83,10 @@ class Outbox(Side):
             connection, _ = self._door.accept()
         except BlockingIOError:
             return
-        pid, user = rendezvous.peer(connection)
-        if user != os.geteuid():
+        if not rendezvous.trusted(connection):
             connection.close()
             return
-        self.same_process = pid == os.getpid()
+        self.same_process = rendezvous.peer(connection)[0] == os.getpid()
         self._close_door()  # one receiver: the next one is told that nobody listens
         self.line = Line(self.loop, connection, self.exchange, lambda: wake_all(self.waiters))
         while self.early:

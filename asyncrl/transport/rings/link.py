@@ -8,8 +8,10 @@ import os
 import socket
 from collections.abc import Callable
 
+from ...errors import OutOfMemory, TransportError
 from ..memory.arena import Arena, Block
 from ..memory.owners import start_time
+from ..rendezvous import PROTOCOL
 from .ring import CLOSED, TAG, RingMemory, RingReader, block_bytes, format_ring
 
 
@@ -31,11 +33,16 @@ class Link:
     def create(cls, arena: Arena, producer: bytes, pid: int, slots: int, payload: int) -> Link:
         """A new ring. Errors: OutOfMemory."""
         started = start_time(pid) or 0 if pid else 0
-        block = arena.allocate(
-            block_bytes(slots, payload),
-            tag=TAG,
-            prepare=lambda buffer: format_ring(buffer, slots, producer, pid, started),
-        )
+        try:
+            block = arena.allocate(
+                block_bytes(slots, payload),
+                tag=TAG,
+                prepare=lambda buffer: format_ring(buffer, slots, producer, pid, started),
+            )
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"no room for one more producer ({len(arena.blocks())} have a part; door.ring_mib, door.producer_mib): {error}"
+            ) from None
         link = cls(arena, block)
         link.reader.replay()
         return link
@@ -74,12 +81,18 @@ class Link:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             return False
-        if start_time(pid) != started:  # the number belongs to somebody else by now
+        try:
+            same = start_time(pid) == started  # else the number belongs to somebody else by now
+            if same:
+                loop.add_reader(self._pidfd, on_death, self)
+                return True
+        except BaseException:
             os.close(self._pidfd)
             self._pidfd = None
-            return False
-        loop.add_reader(self._pidfd, on_death, self)
-        return True
+            raise
+        os.close(self._pidfd)
+        self._pidfd = None
+        return False
 
     def connect(
         self, loop: asyncio.AbstractEventLoop, connection: socket.socket, on_connection: Callable[[Link], None]
@@ -103,13 +116,17 @@ class Link:
         self._unwatch(loop)
         self.disconnect(loop)
 
-    def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let go of descriptors and views; the ring itself stays as it is."""
+    def leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let go of the producer; what it put can still be taken and released."""
         self._unwatch(loop)
         self.disconnect(loop)
         if self.space is not None:
             os.close(self.space)
             self.space = None
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let go of descriptors and views; the ring itself stays as it is."""
+        self.leave(loop)
         with contextlib.suppress(BufferError):  # somebody still looks at a record
             self.memory.release_views()
 
@@ -118,3 +135,18 @@ class Link:
             loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def introduced(message: dict[str, object]) -> bytes:
+    """The producer that says so at the rendezvous. Errors: TransportError to send back."""
+    if message.get("protocol") != PROTOCOL:
+        raise TransportError(
+            f"protocol {message.get('protocol')!r}; this owner speaks {PROTOCOL}: use the same asyncrl on both sides"
+        )
+    try:
+        producer = bytes.fromhex(str(message["producer"]))
+        if len(producer) != 16:
+            raise ValueError("16 bytes expected")
+    except (KeyError, ValueError) as error:
+        raise TransportError(f"a producer introduces itself by 16 bytes in hexadecimal: {error}") from error
+    return producer

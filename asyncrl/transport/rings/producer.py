@@ -148,24 +148,30 @@ def _attach(core: Core, deadline: float) -> Waits:
 def _finish(core: Core, plan: Plan, need: Need, deadline: float, timeout: float) -> Waits:
     """The rest of a put that has to wait for `need`, or that no owner heard of."""
     ownerless, full, pauses = False, False, _pauses()
-    while need is not Need.NOTHING:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise core.late(plan, timeout)
-        if need is Need.SPACE:
-            core.waits += not full  # each put once
-            full = True
-            yield Readable(core.space(), left)
-            core.drain()
-        else:
-            if ownerless:  # nobody listened a moment ago
-                yield Pause(min(next(pauses), left))
-            ownerless = (yield Call(lambda: _attach_once(core, deadline))) is None
-            if ownerless:
-                core.hear_end()
-        need = core.advance(plan, ownerless=ownerless)
-    if core.unannounced:
-        yield Call(lambda: _announce(core, deadline))
+    while True:
+        while need is not Need.NOTHING:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise core.late(plan, timeout)
+            if need is Need.SPACE:
+                core.waits += not full  # each put once
+                full = True
+                yield Readable(core.space(), left)
+                core.drain()
+            else:
+                if ownerless:  # nobody listened a moment ago
+                    yield Pause(min(next(pauses), left))
+                ownerless = (yield Call(lambda: _attach_once(core, deadline))) is None
+                if ownerless:
+                    core.hear_end()
+            need = core.advance(plan, ownerless=ownerless)
+        if not core.unannounced:
+            return
+        found = yield Call(lambda: _announce(core, deadline))
+        if found is None or not found.fresh:
+            return
+        # Nobody looks at the ring any more that it lies in (it was damaged): again, into the new one.
+        need = core.advance(plan, ownerless=False)
 
 
 def _pauses() -> Iterator[float]:
@@ -183,11 +189,12 @@ def _attach_once(core: Core, deadline: float) -> Attachment | None:
         return None
 
 
-def _announce(core: Core, deadline: float) -> None:
+def _announce(core: Core, deadline: float) -> Attachment | None:
     """After a put that no owner heard of: look for one again, because one may have come, and looked, in between.
 
     An owner listens before it looks at the rings. So if nobody listens even now, the look is still to come and will find
     the record; and if somebody does, attaching makes it look. The record is accepted either way.
     """
     with contextlib.suppress(RingDetached):
-        _attach_once(core, deadline)
+        return _attach_once(core, deadline)
+    return None

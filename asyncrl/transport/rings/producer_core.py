@@ -92,7 +92,7 @@ class Core:
         self._poll = select.poll()
         self._poll.register(found.connection, select.POLLIN)
         if segment is not self._segment or found.fresh or self._writer is None:
-            self._forget_ring()
+            self._forget_ring(keep=segment)
             self._segment = segment
             segment.populate(found.offset, found.size)
             self._writer = RingWriter(RingMemory(segment.buffer[found.offset : found.offset + found.size]))
@@ -194,11 +194,11 @@ class Core:
             self._attachment.close()
             self._attachment = None
 
-    def _forget_ring(self) -> None:
+    def _forget_ring(self, keep: Segment | None = None) -> None:
         if self._writer is not None:
             self._writer.release_views()
             self._writer = None
-        if self._segment is not None:
+        if self._segment is not None and self._segment is not keep:  # a new ring may lie in the segment of the old one
             self._segment.close(unlink=False)
             self._segment = None
 

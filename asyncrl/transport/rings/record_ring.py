@@ -12,6 +12,7 @@ Guarantees
 * Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
   once its records were released. A stopped producer is not dead: its ring waits for it.
 * Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
+* A ring that was written over is set aside, its segment kept; the others go on. An opening that fails removes nothing.
 * `end_intake` lets producers go. So does `close`, which keeps the segment for the next owner where records are left.
 """
 
@@ -29,16 +30,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from ...concurrency.shield import wait_shielded
-from ...errors import LifecycleError, OutOfMemory, RecordError, TransportError
+from ...errors import LifecycleError, RecordError, TransportError
 from ...records.read import Record
 from .. import rendezvous
 from ..memory.arena import Arena
 from ..queues.queue import wait_in, waiting, wake_all, wake_one
+from .adoption import adopted, set_aside
 from .delivery import Delivery
-from .link import Link
+from .link import Link, introduced
 from .producer_core import VERSION_WORD
-from .ring import TAG
-from .types import Memory, RingCounters, RingSettings, RingStatistics
+from .types import Damage, Memory, RingCounters, RingSettings, RingStatistics
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
@@ -54,15 +55,18 @@ class RecordRing:
         self.name = name
         self.settings = settings or RingSettings()
         self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
+        self.damage = Damage()
         self.recorder: Recorder | None = None
         self._known = Memory(_REMEMBERED)
         self._counts = RingCounters()
         self._links: dict[bytes, Link] = {}
+        self._aside: list[Link] = []  # set aside by this owner, who may still hold records of them
         self._visitors: set[socket.socket] = set()  # connected, not yet introduced
         self._ready: deque[tuple[Link, int, int]] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
         self._arena: Arena | None = None
         self._listener: socket.socket | None = None
+        self._data = -1  # eventfd: something was put
         self._failure: Exception | None = None  # of a callback of the loop
         self._state = "new"
 
@@ -73,17 +77,18 @@ class RecordRing:
             raise LifecycleError(f"record ring {self.name!r} was opened before; make a new one")
         self._loop = asyncio.get_running_loop()
         # Allocation fills the pages with zeros: too long for the loop.
-        opening = self._loop.run_in_executor(None, lambda: Arena.create_or_adopt(self.name, self.settings.size))
+        make = partial(Arena.create_or_adopt, self.name, self.settings.size, self.damage.say)
+        opening = self._loop.run_in_executor(None, make)
         cancelled = await wait_shielded(opening)
         if cancelled is not None:
             if opening.exception() is None:
-                opening.result().close(keep=bool(opening.result().blocks()))
+                opening.result().close(keep=opening.result().segment.adopted)
             raise cancelled
         self._arena = opening.result()
         try:
             self._open(self._arena)
         except BaseException:
-            self.close()
+            self._let_go_of_all(keep=self._arena.segment.adopted)
             raise
         return self
 
@@ -91,17 +96,12 @@ class RecordRing:
         self.close()
 
     def _open(self, arena: Arena) -> None:
-        self._state = "open"
-        arena.segment.keep_at_exit(True)
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._listener = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
         self._loop.add_reader(self._data, self._call, self._on_data)
         self._loop.add_reader(self._listener.fileno(), self._call, self._on_visitor)
         found = []
-        for block in arena.blocks():
-            if block.tag != TAG:
-                continue
-            link = Link.adopt(arena, block)
+        for link in adopted(arena, self.damage.say):
             self._links[link.producer] = link
             found += [(sequence, link, slot) for slot, sequence in link.reader.replay()]
         found.sort(key=lambda one: one[0])
@@ -109,14 +109,15 @@ class RecordRing:
         self._counts.replayed = len(found)
         for link in list(self._links.values()):
             self._watch(link)
-            self._tell_if_gone(link)
-            self._free_if_done(link)  # closed in good order while nobody owned it, and nothing left in it
+            self._tell_if_gone(link)  # closed in good order while nobody owned it
+        arena.segment.keep_at_exit(True)
+        self._state = "open"
 
     def end_intake(self) -> None:
         """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
         if self._arena is None or self._listener is None:
             return
-        for link in self._links.values():
+        for link in list(self._links.values()):
             self._gather(link)
         # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
         self._arena.segment.seal()
@@ -129,22 +130,32 @@ class RecordRing:
             link.disconnect(self._loop)
 
     def close(self) -> bool:
-        """Stop. True where records were left for the next owner. Twice is fine."""
+        """Stop. True where records were left for the next owner, or a damaged ring. Twice is fine."""
         if self._state != "open" or self._arena is None:
-            if self._arena is not None:
-                self._arena.close(keep=True)
             self._state = "closed"
             return False
         self.end_intake()
-        self._state, arena = "closed", self._arena
-        keep = any(link.reader.poll() or link.reader.outstanding for link in self._links.values())
-        for link in self._links.values():
-            link.close(self._loop)
-        self._loop.remove_reader(self._data)
-        os.close(self._data)
-        wake_all(self._getters)
-        arena.close(keep=keep)
+        table, links = self._arena.table, self._links.values()
+        table.mend()
+        aside = len(table.existing()) > len(links)
+        keep = aside or any(link.reader.poll() or link.reader.outstanding or link.reader.counts.lost for link in links)
+        self._let_go_of_all(keep=keep)
         return keep
+
+    def _let_go_of_all(self, *, keep: bool) -> None:
+        self._state = "closed"
+        wake_all(self._getters)
+        for link in (*self._links.values(), *self._aside):
+            link.close(self._loop)
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        if self._data >= 0:
+            self._loop.remove_reader(self._data)
+            os.close(self._data)
+        assert self._arena is not None
+        self._arena.close(keep=keep)
 
     # -- records
 
@@ -207,7 +218,8 @@ class RecordRing:
 
     def statistics(self) -> RingStatistics:
         """A snapshot, over all rings."""
-        return self._counts.statistics(self._links.values())
+        damaged = self.damage.count + (self._arena.table.damage if self._arena is not None else 0)
+        return self._counts.statistics(self._links.values(), damaged)
 
     # -- inside
 
@@ -245,7 +257,7 @@ class RecordRing:
             os.eventfd_read(self._data)
         except BlockingIOError:
             pass
-        for link in self._links.values():
+        for link in list(self._links.values()):
             self._gather(link)
 
     def _gather(self, link: Link) -> None:
@@ -254,6 +266,17 @@ class RecordRing:
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
             wake_one(self._getters)
+        if link.reader.counts.lost and self._links.get(link.producer) is link:
+            self._set_aside(link)
+
+    def _set_aside(self, link: Link) -> None:
+        """Somebody wrote over its words. What was found in it can be taken; its producer attaches again, and gets another ring."""
+        assert self._arena is not None
+        del self._links[link.producer]
+        self._aside.append(link)
+        self._counts.leave(link.reader.counts)
+        link.leave(self._loop)
+        set_aside(self._arena, link.block, "accepted records are not where they belong", self.damage.say)
 
     # -- producers come and go
 
@@ -264,7 +287,7 @@ class RecordRing:
             except OSError:  # nobody waits any more, or gave up already
                 return
             connection.setblocking(False)
-            if rendezvous.peer(connection)[1] == os.geteuid():
+            if rendezvous.trusted(connection):
                 self._visitors.add(connection)
                 self._loop.add_reader(connection.fileno(), self._call, self._on_hello, connection)
             else:
@@ -304,32 +327,27 @@ class RecordRing:
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
         """The ring of this producer: the one it had, or a new one. Answers it. Errors: TransportError to send back."""
         assert self._arena is not None
-        if message.get("protocol") != rendezvous.PROTOCOL:
-            raise TransportError(
-                f"protocol {message.get('protocol')!r}; this owner speaks {rendezvous.PROTOCOL}: use the same asyncrl on both sides"
-            )
-        try:
-            producer = bytes.fromhex(str(message["producer"]))
-            if len(producer) != 16:
-                raise ValueError("16 bytes expected")
-        except (KeyError, ValueError) as error:
-            raise TransportError(f"a producer introduces itself by 16 bytes in hexadecimal: {error}") from error
+        producer = introduced(message)
         link = self._links.get(producer)
         fresh = link is None
         if link is None:
             s, pid = self.settings, rendezvous.peer(connection)[0]
-            try:
-                link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes)
-            except OutOfMemory as error:
-                raise OutOfMemory(
-                    f"no room for one more producer ({len(self._links)} have a part; door.ring_mib, door.producer_mib): {error}"
-                ) from None
+            link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes)
             self._links[producer] = link
-            self._watch(link)
+            try:
+                self._watch(link)
+            except BaseException:  # nobody would hear of its death
+                self._links.pop(producer).close(self._loop)
+                self._arena.free(link.block)
+                raise
             if link.dead:
                 raise TransportError("the producer died while it attached")
-        offset, size = link.block.offset, link.block.size
-        answer = {"offset": offset, "size": size, "fresh": fresh, "checksum": False}  # the last for clients of 0.1.0
+        answer = {
+            "offset": link.block.offset,
+            "size": link.block.size,
+            "fresh": fresh,
+            "checksum": False,
+        }  # last: for 0.1.0
         rendezvous.send(connection, answer, [self._data, link.open_space()])
         return link
 
@@ -349,7 +367,6 @@ class RecordRing:
         self._gather(link)
         if link.ended():
             self._tell_if_gone(link)
-            self._free_if_done(link)
         elif link.invisible:
             self._on_death(link)
 
@@ -361,7 +378,6 @@ class RecordRing:
             self._counts.deaths += 1
             self._counts.half_written += link.memory.unpublished()
         self._tell_if_gone(link)
-        self._free_if_done(link)
 
     def _tell_if_gone(self, link: Link) -> None:
         """Behind its last record, so that who takes records hears of it in order."""
@@ -369,6 +385,7 @@ class RecordRing:
             link.told = True
             self._ready.append((link, _GONE, 0))
             wake_one(self._getters)
+        self._free_if_done(link)
 
     def _free_if_done(self, link: Link) -> None:
         if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
@@ -376,8 +393,7 @@ class RecordRing:
         if self._listener is None:  # the intake ended: what was not looked at may lie in it
             return
         assert self._arena is not None
-        self._counts.passed_over += link.reader.counts.passed_over
-        self._counts.torn += link.reader.counts.lost
+        self._counts.leave(link.reader.counts)
         del self._links[link.producer]
         link.close(self._loop)
         self._arena.free(link.block)

@@ -3,8 +3,10 @@
 A ring is one block of an arena, written by one producer and one consumer, without locks:
 
     0     magic, version, slots, payload offset, payload bytes, producer (16 bytes), CRC32 of these
+    56    CRC32 of pid and start time + 2**32 (0: made by an earlier version)
     128   head       producer   positions given out; a record is accepted by the store that raises the head over it
     192   read       consumer   positions looked at (for people; a new owner does not rely on it)
+    200   releases   consumer   XOR of `released`, stored before it;  1 (0: made by an earlier version)
     256   state      producer   1 attached, 2 closed in good order;  pid, start time;  position being written + 1
     320   sequences  producer   [slots] position + 1 of the record whose descriptor lies here
           released   consumer   [slots] the sequence that was given back
@@ -42,6 +44,7 @@ TAG = 0x52494E47  # of the arena's blocks that are rings
 ATTACHED, CLOSED = 1, 2
 _STATIC = struct.Struct("<QIIQQ16s")
 _CRC_AT = _STATIC.size
+_WHO_AT, _RELEASES_AT = 56, 200
 _HEAD_AT, _READ_AT, _STATE_AT, _ARRAYS_AT = 128, 192, 256, 320
 _CHECK = struct.Struct("<QQQ")
 _FEW = 8  # slots that are looked at sooner one by one than all at once
@@ -65,17 +68,37 @@ def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, start
     static = _STATIC.pack(MAGIC, VERSION, slots, payload_at, len(buffer) - payload_at, producer)
     buffer[: _CRC_AT + 4] = static + zlib.crc32(static).to_bytes(4, "little")
     struct.pack_into("<QQQ", buffer, _STATE_AT, ATTACHED, pid, started)
+    struct.pack_into("<Q", buffer, _WHO_AT, _who(pid, started))
+    struct.pack_into("<QQ", buffer, _RELEASES_AT, 0, 1)
+
+
+def _who(pid: int, started: int) -> int:
+    return zlib.crc32(struct.pack("<QQ", pid, started)) + (1 << 32)
+
+
+def size_of(buffer: memoryview) -> int:
+    """Bytes of the ring that begins here; 0 where none does."""
+    if len(buffer) < _ARRAYS_AT or zlib.crc32(buffer[:_CRC_AT]) != int.from_bytes(
+        buffer[_CRC_AT : _CRC_AT + 4], "little"
+    ):
+        return 0
+    magic, _, _, payload_at, payload, _ = _STATIC.unpack_from(buffer)
+    size: int = payload_at + payload
+    return size if magic == MAGIC and size <= len(buffer) else 0
 
 
 class RingMemory:
     """The words of a ring. Errors: TransportError for a block that is none."""
 
     def __init__(self, buffer: memoryview) -> None:
+        if len(buffer) < _ARRAYS_AT:
+            raise TransportError(f"a block of {len(buffer)} bytes is no ring")
         magic, version, slots, payload_at, payload, producer = _STATIC.unpack_from(buffer)
         crc = int.from_bytes(buffer[_CRC_AT : _CRC_AT + 4], "little")
         good = magic == MAGIC and version == VERSION and zlib.crc32(buffer[:_CRC_AT]) == crc
         if not good or payload_at != _payload_at(slots) or payload_at + payload != len(buffer):
             raise TransportError(f"a block of {len(buffer)} bytes is no ring of version {VERSION}, or damaged")
+        self.who: int = int.from_bytes(buffer[_WHO_AT : _WHO_AT + 8], "little")
         self.block = buffer[:]
         self.readable = buffer.toreadonly()
         self.slots: int = slots
@@ -84,6 +107,7 @@ class RingMemory:
         self.payload = buffer[payload_at:]
         self.head = Words(buffer, _HEAD_AT, 1, "ring.head")
         self.read = Words(buffer, _READ_AT, 1, "ring.read")
+        self.releases = Words(buffer, _RELEASES_AT, 2, "ring.releases")
         self.state = Words(buffer, _STATE_AT, 4, "ring.state")
         at = _ARRAYS_AT
         self.sequences = Words(buffer, at, slots, "ring.sequence")
@@ -106,10 +130,15 @@ class RingMemory:
 
     def release_views(self) -> None:
         """Let go of the memory, so that its mapping can close."""
-        for name in ("head", "read", "state", "sequences", "released", "offsets", "sizes", "checks"):
+        for name in ("head", "read", "releases", "state", "sequences", "released", "offsets", "sizes", "checks"):
             getattr(self, name).release()
         for view in (self.payload, self.block, self.readable):
             view.release()
+
+
+def who_matches(memory: RingMemory) -> bool:
+    """The producer process in the ring is the one that it was made for, as far as can be told."""
+    return not memory.who or memory.who == _who(memory.state[1], memory.state[2])
 
 
 class RingWriter:
@@ -229,7 +258,7 @@ class RingCounts:
 
     records: int = 0
     torn: int = 0  # by `take`
-    lost: int = 0  # positions that hold no descriptor at all
+    lost: int = 0  # positions that hold no descriptor at all, and a head that went back
     passed_over: int = 0  # positions whose slot was still live
 
 
@@ -257,6 +286,9 @@ class RingReader:
         if head > first + memory.slots**2:  # each of the slots that a put may fill can have passed over all others
             self.counts.lost += head - first
             first = head
+        if head < first:
+            self.counts.lost += 1
+            return []
         found = []
         for position in range(first, head):
             slot = position % memory.slots
@@ -269,7 +301,7 @@ class RingReader:
                 self.counts.passed_over += 1
             else:
                 self.counts.lost += 1
-        self._next = max(first, head)  # a head that goes back is damage too
+        self._next = head
         self.outstanding += len(found)
         if memory.read.view[0] != head:
             memory.read.store(0, head)
@@ -299,5 +331,8 @@ class RingReader:
     def release(self, slot: int, sequence: int) -> None:
         """The producer may use slot and payload again."""
         fault("ring.release")
-        self.memory.released.store(slot, sequence)
+        memory = self.memory
+        # First, so that a word of `released` that is ahead of it was never stored by an owner.
+        memory.releases.store(0, memory.releases.view[0] ^ memory.released.view[slot] ^ sequence)
+        memory.released.store(slot, sequence)
         self.outstanding -= 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .link import Link
+    from .ring import RingCounts
 
 _Group = tuple[int, int]  # (epoch, group)
 
@@ -31,6 +32,7 @@ class RingStatistics:
     deaths: int  # producers that died without closing
     reclaimed: int  # rings freed
     refused: int  # producers sent away
+    damaged: int  # rings that were set aside, segments that were, entries of the block table that were written over
 
 
 @dataclass(slots=True)
@@ -48,8 +50,13 @@ class RingCounters:
     reclaimed: int = 0
     refused: int = 0
 
-    def statistics(self, links: Collection[Link]) -> RingStatistics:
-        """With what the rings that exist count themselves."""
+    def leave(self, counts: RingCounts) -> None:
+        """A ring goes: what it counted stays."""
+        self.passed_over += counts.passed_over
+        self.torn += counts.lost
+
+    def statistics(self, links: Collection[Link], damaged: int) -> RingStatistics:
+        """With what the rings that exist count themselves, and the damage."""
         return RingStatistics(
             records=self.records,
             released=self.released,
@@ -64,6 +71,7 @@ class RingCounters:
             deaths=self.deaths,
             reclaimed=self.reclaimed,
             refused=self.refused,
+            damaged=damaged,
         )
 
 
@@ -74,6 +82,22 @@ class RingSettings:
     size: int = 1 << 28  # bytes of the arena
     slots: int = 256  # records per producer
     ring_bytes: int = 1 << 24  # payload per producer; no record can be larger
+
+
+class Damage:
+    """What of a ring's memory was written over: a sentence for each thing, the latest hundred."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lines: deque[str] = deque(maxlen=100)
+        self.listener: Callable[[str], None] | None = None  # hears the next ones at once
+
+    def say(self, line: str) -> None:
+        """One more."""
+        self.count += 1
+        self.lines.append(line)
+        if self.listener is not None:
+            self.listener(line)
 
 
 class Memory:

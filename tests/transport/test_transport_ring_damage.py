@@ -1,0 +1,234 @@
+"""Record ring under attack: openings that fail, memory that is written over, strangers at the rendezvous."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from transport_helpers import ROOT, both_loops, child, environment, finish, line, living, names
+from transport_records import SMALL, drop, groups, pair, planned, whole
+
+from asyncrl.cli.app import main
+from asyncrl.transport import rendezvous
+from asyncrl.transport.inventory import clear, inventory
+from asyncrl.transport.memory.segment import path_of
+from asyncrl.transport.rings.producer import AsyncProducer
+from asyncrl.transport.rings.record_ring import RecordRing
+
+
+def test_attacks_lose_nothing_and_give_nothing_twice() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "attack_rings.py"), "--short", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    for kind, outcome in found.items():
+        assert (outcome["lost"], outcome["twice"], outcome["escaped"]) == (0, 0, 0), (kind, outcome)
+    assert found["too many open files"]["failed"] >= 3 and found["an error at the n-th call"]["failed"] >= 10
+    assert found["cancelled at the n-th turn"]["failed"] >= 2
+    assert found["a bit of one ring's header"]["kept"] >= 8
+    header = found["a bit of the segment's header"]
+    assert header["kept"] == header["tried"] >= 10
+
+
+async def left_by_two(name: str) -> None:
+    """Two rings with two records each, and nobody who owns them."""
+    async with RecordRing(name, SMALL):
+        for first in (0, 10):
+            async with await AsyncProducer.attach(name) as producer:
+                await producer.put(planned(first))
+                await producer.put(planned(first + 1))
+
+
+def overwrite(name: str, at: int, content: bytes) -> None:
+    with Path(path_of(name)).open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+def test_a_damaged_ring_is_set_aside_by_name_shown_and_not_cleared_without_a_word(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(left_by_two(name))
+    start = Path(path_of(name)).read_bytes().index(b"arlring\0")
+    producer = Path(path_of(name)).read_bytes()[start + 32 : start + 48].hex()
+    overwrite(name, start + 9, b"x")
+
+    async def own() -> None:
+        async with RecordRing(name, SMALL) as ring:
+            (said,) = ring.damage.lines
+            assert producer in said and "set aside" in said and ring.statistics().damaged == 1
+            taken = [ring.get_nowait() for _ in range(2)]
+            assert groups(taken) == [10, 11] and all(whole(delivery.record) for delivery in taken)
+            with pytest.raises(anyio.WouldBlock):
+                ring.get_nowait()
+            for delivery in taken:
+                delivery.release()
+
+    asyncio.run(own())
+    (entry,) = [entry for entry in inventory() if entry.name == name]
+    assert entry.records == 0 and producer in entry.problem and "set aside" in entry.problem
+    assert main(["shm", "clear", name]) == 1
+    assert f"the ring of producer {producer}" in capsys.readouterr().err
+    assert bytes.fromhex(producer) in Path(path_of(name)).read_bytes()
+    assert main(["shm", "clear", name, "--drop-records"]) == 0
+
+
+def test_a_segment_whose_header_is_damaged_is_renamed_and_the_next_owner_has_a_new_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(left_by_two(name))
+    overwrite(name, 20, b"x")
+    damaged = Path(path_of(name)).read_bytes()
+
+    async def own() -> None:
+        async with pair(name) as (ring, producer):
+            (said,) = ring.damage.lines
+            assert f"set aside as {name}.damaged-1" in said and "CRC32" in said
+            await producer.put(planned(7))
+            assert (await ring.get()).record.group == 7
+
+    asyncio.run(own())
+    assert Path(path_of(f"{name}.damaged-1")).read_bytes() == damaged
+    assert main(["shm"]) == 0
+    assert f"{name}.damaged-1: " in capsys.readouterr().out
+    assert main(["shm", "clear", f"{name}.damaged-1"]) == 1
+    assert "may lie in it" in capsys.readouterr().err
+    assert main(["shm", "clear", f"{name}.damaged-1", "--drop-records"]) == 0
+
+
+@both_loops
+async def test_a_block_table_that_is_written_over_is_damage_that_is_counted_and_put_right(name: str) -> None:
+    async with RecordRing(name, SMALL) as ring:
+        first, second = await AsyncProducer.attach(name), await AsyncProducer.attach(name)
+        for group in (0, 1):
+            await first.put(planned(group))
+            await second.put(planned(10 + group))
+        taken = [await ring.get() for _ in range(4)]
+        assert ring._arena is not None
+        geometry = ring._arena.segment.geometry
+        ring._arena.segment.buffer[geometry.table : geometry.data] = random.Random(0).randbytes(
+            geometry.data - geometry.table
+        )
+        await first.close()
+        for delivery in taken[:3]:
+            assert whole(delivery.record)
+            delivery.release()
+        with anyio.fail_after(10):
+            while ring.statistics().rings > 1:  # the ring of the first is freed
+                await anyio.lowlevel.checkpoint()
+        assert ring.statistics().damaged == 1
+        third = await AsyncProducer.attach(name)
+        await third.put(planned(20))
+        assert (await ring.get()).record.group == 20
+        assert ring.close() is True
+        assert ring.statistics().damaged > 100
+    async with RecordRing(name, SMALL) as ring:
+        again = [await ring.get() for _ in range(2)]
+        assert sorted(groups(again)) == [11, 20] and ring.statistics().damaged == 0
+        for delivery in again:
+            delivery.release()
+        await second.close()
+        await third.close()
+
+
+@both_loops
+async def test_a_ring_that_is_damaged_while_it_is_used_is_set_aside_and_its_producer_gets_another(name: str) -> None:
+    async with RecordRing(name, SMALL) as ring:
+        heard: list[str] = []
+        ring.damage.listener = heard.append
+        first, second = await AsyncProducer.attach(name), await AsyncProducer.attach(name)
+        await first.put(planned(0))
+        held = await ring.get()
+        link = ring._links[first.identity]
+        link.memory.head.store(0, 0)
+        link.memory.sequences.store(1, 99)
+        await second.put(planned(10))  # the owner looks
+        other = await ring.get()
+        assert other.record.group == 10
+        assert len(heard) == 1 and first.identity.hex() in heard[0] and ring.statistics().damaged == 1
+        await first.put(planned(1))
+        with anyio.fail_after(10):
+            found = await ring.get()
+        assert found.record.group == 1 and first.statistics().attachments == 2
+        for delivery in (held, other, found):
+            assert whole(delivery.record)
+            delivery.release()
+        await first.close()
+        await second.close()
+    assert names(name)  # the damaged ring is kept
+    clear(name, drop_records=True)
+
+
+OWNER = """
+import asyncio, sys
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
+
+async def own():
+    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)):
+        print("open", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(own())
+"""
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind("\\0" + sys.argv[1])
+listener.listen(8)
+print("bound", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is needed")
+def test_an_address_that_another_user_took_after_the_owners_death_is_nobodys(name: str) -> None:
+    async def scene() -> None:
+        process = child(OWNER, name)
+        await asyncio.to_thread(line, process)
+        producer = await AsyncProducer.attach(name)
+        await producer.put(planned(0))
+        segment = producer._core._segment
+        assert segment is not None
+        address = rendezvous.address(segment)
+        process.kill()
+        finish(process)
+        with living(STRANGER, address[1:]) as stranger:
+            assert await asyncio.to_thread(line, stranger) == "bound"
+            await producer.put(planned(1))  # accepted, as while nobody owns the ring
+            assert not producer.statistics().attached
+            async with RecordRing(name, SMALL) as ring:
+                assert rendezvous.address(segment) != address
+                await producer.put(planned(2))
+                taken = [await ring.get() for _ in range(3)]
+                assert groups(taken) == [0, 1, 2] and producer.statistics().attached
+                await producer.close()
+                drop(ring)
+
+    asyncio.run(scene())
+
+
+def test_addresses_of_owners_cannot_be_told_from_earlier_ones(name: str) -> None:
+    async def numbers() -> list[int]:
+        found = []
+        for _ in range(8):
+            ring = RecordRing(name, SMALL)
+            await ring.__aenter__()
+            assert ring._arena is not None
+            segment = ring._arena.segment
+            assert segment.tenure == 1
+            found.append(int(rendezvous.address(segment).rpartition("/")[2]) >> 20)
+            ring.close()
+        return found
+
+    found = asyncio.run(numbers())
+    assert len(set(found)) == 8 and max(found) > 2**36

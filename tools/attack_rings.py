@@ -1,0 +1,370 @@
+"""Attacks the opening of a record ring, and its memory: nothing that was accepted may be lost, and nothing may come twice.
+
+    python tools/attack_rings.py            # every attack in full, some minutes
+    python tools/attack_rings.py --short    # as in CI
+
+Three producers put records, and all are killed, the owner too. What then lies in shared memory is attacked again and again, from
+the same bytes. *Failed openings*: with no more than k files; with an exception at the n-th call of the system or the library;
+cancelled at the n-th turn of the loop. After each the next owner has to get every record once. *Damage*: one flipped bit in
+the header of one ring, in the block table, in the header of the segment. No error may come out, the other rings have to give
+all that they have, and the damaged one gives its records or is kept. *A stranger* binds addresses before the owner does. Prints
+a table; exits 1 where anything was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
+
+import anyio  # noqa: E402
+from transport_records import planned, whole  # noqa: E402
+
+from asyncrl.transport.memory.segment import path_of  # noqa: E402
+from asyncrl.transport.rings.producer import Producer  # noqa: E402
+from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
+from asyncrl.transport.rings.types import RingSettings  # noqa: E402
+
+SETTINGS = RingSettings(size=1 << 18, slots=8, ring_bytes=1 << 14)
+RECORDS = 5  # of each producer
+RINGS = 3
+OPENED, FAILED, SURVIVED = 0, 3, 4  # exit codes of a child that tries; the last: opened although something was broken
+TRANSPORT = str(ROOT / "asyncrl" / "transport")
+
+
+@dataclass
+class Outcome:
+    """Of one kind of attack."""
+
+    tried: int = 0
+    failed: int = 0  # openings that did not succeed
+    lost: int = 0  # accepted records that were neither given, nor kept in what was set aside
+    twice: int = 0
+    escaped: int = 0  # errors that came out of an owner where none may
+    kept: int = 0  # rings or segments that were set aside
+    said: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an owner got."""
+
+    groups: Counter[int]
+    damaged: int
+    counted: int  # damage of any kind: torn, begun and not put, set aside
+    escaped: str
+
+
+# -- the victim
+
+
+def left_behind(name: str) -> bytes:
+    """The bytes of a segment with the records of three producers, all of whom were killed, as their owner was."""
+    owner = _role("own", name)
+    assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
+    for ring in range(RINGS):
+        producer = _role("produce", name, "--epoch", str(ring))
+        assert producer.stdout is not None and producer.stdout.readline() == b"put\n"
+        producer.kill()
+        producer.communicate()
+    owner.kill()
+    owner.communicate()
+    return Path(path_of(name)).read_bytes()
+
+
+def _role(role: str, name: str, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--role", role, "--name", name, *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path[:2])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+
+
+async def own(name: str) -> None:
+    """Open the ring, let nobody have a record, and wait for the kill."""
+    async with RecordRing(name, SETTINGS):
+        print("open", flush=True)
+        await anyio.sleep_forever()
+
+
+def produce(name: str, epoch: int) -> None:
+    with Producer.attach(name) as producer:
+        for record in range(RECORDS):
+            producer.put(planned(100 * epoch + record, epoch=epoch))
+        print("put", flush=True)
+        signal.pause()
+
+
+def groups_of(ring: int) -> set[int]:
+    return {100 * ring + record for record in range(RECORDS)}
+
+
+EVERY = set().union(*map(groups_of, range(RINGS)))
+
+
+def restore(name: str, content: bytes | bytearray) -> None:
+    path = Path(path_of(name))
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_bytes(content)
+    fresh.chmod(0o600)
+    fresh.rename(path)
+
+
+def remove(name: str) -> None:
+    for path in Path(path_of(name)).parent.glob(f"{Path(path_of(name)).name}*"):
+        path.unlink()
+
+
+# -- owners
+
+
+async def take_all(name: str, *, release: bool = True) -> Seen:
+    """Everything that an owner gets, and that it opened without an error."""
+    found: Counter[int] = Counter()
+    try:
+        async with RecordRing(name, SETTINGS) as ring:
+            with contextlib.suppress(anyio.WouldBlock):
+                while True:
+                    delivery = ring.get_nowait()
+                    found[delivery.record.group if whole(delivery.record) else -1] += 1
+                    if release:
+                        delivery.release()
+            s = ring.statistics()
+        return Seen(found, s.damaged, s.damaged + s.torn + s.half_written, "")
+    except Exception as error:
+        return Seen(found, 0, 0, repr(error))
+
+
+def in_child(attack: Callable[[], object]) -> int:
+    """The exit code of a forked child that tries: what it breaks, and what it leaves open, goes with it."""
+    pid = os.fork()
+    if not pid:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        code = FAILED
+        with contextlib.suppress(BaseException):
+            attack()
+            code = OPENED
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+async def _open(name: str, prepare: Callable[[], None], done: Callable[[], int]) -> None:
+    ring = RecordRing(name, SETTINGS)
+    prepare()
+    try:
+        await ring.__aenter__()
+    finally:
+        code = done()
+    os._exit(code)  # as a kill: an owner that opened leaves all of it
+
+
+# -- openings that fail
+
+
+def with_few_files(name: str, more: int) -> int:
+    """Exit code of an opening that may have `more` files beside those of the loop."""
+
+    def limit() -> None:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    return in_child(lambda: asyncio.run(_open(name, limit, lambda: OPENED)))
+
+
+def with_an_error_at(name: str, nth: int) -> int:
+    """Exit code of an opening in which the n-th call out of the transport's Python code raises."""
+    seen = [0]
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        if event == "c_call" and frame.f_code.co_filename.startswith(TRANSPORT):
+            seen[0] += 1
+            if seen[0] == nth + 1:
+                raise OSError(24, "of the attack")
+
+    def on() -> None:
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+
+    def off() -> int:
+        sys.setprofile(None)
+        return SURVIVED if seen[0] > nth else OPENED
+
+    return in_child(lambda: asyncio.run(_open(name, on, off)))
+
+
+def cancelled_at(name: str, turns: int) -> int:
+    """Exit code of an opening that is cancelled after so many turns of the loop."""
+
+    async def main() -> None:
+        opening = asyncio.ensure_future(_open(name, lambda: None, lambda: OPENED))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await opening
+
+    return in_child(lambda: asyncio.run(main()))
+
+
+def failed_openings(name: str, content: bytes, attack: Callable[[str, int], int], step: int, most: int) -> Outcome:
+    """`attack` at 0, step, ... until an opening succeeds; then the next owner is asked for all records."""
+    outcome = Outcome()
+    for n in range(0, most, step):
+        restore(name, content)
+        code = attack(name, n)
+        outcome.tried += 1
+        outcome.failed += code == FAILED
+        outcome.escaped += code not in (OPENED, FAILED, SURVIVED)
+        judge(outcome, asyncio.run(take_all(name)), set())
+        if code == OPENED:
+            break
+    return outcome
+
+
+# -- damage
+
+
+def judge(outcome: Outcome, seen: Seen, damaged: set[int], kept: bool = False) -> None:
+    """Count what is missing. Records of the `damaged` may be missing where they are kept, or counted as damage."""
+    if seen.escaped:
+        outcome.escaped += 1
+        outcome.said[seen.escaped[:120]] += 1
+    missing = EVERY - set(seen.groups)
+    if missing and missing <= damaged and (kept or seen.counted):
+        missing = set()
+    outcome.lost += len(missing)
+    outcome.twice += sum(count > 1 for count in seen.groups.values()) + len(set(seen.groups) - EVERY)
+
+
+def flipped(name: str, content: bytes, places: Iterator[tuple[int, set[int]]], bits: int) -> Outcome:
+    """One bit at each place (or each of `bits`), and an owner that takes what it gets. With each place: whose records may be
+    kept instead."""
+    chance, outcome = random.Random(0), Outcome()
+    for (place, damaged), number in itertools.product(places, range(bits)):
+        bit = number if bits == 8 else chance.randrange(8)
+        raw = bytearray(content)
+        raw[place] ^= 1 << bit
+        restore(name, raw)
+        seen = asyncio.run(take_all(name))
+        left = [path for path in Path(path_of(name)).parent.glob(f"{Path(path_of(name)).name}*")]
+        outcome.tried += 1
+        outcome.kept += bool(left)
+        before = outcome.lost
+        judge(outcome, seen, damaged, kept=bool(left))
+        outcome.said[f"lost by bit {bit} of byte {place}"] += outcome.lost - before
+        remove(name)
+    return outcome
+
+
+def ring_at(content: bytes, ring: int) -> int:
+    at = -1
+    for _ in range(ring + 1):
+        at = content.index(b"arlring\0", at + 1)
+    return at
+
+
+def ring_header(content: bytes, step: int) -> Iterator[tuple[int, set[int]]]:
+    start = ring_at(content, 1)
+    return ((start + n, groups_of(1)) for n in range(0, 320 + 40 * SETTINGS.slots, step))
+
+
+def block_table(content: bytes, step: int) -> Iterator[tuple[int, set[int]]]:
+    """The entries of the three rings. Every ring says itself what it is, so nothing may be missing."""
+    return ((4096 + 1024 * 8 * word + n, set()) for word in range(4) for n in range(0, 8 * RINGS, step))
+
+
+def segment_header(content: bytes, step: int) -> Iterator[tuple[int, set[int]]]:
+    return (
+        (n, EVERY) for n in range(0, 100, step) if not 8 <= n < 16
+    )  # the version: another one is refused, not damaged
+
+
+# -- a stranger
+
+
+def stranger(name: str, content: bytes) -> Outcome:
+    """Somebody who can see every socket binds the addresses that the next owners would have, did they count."""
+    outcome = Outcome()
+    restore(name, content)
+    owner = _role("own", name)
+    assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
+    prefix = f"@asyncrl/{content[48:64].hex()}/"
+    rows = [row.split()[-1] for row in Path("/proc/net/unix").read_text().splitlines()]
+    number = next(int(row.removeprefix(prefix)) for row in rows if row.startswith(prefix))
+    sockets = []
+    for ahead in range(1, 65):
+        taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        taken.bind(f"\0{prefix[1:]}{number + ahead}")
+        taken.listen(1)
+        sockets.append(taken)
+    owner.kill()
+    owner.communicate()
+    for _ in range(8):
+        outcome.tried += 1
+        judge(outcome, asyncio.run(take_all(name, release=False)), set())
+    for taken in sockets:
+        taken.close()
+    return outcome
+
+
+def attacks(name: str, *, short: bool) -> dict[str, Outcome]:
+    """Every attack, by what it is."""
+    content = left_behind(name)
+    rare, dense, bits = (7, 5, 1) if short else (1, 1, 8)
+    try:
+        return {
+            "too many open files": failed_openings(name, content, with_few_files, 1, 100),
+            "an error at the n-th call": failed_openings(name, content, with_an_error_at, rare, 5000),
+            "cancelled at the n-th turn": failed_openings(name, content, cancelled_at, 1, 30 if short else 200),
+            "a bit of one ring's header": flipped(name, content, ring_header(content, rare), bits),
+            "a bit of the block table": flipped(name, content, block_table(content, dense), bits),
+            "a bit of the segment's header": flipped(name, content, segment_header(content, rare), bits),
+            "a stranger at the next addresses": stranger(name, content),
+        }
+    finally:
+        remove(name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="not every call and every byte")
+    parser.add_argument("--json", action="store_true")
+    for hidden in ("--role", "--name", "--epoch"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.role == "own":
+        asyncio.run(own(given.name))
+    elif given.role == "produce":
+        produce(given.name, int(given.epoch))
+    else:
+        found = attacks(f"attack-{os.getpid()}", short=given.short)
+        if given.json:
+            print(json.dumps({kind: vars(outcome) for kind, outcome in found.items()}))
+        else:
+            print("| attack | tried | openings that failed | lost | twice | errors | kept aside |")
+            print("|---|---:|---:|---:|---:|---:|---:|")
+            for kind, o in found.items():
+                print(f"| {kind} | {o.tried} | {o.failed} | {o.lost} | {o.twice} | {o.escaped} | {o.kept} |")
+                print("".join(f"    {n} x {said}\n" for said, n in o.said.items() if n), end="", file=sys.stderr)
+        return int(any(o.lost or o.twice or o.escaped for o in found.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
