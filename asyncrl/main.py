@@ -190,12 +190,16 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
         if door.http_port is None or world.local_rank != 0:
             await serve(runtime, ring)
             return
+        from asyncrl.http.access import Address
         from asyncrl.http.atropos import serve as serve_http
 
+        at = Address(door.http_host, door.http_port, door.http_key, door.http_names)
+
         async with anyio.create_task_group() as tasks:
-            listen = partial(serve_http, runtime, ring, others=here[1:], host=door.http_host, port=door.http_port)
-            http = await tasks.start(listen)
+            http = await tasks.start(partial(serve_http, runtime, ring, others=here[1:], at=at))
             runtime.note(f"waiting for Atropos environments at {http.url}")
+            if door.http_key == "":
+                runtime.note('WARNING: door.http_key is "": every program of this machine may post there')
     finally:
         ring.end_intake()  # the training is over: producers hear it before the last checkpoint is written
 

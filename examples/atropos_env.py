@@ -1,7 +1,9 @@
 """A stock Atropos environment that feeds `examples/atropos_run.py`: nothing in it knows of asyncrl.
 
     pip install atroposlib
-    python examples/atropos_env.py serve --env.tokenizer_name runs/atropos_tokenizer --env.use_wandb false    # ends with the run
+    python examples/atropos_env.py serve --env.use_wandb false --env.rollout_server_url URL --env.tokenizer_name FOLDER
+
+The run prints both, URL and FOLDER, when it starts; the environment ends with it.
 
 The task is the quickstart's: `c7=` asks for the letter `c` seven times. The answers come from a player that guesses and
 knows its log-probs, so that the example needs no inference server. A real environment samples from one that

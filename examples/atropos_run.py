@@ -16,14 +16,17 @@ from pathlib import Path
 import anyio
 
 from asyncrl import Runtime, load_config
+from asyncrl.http.access import Address
 from asyncrl.http.atropos import serve
 from asyncrl.transport.rings.record_ring import RecordRing
 
 CONFIG = Path(__file__).with_name("agent_loop.yaml")
 
 
-async def main(steps: int = 20, *, port: int = 8000, tokenizer: str = "runs/atropos_tokenizer") -> list[float]:
-    """Train `steps` steps on what comes. Returns the mean reward of every step."""
+async def main(
+    steps: int = 20, *, port: int = 8000, key: str | None = None, tokenizer: str = "runs/atropos_tokenizer"
+) -> list[float]:
+    """Train `steps` steps on what comes. `key` None: made anew. Returns the mean reward of every step."""
     rewards: list[float] = []
     config = load_config([CONFIG], ["rollout.groups_per_step=4", "run.name=atropos"])
     async with RecordRing("atropos") as ring, Runtime(config, write=False) as runtime:
@@ -32,10 +35,13 @@ async def main(steps: int = 20, *, port: int = 8000, tokenizer: str = "runs/atro
         async with anyio.create_task_group() as tasks:
 
             async def run_door(*, task_status: anyio.abc.TaskStatus[object]) -> None:
-                await serve(runtime, ring, port=port, task_status=task_status)
+                await serve(runtime, ring, at=Address(port=port, key=key), task_status=task_status)
 
             door = await tasks.start(run_door)
-            print(f"waiting for environments at {door.url}; tokenizer in {tokenizer}", flush=True)
+            print(
+                f"waiting for environments: --env.rollout_server_url {door.url} --env.tokenizer_name {tokenizer}",
+                flush=True,
+            )
             async for step in reports:
                 rewards.append(step.metrics["reward/mean"])
                 print(f"version {step.version}: reward {rewards[-1]:.3f}", flush=True)

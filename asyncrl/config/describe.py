@@ -168,8 +168,9 @@ def _heading(section: str) -> list[str]:
 
 
 def to_plain(config: BaseModel) -> dict[str, Any]:
-    """Dictionaries, lists and scalars alone, for YAML and JSON; `Config.model_validate` reads it back."""
-    return {key: _plain(value) for key, value in config}
+    """Dictionaries, lists and scalars alone, for YAML and JSON, without secrets; `Config.model_validate` reads it back."""
+    fields = type(config).model_fields
+    return {key: _plain(value) for key, value in config if not fields[key].exclude}
 
 
 def to_yaml(config: Config) -> str:
@@ -182,8 +183,9 @@ def to_yaml(config: Config) -> str:
 
 
 def diff(old: Config, new: Config) -> list[Change]:
-    """Every knob that differs, in the order of the schema."""
-    return [Change(name, a, b) for name in knobs() if (a := get(old, name)) != (b := get(new, name))]
+    """Every knob that differs, in the order of the schema, without secrets."""
+    known = [knob.name for knob in knobs().values() if not knob.secret]
+    return [Change(name, a, b) for name in known if (a := get(old, name)) != (b := get(new, name))]
 
 
 def refusal(name: str) -> str | None:

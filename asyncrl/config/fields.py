@@ -33,6 +33,7 @@ class Knob:
     default: Any
     text: str  # the sentence under the field
     expected: str  # the type and the bounds in words
+    secret: bool  # written nowhere
 
     @property
     def _members(self) -> tuple[Any, ...]:
@@ -139,7 +140,8 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Knob]:
         if (section := _section(info.annotation)) is not None:
             yield from _walk(section, f"{prefix}{key}.")
         else:
-            yield Knob(f"{prefix}{key}", info.annotation, info.default, info.description or "", expected(info))
+            text, secret = info.description or "", bool(info.exclude)
+            yield Knob(f"{prefix}{key}", info.annotation, info.default, text, expected(info), secret)
 
 
 def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:

@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import LOWEST_TEMPERATURE
 
 from .check_distributed import check_distributed
+from .check_door import check_door
 from .check_losses import check_losses, chosen_loss, chosen_terms, warn_algorithm
 from .check_rewards import check_rewards
 from .check_unread import check_unread
@@ -323,36 +324,6 @@ def _check_ranks(config: Config, world_size: int) -> list[str]:
     return []
 
 
-def _check_door(config: Config) -> Iterator[str]:
-    door = config.door
-    if door.producer_mib >= door.ring_mib:
-        yield (
-            f"door.producer_mib is {door.producer_mib} and door.ring_mib {door.ring_mib}: no producer would fit; expected a "
-            "ring_mib above producer_mib times the number of producers"
-        )
-    if door.timeout_s is None and door.on_timeout != "drop":
-        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null: that time is never up; give one"
-    if door.ring is None:
-        if door.http_port is not None:
-            yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that it feeds"
-        return
-    for name, given in (("data.train", config.data.train), ("train.max_epochs", config.train.max_epochs)):
-        if given is not None:
-            yield (
-                f"door.ring is {door.ring} and {name} is {given}: groups come from other processes or from prompts, not from "
-                "both; leave one of them out"
-            )
-    if config.reroll.start_fraction < 1:
-        yield "reroll plays prompts again, and with door.ring there are none; leave reroll.start_fraction out"
-    if (
-        config.evaluate.every is not None
-        and not config.reward.functions
-        and not config.reward.model
-        and config.rollout.environment == "single_turn"
-    ):
-        yield "evaluate.every is set but reward.functions is empty: nothing would score the held-out completions"
-
-
 def _check_run(config: Config) -> Iterator[str]:
     train = config.train
     dry_run = train.kind == "dry_run"
@@ -393,7 +364,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_lora,
     _check_parts,
     _check_deadlines,
-    _check_door,
+    check_door,
     check_distributed,
     check_rewards,
 )

@@ -134,7 +134,16 @@ class DoorConfig(Section):
         le=65535,
     )
     http_host: str = field(
-        "127.0.0.1", "The address of that port. Nobody is asked for a password: only addresses that you trust."
+        "127.0.0.1", "The address of that port. Nothing is encrypted: beyond this machine only networks that you trust."
+    )
+    http_key: str | None = field(
+        None,
+        "What clients must know, as the first part of the path of their URL or as `Authorization: Bearer`: 16 characters or "
+        'more. Left out: made anew for each run, which prints the whole URL. "": none, on 127.0.0.1 only.',
+        exclude=True,
+    )
+    http_names: tuple[str, ...] = field(
+        (), "Names by which clients call this machine (their Host header), besides `http_host` and its own name."
     )
 
 

@@ -14,5 +14,8 @@ class Section(BaseModel):
 
 
 def field(default: Any, text: str, **bounds: Any) -> Any:
-    """A setting: its default, the sentence for `--help`, and bounds as pydantic has them (`ge`, `gt`, `le`, `lt`)."""
+    """A setting: its default, the sentence for `--help`, and bounds as pydantic has them (`ge`, `gt`, `le`, `lt`).
+
+    `exclude=True`: a secret, which is written nowhere.
+    """
     return Field(default, description=text, **bounds)

@@ -1,11 +1,11 @@
 """The HTTP door for Atropos: a stock `atroposlib` environment server trains a run.
 
     async with RecordRing("my-run") as ring, Runtime(config) as runtime, anyio.create_task_group() as tasks:
-        door = await tasks.start(serve, runtime, ring)      # http://127.0.0.1:8000
+        door = await tasks.start(serve, runtime, ring)      # door.url is http://127.0.0.1:8000/KEY
         async for step in runtime.steps(): ...
 
-    environment ──POST /scored_data──▶ read_group ──▶ AsyncClient.push ──▶ ring ──▶ runtime/door.py, as for everybody
-                                                                                   (stash, submit, release, accounts)
+    environment ──▶ listener.py ──▶ access.py ──▶ body.py, posted.py ──▶ AsyncClient.push ──▶ ring ──▶ runtime/door.py
+                    connections     key, names    bytes to groups        waits for room       as for everybody
 
 Guarantees
 * 200 means accepted, as `push` means it: the group survives the death of this process and is trained or dropped, counted, once;
@@ -13,22 +13,22 @@ Guarantees
 * a request that was cut off, or answered 503, is gone on with where it stopped when its body comes again;
 * a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are taken;
 * a run that ends or is stopped answers 503 to who waits, and lets every environment server that asks know (`environments.py`);
-* no state that a restart loses: an environment server that registered with an earlier run is served by the next one.
+* no state that a restart loses: an environment server that registered with an earlier run is served by the next one, where
+  `door.http_key` gives both the same key;
+* nobody without the key sees or changes anything, and no bytes that are sent end the run, hold its loop or fill its memory:
+  what is too large, too deep, too slow or too much is answered 4xx, and connections leave the run its descriptors.
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so nothing waits for pieces that add
 up; the trainer's end (`/register`, `/batch`, `/reset_data`) is refused, because the run itself is the trainer;
 `min_batch_allocation` reserves nothing (and `/status-env` says so). `queue_size` counts what was accepted and is not
-trained yet, so Atropos' `max_batches_offpolicy` bounds that. JSON is read on the event loop: about 10 ms for 16 x 2,048
-tokens. Shared memory (`asyncrl.client`) is the fast path into the same ring.
+trained yet, so Atropos' `max_batches_offpolicy` bounds that. Shared memory (`asyncrl.client`)
+is the fast path into the same ring.
 
-Nobody is asked for a password: bind addresses that you trust.
+What is sent is not encrypted: beyond this machine use networks that you trust, or a tunnel.
 """
 
 from __future__ import annotations
 
-import hashlib
-import zlib
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -40,28 +40,22 @@ import orjson
 
 from asyncrl.client import AsyncClient
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.errors import ConfigError, DataError, LifecycleError, RecordError, RecordTooLarge, TransportError
+from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.records.check import Limits
 from asyncrl.runtime import door as ring_door
 
+from .access import Access, Address, Refused
+from .body import MOST_FIELDS_BYTES, Body, receive
 from .environments import NO_END, Environments
-from .scored_data import read_group
+from .groups import Groups
+from .library import web
+from .listener import IDLE_S, Listener, most_connections
+from .replies import reply
 from .spread import Spread
-
-try:
-    from aiohttp import web
-except ImportError as error:  # pragma: no cover - the whole point is to be importable only with the extra
-    raise ConfigError(
-        "the HTTP door needs aiohttp, which is not installed; pip install 'asyncrl[http]', or push through shared memory "
-        "(asyncrl.client)"
-    ) from error
 
 if TYPE_CHECKING:
     from asyncrl.runtime.runtime import Runtime
     from asyncrl.transport.rings.record_ring import RecordRing
-
-MOST_BYTES = 1 << 28  # of one request, unpacked
-MOST_INTERRUPTED = 1024  # requests remembered until they come again
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +81,28 @@ class Terms:
         )
 
 
-@dataclass(slots=True)
-class AtroposStatistics:
-    """What came through the door so far."""
-
-    groups: int = 0  # accepted
-    without_logprobs: int = 0  # of them: trained at ratio 1
-    refused: int = 0
-    full: int = 0  # requests answered 503
-    last_refusal: str = ""
-
-
 class AtroposDoor:
     """`async with AtroposDoor(Spread([client]), terms) as door`: listens at `door.url`. The clients stay the caller's."""
 
-    def __init__(
-        self, rings: Spread, terms: Terms, *, host: str = "127.0.0.1", port: int = 8000, wait_s: float = 240.0
-    ) -> None:
-        """`port` 0: a free one. `wait_s`: below Atropos' own 300 s, after which it would send the group again."""
+    def __init__(self, rings: Spread, terms: Terms, at: Address | None = None, *, wait_s: float = 240.0) -> None:
+        """`wait_s`: below Atropos' own 300 s, after which it would send the group again. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
-        self._address = (host, port)
-        self._wait_s = wait_s
+        self._address = at or Address()
+        self._access = Access(self._address)
         self._environments = Environments()
-        self._accepted: deque[tuple[int | None, int]] = deque()  # (environment, sequences) of the newest groups
-        self._interrupted: OrderedDict[bytes, set[int]] = OrderedDict()
-        self._pushing: set[anyio.CancelScope] = set()
-        self._next_group = 0
-        self._latest: Any = None
-        self._runner: web.AppRunner | None = None
-        self.statistics = AtroposStatistics()
+        self.groups = Groups(rings, terms.limits, wait_s, self._environments.hear)
+        self._listener: Listener | None = None
+        self._closing = AsyncExitStack()
         self.url = ""
 
     async def __aenter__(self) -> AtroposDoor:
-        if self._runner is not None:
+        if self._listener is not None:
             raise LifecycleError("an AtroposDoor is opened once; make a new one")
-        app = web.Application(client_max_size=MOST_BYTES)
+        app = web.Application(middlewares=[self._answer])
         posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
-            "/scored_data": self._scored_data,
-            "/scored_data_list": self._scored_data,
+            "/scored_data": self.groups.post,
+            "/scored_data_list": self.groups.post,
             "/register-env": self._register_env,
             "/disconnect-env": self._disconnect_env,
             "/register": _refuse_trainer,
@@ -140,121 +117,77 @@ class AtroposDoor:
             "/batch": _refuse_trainer,
             "/reset_data": _refuse_trainer,
         }
-        app.add_routes([web.post(path, handler) for path, handler in posts.items()])
-        app.add_routes([web.get(path, handler) for path, handler in gets.items()])
-        self._runner = web.AppRunner(
+        for prefix in ("", f"/{self._access.key}") if self._access.key else ("",):
+            app.add_routes([web.post(prefix + path, handler) for path, handler in posts.items()])
+            app.add_routes([web.get(prefix + path, handler) for path, handler in gets.items()])
+        runner = web.AppRunner(
             app,
             access_log=None,
             auto_decompress=False,  # aiohttp answers what it cannot unpack with a stack trace and 500
             handler_cancellation=True,  # a group whose sender is gone is not pushed: it will come again
+            keepalive_timeout=IDLE_S,
+            lingering_time=1.0,  # for the rest of a body that was refused: else its sender may miss the reply
             shutdown_timeout=5.0,
         )
-        host, port = self._address
-        try:
-            await self._runner.setup()
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(f"the HTTP door cannot listen at {host}:{port}: {error}; choose another port") from error
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        async with AsyncExitStack() as stack:
+            await runner.setup()
+            stack.push_async_callback(_clean, runner)
+            assert runner.server is not None
+            self._listener = Listener(runner.server, most_connections())
+            host, port = self._address.host, self._address.port
+            try:
+                addresses = await self._listener.open(host, port)
+            except OSError as error:
+                raise ConfigError(
+                    f"the HTTP door cannot listen at {host}:{port}: {error}; choose another port"
+                ) from error
+            self._access.add(address for address, _ in addresses)
+            self.url = self._access.url(addresses[0][1])
+            tasks = await stack.enter_async_context(plain_task_group())
+            tasks.start_soon(self._listener.run)
+            self._closing = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._runner is None:
-            return
-        for scope in self._pushing:  # they answer 503
-            scope.cancel()
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._environments.say_over()
-            finally:
-                await self._runner.cleanup()
-
-    # -- groups
-
-    async def _scored_data(self, request: web.Request) -> web.Response:
         try:
-            body = _unpacked(await request.read(), request.headers.get("Content-Encoding", ""))
-            payload = orjson.loads(body)
-        except (DataError, orjson.JSONDecodeError) as error:
-            self._refuse(error)
-            return _reply(400, status="refused", message=f"the body is no JSON (NaN and Infinity are none): {error}")
-        groups = payload if isinstance(payload, list) else [payload]
-        refused: list[dict[str, Any]] = []
-        key = hashlib.blake2b(body).digest()
-        done = self._interrupted.pop(key, set())  # when it came before
-        try:
-            for index, group in enumerate(groups):
-                if index in done:
-                    continue
-                try:
-                    full = await self._push(group)
-                except (DataError, RecordError, RecordTooLarge) as error:
-                    self._refuse(error)
-                    refused.append({"index": index, "message": str(error)})
-                    continue
-                if full:
-                    self.statistics.full += 1
-                    return _reply(503, status="full", message=full)
-                done.add(index)
-            done = set()
-        finally:  # also where the sender left
-            if done:
-                self._interrupted[key] = done
-                while len(self._interrupted) > MOST_INTERRUPTED:
-                    self._interrupted.popitem(last=False)
-        accepted = len(groups) - len(refused)
-        if refused:
-            message = "; ".join(str(one["message"]) for one in refused)
-            return _reply(422, status="refused", message=message, groups_processed=accepted, refused=refused)
-        return _reply(200, status="received", groups_processed=accepted)
-
-    async def _push(self, item: Any) -> str:
-        """Empty where it was accepted, else why there is no room. Errors: DataError, RecordError, RecordTooLarge."""
-        if self._environments.over:
-            return "the run ends; nothing was taken"
-        group = read_group(item, self._terms.limits, max(self._rings.policy_version, 0))
-        number, self._next_group = self._next_group, self._next_group + 1
-        scope = anyio.CancelScope()
-        self._pushing.add(scope)
-        try:
-            with scope:
-                await self._rings.push(number, group.scored, timeout=self._wait_s)
-        except (RecordError, RecordTooLarge):
-            raise
-        except TransportError as error:  # full, or nobody owns the ring
-            return str(error)
+            with anyio.CancelScope(shield=True):
+                await self.close()
         finally:
-            self._pushing.discard(scope)
-        if scope.cancelled_caught:
-            return "the run ends; nothing was taken"
-        self.statistics.groups += 1
-        self.statistics.without_logprobs += not group.with_logprobs
-        environment = item.get("env_id")
-        self._accepted.append((environment if isinstance(environment, int) else None, len(group.scored)))
-        self._latest = item
-        self._held()
-        return ""
+            await self._closing.aclose()
 
-    def _refuse(self, error: Exception) -> None:
-        self.statistics.refused += 1
-        self.statistics.last_refusal = str(error)
+    async def close(self) -> None:
+        """Takes nothing any more, and tells the environment servers. Leaving the `async with` does this and closes the port."""
+        self.groups.end()
+        try:
+            await self._environments.say_over()
+        finally:
+            if self._listener is not None:
+                await self._listener.close()
 
-    def _held(self) -> deque[tuple[int | None, int]]:
-        """The groups that were accepted and are not trained or dropped: as many as the ring still holds, the newest."""
-        held = self._rings.records_held
-        while len(self._accepted) > held:
-            self._accepted.popleft()
-        return self._accepted
+    @web.middleware
+    async def _answer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        assert self._listener is not None
+        with self._listener.request(request.protocol):
+            try:
+                self._access.check(request)
+                return await handler(request)
+            except Refused as error:
+                refusal = reply(error.status, status=error.state, message=str(error))
+                refusal.force_close()  # whoever is refused holds no connection, nor the rest of a body
+                return refusal
+            except web.HTTPException as error:  # no such path, or no such method there
+                return reply(error.status, status="refused", message=error.reason)
 
     # -- environments
 
     async def _register_env(self, request: web.Request) -> web.Response:
         try:
-            number, name = self._environments.register(_fields(await request.read()))
+            number, name = self._environments.register(_fields(await receive(request, MOST_FIELDS_BYTES)))
         except (TypeError, ValueError) as error:
-            return _reply(422, status="refused", message=str(error))
-        return _reply(
+            return reply(422, status="refused", message=str(error))
+        return reply(
             200,
             status="success",
             env_id=number,
@@ -266,33 +199,33 @@ class AtroposDoor:
         )
 
     async def _disconnect_env(self, request: web.Request) -> web.Response:
-        if self._environments.disconnect(_number(await request.read())):
-            return _reply(200, status="success")
-        return _reply(200, status="failure", error="no such environment")
+        if self._environments.disconnect(_number(await receive(request, MOST_FIELDS_BYTES))):
+            return reply(200, status="success")
+        return reply(200, status="failure", error="no such environment")
 
     async def _status_env(self, request: web.Request) -> web.Response:
-        number, version = _number(await request.read()), max(self._rings.policy_version, 0)
-        return _reply(200, **self._environments.status(number, version, self._held()))
+        number, version = _number(await receive(request, MOST_FIELDS_BYTES)), max(self._rings.policy_version, 0)
+        return reply(200, **self._environments.status(number, version, self.groups.held()))
 
     # -- about the run
 
     async def _root(self, _: web.Request) -> web.Response:
-        return _reply(200, message=f"asyncrl run {self._terms.name}: Atropos API")
+        return reply(200, message=f"asyncrl run {self._terms.name}: Atropos API")
 
     async def _info(self, _: web.Request) -> web.Response:
         # An environment server drops what is as long as this, so that the longest fits it says one more.
-        return _reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
+        return reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
 
     async def _wandb_info(self, _: web.Request) -> web.Response:
-        return _reply(200, group=self._terms.name, project="asyncrl")
+        return reply(200, group=self._terms.name, project="asyncrl")
 
     async def _status(self, _: web.Request) -> web.Response:
-        counts = self.statistics
-        return _reply(
+        counts = self.groups.statistics
+        return reply(
             200,
             current_step=max(self._rings.policy_version, 0),
-            queue_size=len(self._held()),
-            waiting=len(self._pushing),  # for room
+            queue_size=len(self.groups.held()),
+            waiting=self.groups.waiting,  # for room
             accepted=counts.groups,
             refused=counts.refused,
             last_refusal=counts.last_refusal,
@@ -300,43 +233,28 @@ class AtroposDoor:
 
     async def _latest_example(self, _: web.Request) -> web.Response:
         empty: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": [], "messages": []}
-        return _reply(200, **(empty if self._latest is None else self._latest))
+        return reply(200, **(empty | self.groups.latest))
+
+
+async def _clean(runner: web.AppRunner) -> None:
+    with anyio.CancelScope(shield=True):
+        await runner.cleanup()
 
 
 async def _refuse_trainer(_: web.Request) -> web.Response:
     message = "asyncrl trains these groups itself: it has no batches for another trainer, and takes back nothing"
-    return _reply(409, status="error", message=message, batch=None)
+    return reply(409, status="error", message=message, batch=None)
 
 
-def _unpacked(body: bytes, encoding: str) -> bytes:
-    """Errors: DataError where it is not what it says, or too much."""
-    if encoding in ("", "identity"):
-        return body
-    if encoding.lower() not in ("gzip", "x-gzip"):
-        raise DataError(f"Content-Encoding {encoding!r} is unknown here; use gzip or none")
-    unpacker = zlib.decompressobj(wbits=31)
-    try:
-        unpacked = unpacker.decompress(body, MOST_BYTES)
-    except zlib.error as error:
-        raise DataError(f"the body is no gzip: {error}") from error
-    if not unpacker.eof:
-        raise DataError(f"the gzip body is cut off, or has more than {MOST_BYTES:,} bytes")
-    return unpacked
-
-
-def _reply(code: int, **fields: Any) -> web.Response:
-    return web.Response(status=code, body=orjson.dumps(fields), content_type="application/json")
-
-
-def _fields(body: bytes) -> dict[str, Any]:
+def _fields(body: Body) -> dict[str, Any]:
     """Errors: ValueError where the body is no JSON object."""
     fields = orjson.loads(body)
     if not isinstance(fields, dict):
-        raise ValueError(f"expected a JSON object, found {fields!r}")
+        raise ValueError(f"expected a JSON object, found a {type(fields).__name__}")
     return fields
 
 
-def _number(body: bytes) -> Any:
+def _number(body: Body) -> Any:
     """`env_id`, None where there is none."""
     try:
         return _fields(body).get("env_id")
@@ -349,8 +267,7 @@ async def serve(
     ring: RecordRing,
     *,
     others: Sequence[str] = (),
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    at: Address | None = None,
     statistics: ring_door.DoorStatistics | None = None,
     task_status: anyio.abc.TaskStatus[AtroposDoor] = anyio.TASK_STATUS_IGNORED,
 ) -> ring_door.DoorStatistics:
@@ -371,7 +288,7 @@ async def serve(
         tasks.start_soon(feed)
         async with AsyncExitStack() as clients:
             rings = [await clients.enter_async_context(await AsyncClient.attach(name)) for name in (ring.name, *others)]
-            async with AtroposDoor(Spread(rings), Terms.of(runtime), host=host, port=port) as door:
+            async with AtroposDoor(Spread(rings), Terms.of(runtime), at) as door:
                 task_status.started(door)
                 await anyio.sleep_forever()
     return counts

@@ -7,6 +7,8 @@ exceeds its number of steps, and with a stack trace where nobody answers any mor
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +19,16 @@ LEAST_WEIGHT = 0.01  # as Atropos: no environment starves
 NO_END = 1 << 31  # announced as the number of steps where none is configured: -1 would end the environment server
 OVER = 1 << 52  # groups in the queue, as told at the end
 LINGER_S = 2.0  # a server asks about ten times a second
+MOST_ENVIRONMENTS = 1024  # then the one that was silent for longest goes
+FORGET_S = 3600.0  # of silence; one that comes back is answered as one that is alone
+_MOST_NAME = 100  # characters
 
 
 @dataclass(slots=True)
 class _Environment:
     name: str
     weight: float  # its weight times its longest context
+    heard: float  # when it last said anything, on the monotonic clock
     connected: bool = True
     asks: bool = False  # since it registered
     told: bool = False  # that the run is over
@@ -32,18 +38,40 @@ class Environments:
     """Who registered, by number in the order of registration. Numbers are not used again."""
 
     def __init__(self) -> None:
-        self._all: list[_Environment] = []
+        self._all: dict[int, _Environment] = {}
+        self._next = 0
         self.over = False
         self._told = anyio.Event()
+
+    def __len__(self) -> int:
+        return len(self._all)
 
     def register(self, fields: dict[str, Any]) -> tuple[int, str]:
         """(number, name). Errors: TypeError, ValueError."""
         name = str(fields.get("desired_name") or "env")
+        if len(name) > _MOST_NAME:
+            raise ValueError(f"desired_name has {len(name):,} characters; at most {_MOST_NAME}")
         weight = float(1.0 if fields.get("weight") is None else fields["weight"])
         context = float(fields.get("max_token_length") or 1)
-        same = sum(environment.name.rpartition("_")[0] == name for environment in self._all)
-        self._all.append(_Environment(f"{name}_{same}", context * max(weight, 0.0)))
-        return len(self._all) - 1, self._all[-1].name
+        if not math.isfinite(weight * context):
+            raise ValueError(f"weight is {weight} and max_token_length {context}; expected finite numbers")
+        self._forget()
+        same = [one.name.rpartition("_") for one in self._all.values()]
+        suffix = max((int(number) + 1 for known, _, number in same if known == name), default=0)
+        number, self._next = self._next, self._next + 1
+        self._all[number] = _Environment(f"{name}_{suffix}", context * max(weight, 0.0), time.monotonic())
+        return number, self._all[number].name
+
+    def _forget(self) -> None:
+        """What has been silent for too long, and what there is no room for beside the one that comes."""
+        since = time.monotonic() - FORGET_S
+        self._all = {number: one for number, one in self._all.items() if one.heard >= since}
+        while len(self._all) >= MOST_ENVIRONMENTS:
+            del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].heard))]
+
+    def hear(self, number: int | None) -> None:
+        """It sent a group."""
+        self._find(number)
 
     def disconnect(self, number: Any) -> bool:
         """False: no such environment."""
@@ -56,7 +84,7 @@ class Environments:
         """`held`: (environment, sequences) of the groups that wait. One that registered with an earlier run is answered as
         one that is alone."""
         environment = self._find(number)
-        total = sum(one.weight for one in self._all if one.connected)
+        total = sum(one.weight for one in self._all.values() if one.connected)
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
         own = [] if environment is None else [sequences for owner, sequences in held if owner == number]
         size = max(own, default=max((sequences for _, sequences in held), default=1))
@@ -81,9 +109,10 @@ class Environments:
                 await self._told.wait()
 
     def _left(self) -> bool:
-        return any(one.connected and one.asks and not one.told for one in self._all)
+        return any(one.connected and one.asks and not one.told for one in self._all.values())
 
     def _find(self, number: Any) -> _Environment | None:
-        if not isinstance(number, int) or not 0 <= number < len(self._all):
-            return None
-        return self._all[number]
+        environment = self._all.get(number) if isinstance(number, int) else None
+        if environment is not None:
+            environment.heard = time.monotonic()
+        return environment

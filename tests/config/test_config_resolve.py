@@ -84,6 +84,8 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["preset=sync", "rollout.max_staleness=1"], ("rollout.max_staleness is 1", "preset=one_off")),
         (["data.train=null", "door.ring=a", "door.ring_mib=16"], ("door.producer_mib is 16", "above")),
         (["door.http_port=8000"], ("door.http_port is 8000", "door.ring is not set")),
+        (["door.ring=x", "door.http_host=0.0.0.0", 'door.http_key=""'], ("door.http_key", "0.0.0.0", "everybody")),
+        (["door.ring=x", "door.http_key=guessed"], ("door.http_key has 7 characters", "16 to 256")),
         (["door.ring=a", "data.train=x.jsonl"], ("door.ring is a and data.train is x.jsonl",)),
         (["data.train=null", "door.ring=a", "train.max_epochs=1"], ("train.max_epochs is 1",)),
         (["data.train=null", "door.ring=a", "reroll.start_fraction=0.5"], ("reroll plays prompts again",)),

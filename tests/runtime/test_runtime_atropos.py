@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import numpy as np
@@ -26,6 +27,7 @@ from asyncrl.transport.rings.types import RingSettings
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
+from asyncrl.http.access import Address  # noqa: E402
 from asyncrl.http.atropos import AtroposDoor, serve  # noqa: E402
 
 RING = RingSettings(size=1 << 20, slots=16, ring_bytes=1 << 16)
@@ -52,7 +54,7 @@ async def served(
         async with anyio.create_task_group() as tasks:
 
             async def door_(*, task_status: anyio.abc.TaskStatus[AtroposDoor]) -> None:
-                await serve(runtime, ring, port=0, statistics=counts, task_status=task_status)
+                await serve(runtime, ring, at=Address(port=0), statistics=counts, task_status=task_status)
 
             yield runtime, await tasks.start(door_)
             await runtime.finish()  # no step can come any more: the door closes by itself
@@ -90,7 +92,7 @@ async def test_groups_over_http_and_through_shared_memory_train_one_run(tmp_path
             ) as reply:
                 assert reply.status == 200
             second = await anext(reports)
-            while door._held():  # released: the books of the ring close with the step
+            while door.groups.held():  # released: the books of the ring close with the step
                 await anyio.lowlevel.checkpoint()
             async with http.get(f"{door.url}/status-env", json={"env_id": 0}) as reply:
                 status = await reply.json()
@@ -108,10 +110,10 @@ async def test_groups_over_http_and_through_shared_memory_train_one_run(tmp_path
         )
         assert first.result.tokens == 10 and second.result.tokens == 8
         assert [t.oldest_version for g in second.groups for t in g.trajectories] == [1] * 4
-        assert door.statistics.without_logprobs == 1
+        assert door.groups.statistics.without_logprobs == 1
     assert (counts.submitted, counts.refused, counts.too_old) == (4, 0, 0)
     with pytest.raises(OSError):
-        await anyio.connect_tcp("127.0.0.1", int(door.url.rpartition(":")[2]))
+        await anyio.connect_tcp("127.0.0.1", urlsplit(door.url).port or 0)
 
 
 async def test_a_group_for_another_tokenizer_never_reaches_the_model(tmp_path: Path) -> None:
@@ -157,5 +159,5 @@ async def test_a_stock_environment_server_of_atroposlib_trains_a_step_with_its_l
             assert trajectory.logprobs.tolist() == expected.tolist()  # to the last bit
             assert trajectory.reward == answer.count(letter) / int(count)
         assert report.result.tokens == sum(int(t.mask.sum()) for g in report.groups for t in g.trajectories)
-        assert report.result.grad_norm > 0 and door.statistics.refused == 0
+        assert report.result.grad_norm > 0 and door.groups.statistics.refused == 0
     assert counts.refused == 0 and counts.submitted >= 4

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from runtime_door import SECONDS, Waiting, blocked, door_of, get, group, in_shared_memory, post, running
@@ -97,7 +98,7 @@ def test_a_run_that_is_interrupted_answers_who_posts_and_closes_its_port(tmp_pat
         assert (code, reply["status"]) == (503, "full")
         assert process.wait(SECONDS) == 130, process.output
         assert f"1 records that were not trained wait in ring {name}" in process.output
-        with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5):
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=5):
             pass
         with running(tmp_path, *settings, "run.overwrite=true", "train.max_steps=1", program=CONSOLE) as again:
             assert post(f"{door_of(again)}/scored_data", group(4, 5))[0] == 200

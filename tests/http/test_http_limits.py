@@ -1,0 +1,316 @@
+"""The HTTP door against those who must not come in, and against what is too large, too slow or too much."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
+
+from http_helpers import Set, group, opened  # noqa: E402
+
+from asyncrl.errors import ConfigError  # noqa: E402
+from asyncrl.http import body as http_body  # noqa: E402
+from asyncrl.http.access import Access, Address, Refused  # noqa: E402
+from asyncrl.http.body import MOST_BYTES, MOST_VALUES, SMALL, read_json, unpack  # noqa: E402
+from asyncrl.http.environments import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
+from asyncrl.http.listener import most_connections  # noqa: E402
+from asyncrl.http.posted import MOST_GROUPS, MOST_MEMBERS  # noqa: E402
+from asyncrl.transport.rings.types import RingSettings  # noqa: E402
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    chosen = f"http-limits-{os.getpid()}"
+    yield chosen
+    assert not [path for path in os.listdir("/dev/shm") if chosen in path]
+
+
+def without_key(s: Set) -> str:
+    return s.door.url.rpartition("/")[0]
+
+
+async def status(s: Set, url: str, body: bytes = b"", **headers: str) -> int:
+    async with s.http.post(
+        url, data=body, headers={**JSON, **{k.replace("_", "-"): v for k, v in headers.items()}}
+    ) as reply:
+        assert "message" in await reply.json(), reply
+        return int(reply.status)
+
+
+async def test_nobody_comes_in_without_the_key(name: str) -> None:
+    body = json.dumps(group(7)).encode()
+    async with opened(name) as s:
+        bare, key = without_key(s), s.door.url.rpartition("/")[2]
+        assert await status(s, f"{bare}/scored_data", body) == 401
+        assert await status(s, f"{bare}/{key[:-1]}x/scored_data", body) == 401
+        assert await status(s, f"{bare}/scored_data", body, Authorization=f"Bearer {key}x") == 401
+        for path in ("/", "/info", "/status", "/latest_example", "/nothing"):
+            async with s.http.get(bare + path) as reply:
+                assert reply.status == 401 and "rolls" not in await reply.text()
+        assert s.door.groups.statistics.groups == 0
+        async with s.http.post(
+            f"{bare}/scored_data", data=body, headers={**JSON, "Authorization": f"Bearer {key}"}
+        ) as reply:
+            assert reply.status == 200
+        assert (await s.post("/scored_data", group(7)))[0] == 200
+        assert (await s.get("/nothing-here", {}))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "rebound.example:8000"}, 421),
+        ({"Host": "localhost:9000"}, 200),  # a tunnel
+        ({"Host": "[::1"}, 400),
+        ({"Host": "trainer.example"}, 200),
+        ({"Origin": "http://page.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+async def test_web_pages_are_kept_out_even_with_the_key(name: str, headers: dict[str, str], code: int) -> None:
+    async with opened(name, at=Address(port=0, names=("trainer.example",))) as s:
+        async with s.http.post(
+            f"{s.door.url}/scored_data", data=json.dumps(group(7)), headers={**JSON, **headers}
+        ) as reply:
+            assert reply.status == code
+        assert s.door.groups.statistics.groups == (code == 200)
+
+
+async def test_a_page_of_the_door_itself_has_its_origin(name: str) -> None:
+    async with opened(name) as s:
+        async with s.http.get(f"{s.door.url}/info", headers={"Origin": without_key(s)}) as reply:
+            assert reply.status == 200
+
+
+def test_a_key_is_made_anew_and_can_be_left_out_on_loopback_only() -> None:
+    one, other = Access(Address()), Access(Address())
+    assert one.key != other.key and len(one.key) >= 32 and one.url(8000) == f"http://127.0.0.1:8000/{one.key}"
+    assert Access(Address(key="")).url(1) == "http://127.0.0.1:1"
+    assert Access(Address("::1", key="")).url(1) == "http://[::1]:1"
+    assert Access(Address("0.0.0.0", key="k" * 16)).url(1) == f"http://{socket.gethostname()}:1/{'k' * 16}"
+    for host, key, why in (("0.0.0.0", "", "everybody"), ("127.0.0.1", "short", "16"), ("127.0.0.1", "a/b" * 9, "URL")):
+        with pytest.raises(ConfigError, match=why):
+            Access(Address(host, key=key))
+
+
+async def test_without_a_key_the_other_checks_stay(name: str) -> None:
+    async with opened(name, at=Address(port=0, key="")) as s:
+        assert (await s.post("/scored_data", group(7)))[0] == 200
+        assert await status(s, f"{s.door.url}/scored_data", b"{}", Host="rebound.example") == 421
+
+
+def bomb(piece: bytes, size: int) -> bytes:
+    return gzip.compress(b"[" + piece * (size // len(piece)) + b"{}]", 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (bomb(b"{},", MOST_BYTES + 9), 413),  # 60 million groups are 180 MB, and the same with less
+        (bomb(b"{},", 3 * MOST_VALUES), 413),
+        (bomb(b'"a",', 4 * MOST_VALUES), 413),
+        (bomb(b"0,", 1 << 24), 413),
+        (bomb(b"]", 1 << 22), 413),
+        (bomb(b"[", 1 << 20), 400),
+        (gzip.compress(json.dumps([{}] * (MOST_GROUPS + 1)).encode()), 413),
+        (gzip.compress(b'{"tokens": [[' + b"1," * (1 << 21) + b"1]]}"), 413),
+        (gzip.compress(json.dumps({"tokens": [[4]] * (MOST_MEMBERS + 1)}).encode()), 422),
+    ],
+)
+async def test_a_bomb_is_refused_before_its_objects_are_built(name: str, body: bytes, code: int) -> None:
+    async with opened(name) as s:
+        assert await status(s, f"{s.door.url}/scored_data_list", body, Content_Encoding="gzip") == code
+        assert s.door.groups._bodies.held == 0
+        assert (await s.post("/scored_data", group(7)))[0] == 200
+
+
+async def test_what_says_that_it_is_too_long_is_not_received(name: str) -> None:
+    async with opened(name) as s:
+        head = head_of(s, "/scored_data", f"Content-Length: {MOST_BYTES + 1}")
+        assert await talk(s, head) == 413
+        assert await talk(s, head_of(s, "/register-env", "Content-Length: 70000")) == 413
+        assert await talk(s, head_of(s, "/scored_data", "Transfer-Encoding: chunked") + b"zz\r\n\r\n") == 400
+        assert await talk(s, b"\x00\xff\r\n\r\n") == 400
+
+
+def head_of(s: Set, path: str, *headers: str) -> bytes:
+    parts = urlsplit(s.door.url)
+    lines = [
+        f"POST {parts.path}{path} HTTP/1.1",
+        f"Host: {parts.netloc}",
+        "Content-Type: application/json",
+        *headers,
+        "",
+        "",
+    ]
+    return "\r\n".join(lines).encode()
+
+
+async def talk(s: Set, raw: bytes) -> int:
+    """The status of the reply; 0 where the connection was closed without one."""
+    async with await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0) as stream:
+        await stream.send(raw)
+        try:
+            with anyio.fail_after(20):
+                return int((await stream.receive())[9:12])
+        except (anyio.EndOfStream, anyio.BrokenResourceError):
+            return 0
+
+
+async def test_slow_senders_are_answered_and_closed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.http.body.BODY_S", 0.1)
+    monkeypatch.setattr("asyncrl.http.atropos.IDLE_S", 0.2)
+    async with opened(name) as s:
+        assert await talk(s, head_of(s, "/scored_data", "Content-Length: 100") + b"{") == 408
+        assert await talk(s, b"POST / HTTP/1.1\r\nHo") == 0  # within aiohttp's own patience with headers
+        assert await talk(s, b"") == 0
+
+
+async def test_silent_connections_leave_room_for_others_and_descriptors_for_the_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.http.atropos.most_connections", lambda: 8)
+    async with opened(name) as s:
+        monkeypatch.setattr("asyncrl.http.listener.GRACE_S", 0.0)
+        before, silent = descriptors(), []
+        try:
+            for _ in range(60):
+                silent.append(await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0))
+            assert (await s.post("/scored_data", group(7)))[0] == 200
+            assert descriptors() <= before + len(silent) + 8 + 2  # theirs lie in this process too; the client's own
+        finally:
+            for stream in silent:
+                await stream.aclose()
+
+
+async def test_a_request_that_waits_is_not_closed_for_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.http.atropos.most_connections", lambda: 2)
+    async with opened(name) as s:
+        for _ in range(2):
+            assert (await s.post("/scored_data", group(7)))[0] == 200
+        replies: list[int] = []
+
+        async def post() -> None:
+            replies.append((await s.post("/scored_data", group(9)))[0])
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):  # the third is not accepted yet
+                tasks.start_soon(post)
+            while s.door.groups.waiting < 2:
+                await anyio.lowlevel.checkpoint()
+            for _ in range(3):
+                (await s.next())[0].release()
+        assert replies == [200] * 3
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_three_quarters_of_the_descriptors_are_the_runs() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    try:
+        assert most_connections() == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("asyncrl.http.environments.time.monotonic", lambda: now[0])
+    known = Environments()
+    for number in range(MOST_ENVIRONMENTS + 10):
+        now[0] += 1
+        known.hear(0)  # this one is never silent
+        assert known.register({"desired_name": "maths"})[0] == number
+    assert len(known) == MOST_ENVIRONMENTS and known.disconnect(0) and not known.disconnect(1)
+    now[0] += FORGET_S + 1
+    assert known.register({"desired_name": "maths"}) == (MOST_ENVIRONMENTS + 10, "maths_0")
+    assert len(known) == 1
+    for fields in ({"desired_name": "x" * 101}, {"weight": "nan"}, {"weight": 1e308, "max_token_length": 1e308}):
+        with pytest.raises(ValueError, match=r"characters|finite"):
+            known.register(fields)
+
+
+async def test_a_large_group_is_read_beside_the_loop(name: str) -> None:
+    ids = [5] + [7] * 599
+    members = {"tokens": [ids] * 40, "masks": [[-100, *ids[1:]]] * 40, "scores": [0.5] * 40, "inference_logprobs": None}
+    members["messages"] = [[{"role": "user", "content": '\\"[{' * 500}]] * 40
+    assert len(json.dumps(members)) > SMALL
+    async with opened(name, RingSettings(size=1 << 23, slots=2, ring_bytes=1 << 22)) as s:
+        code, reply = await s.post("/scored_data", {**members, "code": 1, "status": 3})
+        assert (code, reply["groups_processed"]) == (200, 1), reply
+        assert (await s.get("/latest_example"))[1]["tokens"] == [ids] * 28  # the first 16,384 tokens of it
+        delivery, found = await s.next()
+        assert [m.tokens.tolist() for m in found] == [ids] * 40 and found[39].reward == 0.5
+        delivery.release()
+
+
+async def test_bodies_that_wait_for_room_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.http.body.MOST_AT_ONCE", 10)
+    async with opened(name, wait_s=0.05) as s:
+        with s.door.groups._bodies.counted() as other:
+            other.set(15)
+            code, reply = await s.post("/scored_data", group(7))
+            assert (code, reply["status"]) == (503, "full")
+        assert s.door.groups._bodies.held == 0
+
+
+rows = st.lists(st.integers(-100, 2**40) | st.floats(allow_nan=False, allow_infinity=False), max_size=30)
+texts = st.text(st.sampled_from('\\"[]{},é:x'), max_size=20)
+values = st.recursive(
+    rows | texts | st.none(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=8
+)
+groups = st.dictionaries(texts, st.lists(rows) | st.dictionaries(texts, rows) | values, max_size=5)
+
+
+@settings(deadline=None, max_examples=80)
+@given(groups | st.lists(groups, max_size=3) | values, st.sampled_from([None, 1]))
+def test_what_is_read_in_pieces_is_what_was_sent(payload: Any, indent: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_body, "_CUT", 2)
+        patch.setattr(http_body, "_CHUNK", 7)
+        assert read_json(json.dumps(payload, indent=indent).encode(), 1000) == payload
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": {[1, 2, 3]: 3}}',
+        '{"a": [[1, 2, 3]], "a": [[4, 5, 6]]}',
+        '{"a": [[1, 2, 3}]}',
+        '{"a": ["x"[1, 2, 3]]}',
+        '{"a": [[1,, 2]]}',
+    ],
+)
+def test_what_is_no_json_is_none_in_pieces_either(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_body, "_CUT", 2)
+    with pytest.raises(Refused, match="no JSON"):
+        read_json(text.encode(), None)
+
+
+def test_a_gzip_that_is_longer_than_it_may_be_is_told_from_one_that_is_cut_off() -> None:
+    body = gzip.compress(b"x" * 100)
+    assert unpack(body, "gzip", 100) == b"x" * 100
+    for sent, most, code in ((body, 99, 413), (body[:-4], 100, 400), (body[:-9], 100, 400)):
+        with pytest.raises(Refused) as refused:
+            unpack(sent, "gzip", most)
+        assert refused.value.status == code
