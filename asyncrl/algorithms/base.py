@@ -59,6 +59,13 @@ class LossInputs:
         return value_B.index_select(0, self.sequence_S)
 
 
+def kind(name: str) -> str:
+    """`min`, `max` or `sum`: how a metric is combined over microbatches and ranks."""
+    if "_min" in name:
+        return "min"
+    return "max" if "_max" in name else "sum"
+
+
 @dataclass(frozen=True, slots=True)
 class MetricSum:
     """A metric as a sum (0-d, detached) and what to divide it by.

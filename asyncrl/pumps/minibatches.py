@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl.training.accumulators import kind
+from asyncrl.algorithms.base import kind
 from asyncrl.types import Group, StepResult
 
 from .metrics import Gather

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.base import Loss, LossInputs, MetricSum
+from asyncrl.algorithms.base import Loss, LossInputs, MetricSum, kind
 from asyncrl.types import Normaliser
 
 from .reducer import Reducer, sum_over_ranks
@@ -38,13 +38,6 @@ def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[
     with torch.no_grad():
         found = loss(inputs).metrics
     return {name: found[name].normaliser for name in sorted(found)}
-
-
-def kind(name: str) -> str:
-    """`min`, `max` or `sum`: how a metric is combined over microbatches and ranks."""
-    if "_min" in name:
-        return "min"
-    return "max" if "_max" in name else "sum"
 
 
 _IDENTITY = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}

@@ -15,8 +15,8 @@
     processes.py  one child process per run; the peers' own virtual environments
 
     child.py      what runs in asyncrl's own child processes: one JSON job in, one JSON line out. child_*.py, machine.py, models.py
-    arrival.py    what the consumer of a ring does with a record, in transport
-    peers/        scripts that run inside a peer's environment and must not import asyncrl; side.py: what every side has
+    peers/        scripts that run inside a peer's environment; side.py: what every side has; way.py, the only one that imports
+                  asyncrl: what every side of transport does with a group that was handed to it
 
 The parent process imports no torch: it would only take memory and threads from the sides that are measured.
 """

@@ -25,14 +25,15 @@ from typing import Any
 import anyio
 import numpy as np
 
+from asyncrl.data.stash import Stash
+from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
-from .arrival import Arrival
-from .child_handover import end_record, record, ring_settings, sections, spawn
+from .child_handover import record, ring_settings, sections, spawn
 from .job import HandoverJob, new_loop
-from .peers.handover_group import Notes, footprint, turns
+from .peers.handover_group import Notes, arrays, footprint, turns
 
 RECORDS = 3  # groups that fit into the ring
 SMALL, BEFORE = 64, 3  # tokens of each trajectory of the small records; how many of them lie before each timed one
@@ -48,7 +49,7 @@ def room(tokens: int) -> RingSettings:
 def produce(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
     """Tells the consumer of every record when it is there; at the end the medians: ns of a put, ns of a copy."""
     data, small = sections(job.tokens), sections(SMALL)
-    flat = [array.view(np.uint8) for column in data.values() for array in column]
+    flat = [array.view(np.uint8) for column in arrays(job.tokens).values() for array in column]
     target = np.frombuffer(mmap.mmap(-1, ring_settings(job.tokens, RECORDS).ring_bytes), np.uint8)
     target[:] = 0
     puts, copies, at = [], [], 0
@@ -57,23 +58,21 @@ def produce(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
             if at + footprint(job.tokens) > len(target):
                 at = 0
             for before in range(1, 1 + BEFORE):
-                producer.put(record(job.groups * before + group, small, 1))
+                producer.put(record(job.groups * before + group, small))
             begin = time.monotonic_ns()
             for array in flat:
                 target[at : at + len(array)] = array
                 at += len(array)
             middle = time.monotonic_ns()
-            producer.put(record(group, data, middle))
+            producer.put(record(group, data))
             puts.append(time.monotonic_ns() - middle)
             copies.append(middle - begin)
             pipe.send("put")
-        producer.put(end_record((1 + BEFORE) * job.groups))
-        pipe.send("put")
         pipe.send([statistics.median(each[WARM_UP:] or each) for each in (puts, copies)])
 
 
-async def read(ring: RecordRing, arrival: Arrival) -> int | None:
-    """Take the record that is known to be there: ns from the look that found it. None: it is the end."""
+async def read(ring: RecordRing, stash: Stash[int]) -> int:
+    """Take the record that is known to be there, as a door does: ns from the look that found it until the group is whole."""
     while True:
         begin = time.perf_counter_ns()
         try:
@@ -81,10 +80,10 @@ async def read(ring: RecordRing, arrival: Arrival) -> int | None:
             break
         except anyio.WouldBlock:
             await asyncio.sleep(0)
-    taken = None
-    if delivery.record.lengths.any():
-        arrival.take(delivery)
-        taken = time.perf_counter_ns() - begin
+    record = delivery.record
+    if stash.add_whole(trajectories_of(record, copy=False), record.group, lease=delivery, epoch=record.epoch) is None:
+        raise AssertionError(f"group {record.group} is not whole")
+    taken = time.perf_counter_ns() - begin
     delivery.release()
     return taken
 
@@ -93,20 +92,16 @@ async def consume(job: HandoverJob) -> dict[str, float]:
     name, context = f"bench-{os.getpid()}", multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     credit, notes, reads, smalls = context.Semaphore(1), Notes(ours), list[int](), list[int]()
-    arrival = Arrival()
+    stash: Stash[int] = Stash(1024)
     async with RecordRing(name, room(job.tokens)) as ring:
         process = spawn(produce, name, job, theirs, credit)
-        while True:
-            await notes.next()
-            taken = [await read(ring, arrival)]
-            if taken[0] is None:
-                break
-            taken += [await read(ring, arrival) for _ in range(BEFORE)]
-            assert taken[-2] is not None and taken[-1] is not None
+        theirs.close()  # so that the end of a producer that failed is heard
+        while (note := await notes.next()) == "put":
+            taken = [await read(ring, stash) for _ in range(1 + BEFORE)]  # the small ones lie before it
             smalls.append(taken[-2])
             reads.append(taken[-1])
             credit.release()
-        put, copy = await notes.next()
+        put, copy = note
         await asyncio.to_thread(process.join)
     bytes_ = footprint(job.tokens)
     shares = [own / small for own, small in zip(reads, smalls, strict=True)]

@@ -1,13 +1,14 @@
 """`child.py handover`: asyncrl's own sides of `asyncrl bench transport`, and the two without any peer.
 
-    ring        a leased record in the event loop, asyncio or uvloop
-    stash       the same, as 16 trajectories (views) in the stash, whole
+    ring        a record ring: the producer puts records with the columns that all sides hand over, the door of a run takes them
+    client      the same with `asyncrl.client`, whose push checks each member and adds texts and metadata
     tensor      the tensor queue: an item of four arrays, in the event loop
-    queue       multiprocessing.Queue, pickled arrays; a blocking get, which is its fastest form
-    memcpy      the same bytes copied into a warm buffer in one process: the limit
+    queue       multiprocessing.Queue, pickled arrays; read in the event loop when something lies in it
+    local       no transport: the group lies in the process whose microbatch it becomes. What all sides pay behind the hand-over
+    memcpy      the same bytes copied into a warm buffer in one process: the limit of a hand-over, without a microbatch
 
-Each runs in a fresh process with one spawned producer. The stamp travels with the group; a stamp of 0 is the end. The stash
-also says when the record was written (its header tells), leased, and cut into trajectories.
+Each runs in a fresh process with one spawned producer, which says when it put each group only after the last one. What a side does
+with a group that was handed to it is in peers/way.py, the same for all.
 """
 
 from __future__ import annotations
@@ -16,38 +17,39 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from asyncrl.client import Client, Scored
 from asyncrl.records.layout import Section
+from asyncrl.records.native import records
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
+from asyncrl.transport.rings.delivery import Delivery
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
-from .arrival import Arrival
 from .job import HandoverJob, new_loop
-from .peers.handover_group import COLUMNS, IN_FLIGHT, MEMBERS, arrays, footprint, turns
-
-END = 0  # the stamp behind the last group
-Times = list[tuple[int, ...]]
-
-
-def sections(tokens: int) -> dict[int, list[Any]]:
-    return {Section[name.upper()]: column for name, column in arrays(tokens).items()}
-
-
-def record(group: int, data: dict[int, list[Any]], stamp: int) -> Plan:
-    """One group as it is put. Its stamp travels as its epoch, so that nothing is added to what is handed over."""
-    return plan(Draft(group, range(MEMBERS), MEMBERS, data, stamp))
-
-
-def end_record(group: int) -> Plan:
-    return record(group, {Section.TOKENS: [np.empty(0, np.int32)] * MEMBERS}, END)
+from .peers.handover_group import (
+    COLUMNS,
+    IN_FLIGHT,
+    MEMBERS,
+    REWARDS,
+    Notes,
+    arrays,
+    footprint,
+    prompt_of,
+    readable,
+    turns,
+    versions_of,
+)
+from .peers.side import cpu_seconds
+from .peers.way import Way
 
 
 def ring_settings(tokens: int, records: int = IN_FLIGHT) -> RingSettings:
@@ -58,36 +60,68 @@ def ring_settings(tokens: int, records: int = IN_FLIGHT) -> RingSettings:
 # -- producers, each in a process of its own --------------------------------------------------------------------------
 
 
-def produce_ring(name: str, job: HandoverJob, credit: Any) -> None:
+def produce(job: HandoverJob, pipe: Any, credit: Any, put: Callable[[int, list[Any]], None]) -> None:
+    """All groups, from the word of the consumer on; then when each was put, and the CPU time of this process meanwhile."""
+    pipe.send("ready")
+    pipe.recv()
+    begun, puts = time.process_time(), []
+    for group in turns(job.turns(), credit):
+        versions = versions_of(group, job.tokens)
+        puts.append(time.monotonic_ns())
+        put(group, versions)
+    pipe.send((puts, time.process_time() - begun))
+
+
+def sections(tokens: int) -> dict[int, list[Any]]:
+    columns: dict[int, list[Any]] = {Section[name.upper()]: column for name, column in arrays(tokens).items()}
+    return columns | {Section.REWARDS: REWARDS, Section.PROMPT_LENGTHS: [prompt_of(tokens)] * MEMBERS}
+
+
+def record(group: int, data: dict[int, list[Any]]) -> Plan:
+    return plan(Draft(group, range(MEMBERS), MEMBERS, data))
+
+
+def produce_ring(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
     data = sections(job.tokens)
     with Producer.attach(name) as producer:
-        for group in turns(vars_of(job), credit):
-            producer.put(record(group, data, time.monotonic_ns()))
-        producer.put(end_record(job.groups))
+        produce(job, pipe, credit, lambda group, new: producer.put(record(group, data | {Section.VERSIONS: new})))
 
 
-def produce_tensors(name: str, job: HandoverJob, credit: Any) -> None:
-    async def produce() -> None:
-        data = arrays(job.tokens)
-        async with share_queue(name, IN_FLIGHT, (IN_FLIGHT + 1) * (footprint(job.tokens) + (1 << 12))) as sender:
-            for _ in turns(vars_of(job)):
-                if credit is not None:
-                    await asyncio.to_thread(credit.acquire)  # the loop has the receiver to let in
-                stamp = np.array([time.monotonic_ns()])
-                await sender.put({"stamp": stamp, **{name: np.stack(column) for name, column in data.items()}})
+def produce_client(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
+    data, prompt = arrays(job.tokens), prompt_of(job.tokens)
+    rows = [{key: column[member] for key, column in data.items()} for member in range(MEMBERS)]
+    scored = [Scored(reward=reward, prompt_length=prompt, **row) for reward, row in zip(REWARDS, rows, strict=True)]
+    with Client.attach(name) as client:
 
-    asyncio.run(produce())
+        def push(group: int, versions: list[Any]) -> None:
+            for one, row in zip(scored, versions, strict=True):
+                one.versions = row
+            client.push(group, scored)
+
+        produce(job, pipe, credit, push)
 
 
-def produce_queue(queue: Any, job: HandoverJob, credit: Any) -> None:
+def produce_queue(queue: Any, job: HandoverJob, pipe: Any, credit: Any) -> None:
     data = arrays(job.tokens)
-    for _ in turns(vars_of(job), credit):
-        queue.put((time.monotonic_ns(), data))
-    queue.put((0, {}))
+    produce(job, pipe, credit, lambda group, versions: queue.put((data | {"versions": versions}, REWARDS)))
+    queue.put(None)
 
 
-def vars_of(job: HandoverJob) -> dict[str, Any]:
-    return {"groups": job.groups, "pace_s": job.pace_s, "seconds": job.seconds}
+def produce_tensors(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
+    async def run() -> None:
+        data, rewards = arrays(job.tokens), np.array(REWARDS)
+        async with share_queue(name, IN_FLIGHT, (IN_FLIGHT + 1) * (footprint(job.tokens) + (1 << 12))) as sender:
+            pipe.send("ready")
+            await asyncio.to_thread(pipe.recv)  # the loop has the receiver to let in, here and below
+            begun, puts = time.process_time(), []
+            for group in turns(job.turns()):
+                await asyncio.to_thread(credit.acquire)
+                given = data | {"versions": versions_of(group, job.tokens)}
+                puts.append(time.monotonic_ns())
+                await sender.put({"rewards": rewards, **{key: np.stack(column) for key, column in given.items()}})
+            pipe.send((puts, time.process_time() - begun))
+
+    asyncio.run(run())
 
 
 # -- consumers --------------------------------------------------------------------------------------------------------
@@ -99,92 +133,136 @@ def spawn(target: Callable[..., None], *arguments: Any) -> Any:
     return process
 
 
-def new_credit(job: HandoverJob) -> Any:
-    """One group on the way where the pace is given; at full speed the side's own backpressure is what bounds it."""
-    return multiprocessing.get_context("spawn").Semaphore(1) if job.pace_s else None
+class StampedRing(RecordRing):
+    """Says when the record of each group was leased, and when it was written."""
+
+    def __init__(self, name: str, settings: RingSettings) -> None:
+        super().__init__(name, settings)
+        self.leased_ns: dict[int, int] = {}
+        self.written_ns: dict[int, int] = {}
+
+    def get_nowait(self) -> Delivery:
+        delivery = super().get_nowait()
+        group = delivery.record.group
+        self.leased_ns[group], self.written_ns[group] = time.monotonic_ns(), delivery.record.written_ns
+        return delivery
 
 
-async def consume_ring(job: HandoverJob, *, stash: bool) -> Times:
-    """(put, usable) in monotonic ns of every group; of the stash (put, usable, written, leased, cut)."""
-    name, credit = f"bench-{os.getpid()}", new_credit(job)
-    times: Times = []
-    clocks = time.time_ns() - time.monotonic_ns()
-    async with RecordRing(name, ring_settings(job.tokens)) as ring:
-        process = spawn(produce_ring, name, job, credit)
-        arrival = Arrival()
-        async for delivery in ring:
-            leased, found = time.monotonic_ns(), delivery.record
-            parts: tuple[int, ...] = ()
-            stamp = found.epoch
-            if stamp == END:
-                delivery.release()
-                break
-            if stash:
-                parts = (found.written_ns - clocks, leased, arrival.take(delivery))
-            times.append((stamp, time.monotonic_ns(), *parts))
-            delivery.release()
-            if credit is not None:
-                credit.release()
+class Measured:
+    """One producer and one way, from the first group to the last one's clear."""
+
+    def __init__(self, job: HandoverJob) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.job = job
+        self.name = f"bench-{os.getpid()}"
+        # From put to clear, of every side alike. (At full speed the ring's own bytes would do: they hold as many.)
+        self.credit = context.Semaphore(1 if job.pace_s else IN_FLIGHT)
+        self.way = Way(MEMBERS, job.tokens, prompt_of(job.tokens), self.credit.release)
+        self.found: dict[str, Any] = {}
+
+    @asynccontextmanager
+    async def producing(self, target: Callable[..., None], where: Any) -> AsyncIterator[None]:
+        """Inside: the groups are on their way. At the end all are cleared."""
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        process, notes = spawn(target, where, self.job, theirs, self.credit), Notes(ours)
+        theirs.close()  # so that the end of a producer that failed is heard
+        await notes.next()
+        begun = _spent()
+        ours.send("go")
+        yield
+        puts, producer_s = await notes.next()
+        await self.way.wait_cleared(len(puts))
+        spent = [end - start for start, end in zip(begun, _spent(), strict=True)]
+        self.found |= dict(zip(("wall_s", "cpu_s", "consumer_s", "loop_s"), spent, strict=True))
+        self.found |= {"producer_s": producer_s, **self.way.result(puts)}
         await asyncio.to_thread(process.join)
-    return times
 
 
-async def consume_tensors(job: HandoverJob) -> Times:
-    name, credit = f"bench-{os.getpid()}", new_credit(job)
-    times: Times = []
-    process = spawn(produce_tensors, name, job, credit)
-    async with await attach_queue(name) as receiver:
-        async for item in receiver:
-            with item:
-                held = [item[column] for column in COLUMNS]
-                times.append((int(item["stamp"][0]), time.monotonic_ns()))
-                if held[0].shape != (MEMBERS, job.tokens):
-                    raise AssertionError(f"the tokens are {held[0].shape}")
-                del held
-            if credit is not None:
-                credit.release()
-    await asyncio.to_thread(process.join)
-    return times
+def _spent() -> tuple[float, ...]:
+    return time.perf_counter(), cpu_seconds(), time.process_time(), time.thread_time()
 
 
-def consume_queue(job: HandoverJob) -> Times:
-    queue, credit = multiprocessing.get_context("spawn").Queue(IN_FLIGHT), new_credit(job)
-    times: Times = []
-    process = spawn(produce_queue, queue, job, credit)
-    while True:
-        put, _held = queue.get()
-        if not put:
-            break
-        times.append((put, time.monotonic_ns()))
-        if credit is not None:
-            credit.release()
-    process.join()
-    return times
+async def consume_ring(job: HandoverJob, target: Callable[..., None] = produce_ring) -> dict[str, Any]:
+    from asyncrl.runtime.door import serve  # it needs torch, which the other sides do without
+
+    own, clocks = Measured(job), time.time_ns() - time.monotonic_ns()
+    ring = StampedRing(own.name, ring_settings(job.tokens))
+    async with ring, own.way:
+        own.way.handed_ns = ring.leased_ns  # the run numbers groups as they come: as their one producer does
+        own.way.serve(serve, ring)
+        async with own.producing(target, own.name):
+            pass  # the door takes them
+        counts = ring.statistics()
+    leases = {"taken": counts.records, "ended": counts.released, "outstanding": counts.outstanding}
+    times = [(*row, ring.written_ns[group] - clocks) for group, row in enumerate(own.found["times"])]
+    return own.found | {"leases": leases, "times": times}
 
 
-def copy_only(job: HandoverJob) -> Times:
+async def consume_tensors(job: HandoverJob) -> dict[str, Any]:
+    own, group = Measured(job), 0
+    async with own.way, own.producing(produce_tensors, own.name):
+        async with await attach_queue(own.name) as receiver:
+            async for item in receiver:
+                with item:
+                    await own.way.handed(group, {key: item[key] for key in COLUMNS}, item["rewards"].tolist())
+                group += 1
+    return own.found
+
+
+async def consume_queue(job: HandoverJob) -> dict[str, Any]:
+    own, group = Measured(job), 0
+    queue: Any = multiprocessing.get_context("spawn").Queue(IN_FLIGHT)
+    async with own.way, own.producing(produce_queue, queue):
+        while True:
+            await readable(queue._reader)  # else `get` would block the loop, or need a thread and one more hand-over
+            found = queue.get()
+            if found is None:
+                break
+            await own.way.handed(group, *found)
+            group += 1
+    return own.found
+
+
+async def no_transport(job: HandoverJob) -> dict[str, Any]:
+    own, data = Measured(job), arrays(job.tokens)
+    puts = []
+    async with own.way:
+        begun = _spent()
+        for group in turns(job.turns()):
+            given = data | {"versions": versions_of(group, job.tokens)}
+            puts.append(time.monotonic_ns())
+            await own.way.handed(group, given, REWARDS)
+            await own.way.wait_cleared(group + 1)
+        spent = [end - start for start, end in zip(begun, _spent(), strict=True)]
+    return dict(zip(("wall_s", "cpu_s", "consumer_s", "loop_s"), spent, strict=True)) | own.way.result(puts)
+
+
+def copy_only(job: HandoverJob) -> dict[str, Any]:
     data = arrays(job.tokens)
     targets: dict[str, Any] = {name: np.empty(MEMBERS * job.tokens, kind) for name, kind in COLUMNS.items()}
-    times: Times = []
-    for _group in turns(vars_of(job)):
+    times = []
+    for _group in turns(job.turns()):
         begin = time.monotonic_ns()
         for name, column in data.items():
             np.concatenate(column, out=targets[name])
         times.append((begin, time.monotonic_ns()))
-    return times
+    return {"times": times}
 
 
-def measure(job: HandoverJob) -> Times:
-    """One run, in this process (it is a fresh one)."""
-    if job.side == "queue":
-        return consume_queue(job)
-    if job.side == "memcpy":
-        return copy_only(job)
-    with asyncio.Runner(loop_factory=partial(new_loop, job.loop)) as runner:
-        if job.side == "tensor":
-            return runner.run(consume_tensors(job))
-        return runner.run(consume_ring(job, stash=job.side == "stash"))
+IN_A_LOOP: dict[str, Callable[[HandoverJob], Coroutine[Any, Any, dict[str, Any]]]] = {
+    "ring": consume_ring,
+    "client": partial(consume_ring, target=produce_client),
+    "tensor": consume_tensors,
+    "queue": consume_queue,
+    "local": no_transport,
+}
 
 
 def run_handover(job: HandoverJob) -> dict[str, Any]:
-    return {"times": measure(job), "versions": {"numpy": np.__version__}}
+    """One run, in this process (it is a fresh one)."""
+    if job.side == "memcpy":
+        found = copy_only(job)
+    else:
+        with asyncio.Runner(loop_factory=partial(new_loop, job.loop or "uvloop")) as runner:
+            found = runner.run(IN_A_LOOP[job.side](job))
+    return found | {"versions": {"numpy": np.__version__, "records": "Python" if records is None else "native"}}

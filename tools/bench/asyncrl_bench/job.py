@@ -177,6 +177,10 @@ class HandoverJob(Job):
     seconds: float  # no new hand-over after that
     threads: int = 1
 
+    def turns(self) -> dict[str, Any]:
+        """What `peers.handover_group.turns` asks."""
+        return {"groups": self.groups, "pace_s": self.pace_s, "seconds": self.seconds}
+
 
 def write_token_prompts(job: GenerateJob, vocabulary: int) -> None:
     """Random prompts, one per group, and again as many for the warm-up: nothing of theirs is found in a cache."""

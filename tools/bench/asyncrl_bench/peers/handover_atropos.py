@@ -1,8 +1,9 @@
 """Handing groups over through Atropos' HTTP API. Runs inside atroposlib's own environment: `python ... JOB.json`.
 
-Its own server (`run-api`), an environment that posts `/scored_data`, a trainer that gets `/batch` and makes arrays of it. In
-its favour: connections are kept, nothing is compressed (its own client compresses, which takes longer than the rest), the
-trainer is told by a pipe when to ask (its own one asks once a second), and the versions, for which it has no column, stay at home.
+Its own server (`run-api`), an environment that posts `/scored_data`, a trainer that gets `/batch`, makes arrays of it and does
+with them what every side does (way.py). In its favour: connections are kept, nothing is compressed (its own client compresses,
+which takes longer than the rest), the trainer is told by a pipe when to ask (its own one asks once a second), and the versions,
+for which it has no column, are known there.
 """
 
 import asyncio
@@ -19,10 +20,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 import side
-from handover_group import IN_FLIGHT, MEMBERS, Notes, arrays, turns
+from handover_group import IN_FLIGHT, MEMBERS, REWARDS, Notes, arrays, prompt_of, turns, versions_of
+from way import Way
 
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
 START_S = 120.0
+MASKED = -100  # in the place of a token that is not trained
 
 
 def free_port() -> int:
@@ -31,26 +34,27 @@ def free_port() -> int:
         return int(door.getsockname()[1])
 
 
-async def take(url: str, notes: Notes, credit: Any) -> list[tuple[int, int]]:
-    times = []
-    async with aiohttp.ClientSession(headers=HEADERS) as session:
-        while await notes.next() is not None:
+async def take(tokens: int, url: str, pipe: Any, credit: Any) -> None:
+    way, notes = Way(MEMBERS, tokens, prompt_of(tokens), credit.release), Notes(pipe)
+    async with way, aiohttp.ClientSession(headers=HEADERS) as session:
+        pipe.send("ready")
+        while isinstance(group := await notes.next(), int):
             async with session.get(f"{url}/batch") as reply:
-                (group,) = json.loads(await reply.read())["batch"]
-            held = [
-                (np.array(tokens, np.int32), np.array(mask) != -100, np.array(logprobs, np.float32))
-                for tokens, mask, logprobs in zip(
-                    group["tokens"], group["masks"], group["inference_logprobs"], strict=True
-                )
-            ]
-            times.append((group["group_overrides"]["put"], time.monotonic_ns()))
-            assert len(held) == MEMBERS
-            credit.release()
-    return times
+                (found,) = json.loads(await reply.read())["batch"]
+            columns = {
+                "tokens": [np.array(row, np.int32) for row in found["tokens"]],
+                "mask": [np.array(mask) != MASKED for mask in found["masks"]],
+                "logprobs": [np.array(row, np.float32) for row in found["inference_logprobs"]],
+                "versions": versions_of(group, tokens),
+            }
+            await way.handed(group, columns, found["scores"])
+        await way.wait_cleared(len(group))
+        pipe.send("cleared")
+    pipe.send(way.result(group))
 
 
-def consume(url: str, pipe: Any, credit: Any) -> None:
-    pipe.send(asyncio.run(take(url, Notes(pipe), credit)))
+def consume(tokens: int, url: str, pipe: Any, credit: Any) -> None:
+    asyncio.run(take(tokens, url, pipe, credit))
 
 
 async def post(session: aiohttp.ClientSession, url: str, content: dict[str, Any]) -> Any:
@@ -61,23 +65,24 @@ async def post(session: aiohttp.ClientSession, url: str, content: dict[str, Any]
         return found
 
 
-async def produce(asked: dict[str, Any], url: str, pipe: Any, credit: Any) -> None:
-    data = arrays(asked["tokens"])
+async def produce(asked: dict[str, Any], url: str, pipe: Any, credit: Any) -> tuple[list[int], float]:
+    """When each group was put, and the CPU time of all processes before the first one."""
+    data, puts = arrays(asked["tokens"]), list[int]()
     async with aiohttp.ClientSession(headers=HEADERS) as session:
         await register(session, asked, url)
-        for _ in turns(asked, credit):
-            put = time.monotonic_ns()
-            tokens = [a.tolist() for a in data["tokens"]]
+        begun = side.cpu_seconds()
+        for group in turns(asked, credit):
+            puts.append(time.monotonic_ns())
             content = {
-                "tokens": tokens,
-                "masks": tokens,  # every position is trained; -100 would stand where not
-                "scores": [0.0] * MEMBERS,
+                "tokens": [a.tolist() for a in data["tokens"]],
+                "masks": [np.where(m, t, MASKED).tolist() for m, t in zip(data["mask"], data["tokens"], strict=True)],
+                "scores": REWARDS,
                 "inference_logprobs": [a.tolist() for a in data["logprobs"]],
-                "group_overrides": {"put": put},
                 "env_id": 0,
             }
             await post(session, f"{url}/scored_data", content)
-            pipe.send("one more")
+            pipe.send(group)
+    return puts, begun
 
 
 async def register(session: aiohttp.ClientSession, asked: dict[str, Any], url: str) -> None:
@@ -109,16 +114,20 @@ def main() -> None:
         credit = context.Semaphore(1 if asked["pace_s"] else IN_FLIGHT)
         ours, theirs = context.Pipe()
         url = f"http://127.0.0.1:{port}"
-        process = context.Process(target=consume, args=(url, theirs, credit), daemon=True)
+        process = context.Process(target=consume, args=(asked["tokens"], url, theirs, credit), daemon=True)
         process.start()
-        asyncio.run(produce(asked, url, ours, credit))
-        ours.send(None)
-        times = ours.recv()
+        assert ours.recv() == "ready"
+        puts, begun = asyncio.run(produce(asked, url, ours, credit))
+        ours.send(puts)
+        assert ours.recv() == "cleared"
+        spent = side.cpu_seconds() - begun
+        found = ours.recv()
         process.join()
     finally:
         server.terminate()
         server.wait()
-    side.answer({"times": times, "versions": {"atroposlib": version("atroposlib"), "uvicorn": version("uvicorn")}})
+    versions = {"atroposlib": version("atroposlib"), "uvicorn": version("uvicorn")}
+    side.answer({**found, "cpu_s": spent, "versions": versions})
 
 
 if __name__ == "__main__":

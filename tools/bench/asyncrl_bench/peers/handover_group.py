@@ -4,6 +4,7 @@ Scripts beside this one run inside a peer's environment and import it; asyncrl's
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,15 +18,36 @@ PATIENCE_S = 120.0  # for a hand-over; the slowest peer takes some seconds for t
 COLUMNS = {"tokens": np.int32, "mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
 
+REWARDS = [float(member % 2) for member in range(MEMBERS)]
+
+
+def prompt_of(tokens: int) -> int:
+    """Of the `tokens` of a trajectory, those of the prompt, which all 16 share."""
+    return tokens // 16
+
+
 def arrays(tokens: int) -> dict[str, list[Any]]:
-    """16 members' columns, each an array of its own."""
+    """16 members' columns, each an array of its own; what a run may train."""
     source = np.random.default_rng(0)
+    prompt = prompt_of(tokens)
+    mask = np.arange(tokens) >= prompt
+    ids = source.integers(0, 50_000, (MEMBERS, tokens), np.int32)
+    ids[:, :prompt] = ids[0, :prompt]
     return {
-        "tokens": [source.integers(0, 50_000, tokens, np.int32) for _ in range(MEMBERS)],
-        "mask": [np.ones(tokens, bool) for _ in range(MEMBERS)],
-        "logprobs": [-source.random(tokens, np.float32) for _ in range(MEMBERS)],
-        "versions": [np.zeros(tokens, np.int32) for _ in range(MEMBERS)],
+        "tokens": [row.copy() for row in ids],
+        "mask": [mask.copy() for _ in range(MEMBERS)],
+        "logprobs": [np.where(mask, -source.random(tokens, np.float32), np.float32(0)) for _ in range(MEMBERS)],
+        "versions": versions_of(0, tokens),
     }
+
+
+def versions_of(group: int, tokens: int) -> list[Any]:
+    """Of each member's tokens. The run has a new version with every group; one that is sure to be there already when `group` is
+    put: no more than IN_FLIGHT are on the way."""
+    rows = [np.full(tokens, max(0, group - IN_FLIGHT), np.int32) for _ in range(MEMBERS)]
+    for row in rows:
+        row[: prompt_of(tokens)] = -1
+    return rows
 
 
 def footprint(tokens: int) -> int:
@@ -53,21 +75,26 @@ def turns(job: dict[str, Any], credit: Any = None) -> Iterator[int]:
 
 
 class Notes:
-    """Notes of the producer in the consumer's event loop: a pipe that is read when something lies in it."""
+    """What comes through a pipe, in the event loop of who waits for it: read when something lies in it."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
 
     async def next(self) -> Any:
-        if not self._pipe.poll():
-            loop = asyncio.get_running_loop()
-            there: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(self._pipe.fileno(), _wake, there)
-            try:
-                await there
-            finally:
-                loop.remove_reader(self._pipe.fileno())
+        await readable(self._pipe)
         return self._pipe.recv()
+
+
+async def readable(pipe: Any) -> None:
+    if not pipe.poll():
+        loop = asyncio.get_running_loop()
+        there: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(pipe.fileno(), _wake, there)
+        try:
+            await there
+        finally:
+            loop.remove_reader(pipe.fileno())
+            os.set_blocking(pipe.fileno(), True)  # uvloop changed it, and a large message comes in parts
 
 
 def _wake(there: "asyncio.Future[None]") -> None:

@@ -1,8 +1,8 @@
 """Handing groups over through TransferQueue's simple storage. Runs inside its own environment: `python ... JOB.json`.
 
-`kv_batch_put` of 16 rows in one process, a note through a pipe, `async_kv_batch_get` in the other one's event loop, then the
-rows are cleared. Rows have one length, so the columns are stacked: its fastest form. `TransferQueue.init` waits for ever,
-without a word, where Ray has two processors to give: Ray is told of 16.
+`kv_batch_put` of 16 rows in one process, a note through a pipe, `async_kv_batch_get` in the other one's event loop, which does
+with them what every side does (way.py); then the rows are cleared. Rows have one length, so the columns are stacked: its fastest
+form. `TransferQueue.init` waits for ever, without a word, where Ray has two processors to give: Ray is told of 16.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ import ray
 import side
 import torch
 import transfer_queue as tq
-from handover_group import COLUMNS, IN_FLIGHT, MEMBERS, Notes, arrays, turns
+from handover_group import COLUMNS, IN_FLIGHT, MEMBERS, REWARDS, Notes, arrays, prompt_of, turns, versions_of
 from tensordict import TensorDict
+from way import Way
 
 PARTITION = "groups"
 
@@ -29,24 +30,24 @@ def keys(group: int) -> list[str]:
     return [f"{group}_{member}" for member in range(MEMBERS)]
 
 
-async def take(notes: Notes, credit: Any) -> list[tuple[int, int]]:
-    times = []
-    while (note := await notes.next()) is not None:
-        group, put = note
-        rows = await tq.async_kv_batch_get(keys=keys(group), partition_id=PARTITION)
-        held = {name: [row.numpy() for row in rows[name].unbind()] for name in COLUMNS}
-        times.append((put, time.monotonic_ns()))
-        assert [len(row) for row in held["tokens"]] == [len(row) for row in held["logprobs"]]
-        await tq.async_kv_clear(keys=keys(group), partition_id=PARTITION)
-        credit.release()
-    return times
+async def take(tokens: int, pipe: Any, credit: Any) -> None:
+    way, notes = Way(MEMBERS, tokens, prompt_of(tokens), credit.release), Notes(pipe)
+    async with way:
+        pipe.send("ready")
+        while isinstance(group := await notes.next(), int):
+            rows = await tq.async_kv_batch_get(keys=keys(group), partition_id=PARTITION)
+            held = {name: [row.numpy() for row in rows[name].unbind()] for name in COLUMNS}
+            await way.handed(group, held, rows["rewards"].tolist())
+            await tq.async_kv_clear(keys=keys(group), partition_id=PARTITION)
+        await way.wait_cleared(len(group))
+        pipe.send("cleared")
+    pipe.send(way.result(group))
 
 
-def consume(address: str, pipe: Any, credit: Any) -> None:
+def consume(address: str, tokens: int, pipe: Any, credit: Any) -> None:
     ray.init(address=address, configure_logging=False)
     tq.init()
-    pipe.send("ready")
-    pipe.send(asyncio.run(take(Notes(pipe), credit)))
+    asyncio.run(take(tokens, pipe, credit))
 
 
 def main() -> None:
@@ -57,21 +58,28 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     credit = context.Semaphore(1 if asked["pace_s"] else IN_FLIGHT)
     ours, theirs = context.Pipe()
-    process = context.Process(target=consume, args=(started.address_info["gcs_address"], theirs, credit), daemon=True)
+    given = (started.address_info["gcs_address"], asked["tokens"], theirs, credit)
+    process = context.Process(target=consume, args=given, daemon=True)
     process.start()
     assert ours.recv() == "ready"
-    data = arrays(asked["tokens"])
+    data, puts = arrays(asked["tokens"]), list[int]()
+    begun = side.cpu_seconds()
     for group in turns(asked, credit):
-        stamp = time.monotonic_ns()
-        fields = {name: torch.from_numpy(np.stack(column)) for name, column in data.items()}
+        given = data | {"versions": versions_of(group, asked["tokens"])}
+        puts.append(time.monotonic_ns())
+        fields = {name: torch.from_numpy(np.stack(column)) for name, column in given.items()}
+        fields["rewards"] = torch.tensor(REWARDS)
         tq.kv_batch_put(keys=keys(group), partition_id=PARTITION, fields=TensorDict(fields, batch_size=MEMBERS))
-        ours.send((group, stamp))
-    ours.send(None)
-    times = ours.recv()
+        ours.send(group)
+    ours.send(puts)
+    assert ours.recv() == "cleared"
+    spent = side.cpu_seconds() - begun
+    found = ours.recv()
     process.join()
     side.answer(
         {
-            "times": times,
+            **found,
+            "cpu_s": spent,
             "versions": {"TransferQueue": version("TransferQueue"), "ray": ray.__version__, "torch": torch.__version__},
         }
     )

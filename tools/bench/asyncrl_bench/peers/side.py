@@ -30,18 +30,36 @@ def status(key: str, pid: int | str = "self") -> int:
     return 0
 
 
+def tree() -> list[int]:
+    """This process and all that come from it."""
+    pids = [os.getpid()]
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                    pids += [int(child) for child in (task / "children").read_text().split()]
+    return pids
+
+
+def cpu_seconds() -> float:
+    """That this process and all that come from it have taken so far, those that ended and were waited for included."""
+    ticks = 0
+    for pid in tree():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, words[11:15]))  # user and system, its own and that of its ended children
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def peak_bytes() -> int:
     """Largest resident memory of this process and of all that come from it, each at its own peak.
 
     Not `ru_maxrss`: Linux hands the parent's peak down at the fork, so a small child of a large parent looks large.
     A child counts with the pages that it shares (the interpreter's), so the sum is a little too large.
     """
-    pids, total = [os.getpid()], 0
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-                    pids += [int(child) for child in (task / "children").read_text().split()]
+    total = 0
+    for pid in tree():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             total += status("VmHWM", pid)
     return total
 
