@@ -146,7 +146,8 @@ def _trained(checkpoint: Checkpoint) -> int:
     total = 0
     for rank in range(ranks):
         taken = set(range(rank, run["prompts"][str(rank)]["position"], ranks))
-        total += len(taken - set(run["untrained"][str(rank)]))
+        again = run["prompts"][str(rank)]["again"]  # of the life before, not played since
+        total += len(taken - set(run["untrained"][str(rank)]) - set(again))
     return total
 
 
