@@ -85,9 +85,7 @@ def test_the_benchmarks_are_found_where_they_are_installed(installed: Path, tmp_
     assert f"\nVersion: {asyncrl.__version__}\n" in metadata
     quick = ["transport", "--quick", "--sides", "memcpy", "--costs", "--cache", "c", "--out", "."]
     paths = f"{installed}{os.pathsep}{benches}"
-    assert "| 16 x 256 | memcpy |" in run(
-        "-m", "asyncrl.cli.app", "bench", *quick, cwd=tmp_path, PYTHONPATH=paths
-    )
+    assert "| 16 x 256 | memcpy |" in run("-m", "asyncrl.cli.app", "bench", *quick, cwd=tmp_path, PYTHONPATH=paths)
     assert (benches / "asyncrl_bench" / "peers" / "trl_step.py").exists()
 
 
