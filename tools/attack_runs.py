@@ -159,9 +159,13 @@ def attack(lives: int, kinds: list[str], signals: list[str], seed: int, keep: Pa
     for number in range(lives):
         kind, how = kinds[number % len(kinds)], chance.choice(signals)
         life = Life(folders[kind], *KINDS[kind], how)
-        wrong = life.live(chance.uniform(0.0, 1.5))
-        found = [wrong] if wrong else []
-        found += [*life.end()] if life.process.poll() is None else []
+        try:
+            wrong = life.live(chance.uniform(0.0, 1.5))
+            found = [wrong] if wrong else []
+            found += [*life.end()] if life.process.poll() is None else []
+        finally:
+            if life.process.poll() is None:  # this program is being ended itself
+                life.process.terminate()
         found += [*life.judge()] if not wrong else []
         counts[f"{kind}, {how}"] += 1
         if found:
@@ -194,4 +198,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`: the run in hand is ended, too
     sys.exit(main())
