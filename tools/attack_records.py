@@ -42,12 +42,14 @@ from attacks import HTTP, RECORDS, REFUSED, TRAINED, Attack, Request, body, good
 from asyncrl import Runtime  # noqa: E402
 from asyncrl.config.load import load_config  # noqa: E402
 from asyncrl.errors import DataError, LifecycleError, RecordError, RingDetached, RingFull, VersionAhead  # noqa: E402
+from asyncrl.http.access import Address  # noqa: E402
 from asyncrl.http.atropos import AtroposDoor, serve  # noqa: E402
 from asyncrl.pumps.pipeline import StepReport  # noqa: E402
 from asyncrl.records.trajectories import draft_of  # noqa: E402
 from asyncrl.records.write import plan  # noqa: E402
 from asyncrl.runtime.door import DoorStatistics  # noqa: E402
 from asyncrl.runtime.door import serve as ring_door  # noqa: E402
+from asyncrl.transport.inventory import clear  # noqa: E402
 from asyncrl.transport.rings.producer import AsyncProducer  # noqa: E402
 from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
 from asyncrl.transport.rings.types import RingSettings  # noqa: E402
@@ -55,6 +57,7 @@ from asyncrl.transport.rings.types import RingSettings  # noqa: E402
 MODEL = ROOT / "tests" / "runtime" / "runtime_model.py"
 RING = RingSettings(size=64 << 20, slots=32, ring_bytes=1 << 20)
 EPOCH = 1
+NO = (400, 413, 415, 422)  # what a refusal may be
 PATIENCE = 120.0  # seconds for what must happen in the end
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -171,10 +174,10 @@ class Attacker:
         async with http.post(f"{url}/scored_data", data=raw, headers=headers) as reply:
             text = await reply.text()
         found, code = self.found, reply.status
-        found.refused["http"] += code in (400, 422)
-        if code not in (200, 400, 422) and not (code == 503 and "the run ends" in text):
+        found.refused["http"] += code in NO
+        if code not in (200, *NO) and not (code == 503 and "the run ends" in text):
             found.wrong[f"HTTP {code}: {request.name}"] += 1
-        elif (request.expect, code) in [(REFUSED, 200), (TRAINED, 400), (TRAINED, 422)]:
+        elif (request.expect, code) in [(REFUSED, 200), *((TRAINED, no) for no in NO)]:
             found.wrong[f"HTTP {code}: {request.name}: {text[:200]}"] += 1
 
     def push(self, report: StepReport) -> None:
@@ -230,7 +233,7 @@ class Range:
         async with RecordRing(attacker.name, RING) as ring, Runtime(config) as runtime:
             runtime.listen(attacker)
             async with anyio.create_task_group() as tasks:
-                door = await tasks.start(partial(serve, runtime, ring, port=0, statistics=counts))
+                door = await tasks.start(partial(serve, runtime, ring, at=Address(port=0), statistics=counts))
                 producer = await AsyncProducer.attach(attacker.name)
                 tasks.start_soon(attacker.against, runtime, door, producer, over)
                 await runtime.run()
@@ -251,7 +254,8 @@ class Range:
                 await runtime.finish()
             outstanding = ring.statistics().outstanding
             self.found.wrong["records left in the ring"] += outstanding
-            ring.close(discard=True)
+            if ring.close():
+                clear(ring.name, drop_records=True)
 
 
 def _causes(error: BaseException) -> str:

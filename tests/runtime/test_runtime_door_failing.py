@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from runtime_helpers import MODEL, REAL, config_of
+from transport_records import drop
 
 from asyncrl import Runtime
 from asyncrl.client import AsyncClient, Scored
@@ -58,7 +59,7 @@ async def held(name: str) -> int:
     """Records that the next run of this ring would train; they are dropped."""
     async with RecordRing(name) as ring:
         left = ring.statistics().replayed
-        ring.close(discard=True)
+        drop(ring)
     return left
 
 
