@@ -146,6 +146,7 @@ async def _run(config: Config) -> int:
                 raise
             if not stopped and lost.stopped_by is not None:
                 stopped.append(signal.Signals[lost.stopped_by])
+                print(f"asyncrl: another rank was stopped by {lost.stopped_by}, and this one with it", file=sys.stderr)
         else:
             _print_summary(summary, runtime)
     return 128 + stopped[0] if stopped else 0

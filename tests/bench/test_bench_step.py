@@ -111,10 +111,13 @@ def test_nothing_beside_the_peers_shadows_a_package() -> None:
         "vllm_generate",
         "letter_reward",
         "side",
+        "way",
         *heads,
         *handover,
     }
-    for path in PEERS.glob("*.py"):
+    for path in {*PEERS.glob("*.py")} - {
+        PEERS / "way.py"
+    }:  # that one is the way of a run, to which the package is linked
         assert not re.search(r"^\s*(import|from) asyncrl", path.read_text(), re.MULTILINE), path
 
 
