@@ -198,7 +198,7 @@ def draw(path: Path, runs: Rows, costs: Rows) -> None:
             style = "--" if side == "local" else "o-"
             for each, mode, figure in ((axes[0], "paced", "p50_us"), (axes[1], "full", "groups_per_s")):
                 same = [row for row in rows if (row["side"], row["mode"]) == (side, mode) and figure in row]
-                if side == "memcpy" and figure == "groups_per_s":
+                if not same or (side == "memcpy" and figure == "groups_per_s"):
                     continue  # of another end: its group is in no microbatch
                 places = [row["bytes"] / 1e6 for row in same]
                 each.plot(places, [row[figure] for row in same], style, color=f"C{number}", label=side, markersize=4)
@@ -207,8 +207,9 @@ def draw(path: Path, runs: Rows, costs: Rows) -> None:
         if costs:
             _draw_costs(axes[2], cost_medians(costs))
         for each in axes:
-            each.set(xscale="log", yscale="log", xlabel="MB of a group")
-            each.legend(frameon=False, fontsize=7)
+            if each.get_lines():  # a run of `memcpy` alone has no microbatch
+                each.set(xscale="log", yscale="log", xlabel="MB of a group")
+                each.legend(frameon=False, fontsize=7)
 
 
 def _draw_costs(axes: Any, costs: Rows) -> None:
