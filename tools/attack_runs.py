@@ -59,6 +59,7 @@ class Life:
     def __post_init__(self) -> None:
         self.run = self.folder / "runs" / "run"
         self.before = len(self.steps())
+        self.shared = set(os.listdir("/dev/shm"))  # of others
         self.log = self.folder / "output.txt"
         resume = (self.run / "checkpoints" / "latest").exists()
         settings = [
@@ -115,7 +116,7 @@ class Life:
         for each in left:
             each.kill()
         numbers = [str(each.pid) for each in family]
-        if names := [name for name in os.listdir("/dev/shm") if any(number in name for number in numbers)]:
+        if names := [name for name in set(os.listdir("/dev/shm")) - self.shared if any(n in name for n in numbers)]:
             yield f"left in /dev/shm: {names}"
 
     def judge(self) -> Iterator[str]:
