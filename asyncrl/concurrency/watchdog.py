@@ -111,8 +111,8 @@ class Watchdog:
         self._lanes = lanes
         self._details = details
         self._hard_exit = hard_exit
-        shortest = min(config.loop_timeout_s, config.lane_timeout_s, config.stall_timeout_s, config.abort_grace_s)
-        self._period = min(config.interval_s, shortest / 4)
+        limits = (config.loop_timeout_s, config.lane_timeout_s, config.stall_timeout_s, config.stage_timeout_s)
+        self._period = min(config.interval_s, *(limit / 4 for limit in (*limits, config.abort_grace_s)))
         self._lost = 0.0  # seconds in which this thread did not run either (process stopped, machine asleep)
         self._pinged = 0
         self._answered = 0

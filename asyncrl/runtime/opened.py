@@ -189,10 +189,9 @@ class OpenRun:
                 if error is not None and self.base.world.world_size > 1:
                     by = await self._checkpointer.leave(version, books, self.stopped_by)
                     if by is not None and isinstance(error, RankLost):
-                        error.stopped_by, stopped = (
-                            by,
-                            True,
-                        )  # a stop in progress: this rank hears of it before its own signal
+                        # A stop in progress: this rank hears of it before its own signal.
+                        error.stopped_by = by
+                        stopped = True
                     # Another rank may wait in a collective that this one will never join: it must hear of that before
                     # this one waits for it.
                     await offload(self.base.world.leave, "leave")

@@ -135,14 +135,16 @@ class Positions:
         return everybody, missing
 
     def _wait(self, keys: list[str], patience: timedelta, version: int | None) -> None:
-        """`version`: at which the others must be, too. Errors: RuntimeError at the end of the patience."""
+        """`version`: at which the others must be, too; None: whichever. Errors: RuntimeError at the end of the patience."""
+        if version is None:
+            return self._store.wait(keys, patience)
         deadline = time.monotonic() + patience.total_seconds()
         while True:
             left = max(0.01, deadline - time.monotonic())  # 0 would be for ever
             try:
                 return self._store.wait(keys, timedelta(seconds=min(left, 1.0)))
             except RuntimeError:
-                elsewhere = [rank for rank, each in self._left().items() if version not in (None, each.version)]
+                elsewhere = [rank for rank, each in self._left().items() if each.version != version]
                 if elsewhere:
                     raise RuntimeError(f"ranks {elsewhere} ended at another version") from None
                 if left <= 1.0:

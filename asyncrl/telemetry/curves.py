@@ -56,7 +56,6 @@ class Curves:
         self._lines = 0
         self.steps: list[int] = []  # the last one of each point
         self.weights: list[float] = []  # seconds of each point
-        self.times: list[float] = []  # Unix seconds of its last line
         self._sums: dict[str, array[float]] = {}
         self._counts: dict[str, array[int]] = {}
         self._shares: dict[str, float] = {}  # of every metric: the sum of value x seconds
@@ -68,14 +67,12 @@ class Curves:
         if self._lines % self.lines_per_point == 0:
             self.steps.append(0)
             self.weights.append(0.0)
-            self.times.append(0.0)
             for name in self._sums:
                 self._sums[name].append(0.0)
                 self._counts[name].append(0)
         self._lines += 1
         self.steps[-1] = row["step"]
         self.weights[-1] += seconds
-        self.times[-1] = float(row.get("time") or 0.0)
         for name, value in row.items():
             number = finite(value)
             if number is None or name in ("step", "time"):
@@ -105,7 +102,6 @@ class Curves:
     def _halve(self) -> None:
         self.lines_per_point *= 2
         self.steps = self.steps[1::2]
-        self.times = self.times[1::2]
         self.weights = [a + b for a, b in zip(self.weights[::2], self.weights[1::2], strict=True)]
         self._sums = {name: array("d", _pairs(values).tobytes()) for name, values in self._sums.items()}
         self._counts = {name: array("q", _pairs(values).tobytes()) for name, values in self._counts.items()}
@@ -114,7 +110,7 @@ class Curves:
 def _pairs(values: array[Any]) -> np.ndarray[Any, Any]:
     """The sums of neighbours."""
     added = np.array(values)
-    return added[::2] + added[1::2]  # type: ignore[no-any-return]  # of an array it is one
+    return added[::2] + added[1::2]  # type: ignore[no-any-return]  # numpy types the sum of two arrays as Any
 
 
 def finite(value: Any) -> float | None:

@@ -18,7 +18,7 @@ def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not true():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.01)  # signs of life are heard on a thread that tells nobody
 
 
 def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
@@ -30,7 +30,7 @@ def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
 
     first, second = Heartbeat(connect(), 0, 3, EVERY_S), Heartbeat(connect(), 1, 3, EVERY_S)
     with first, second:
-        time.sleep(4 * EVERY_S)
+        time.sleep(4 * EVERY_S)  # that nothing is said within this time is what is looked at
         assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
         with Heartbeat(connect(), 2, 3, EVERY_S):
             until(lambda: first._heard.keys() == {1, 2} and second._heard.keys() == {0, 2})
@@ -50,7 +50,7 @@ def test_a_store_that_does_not_answer_is_named() -> None:
             return False
 
     released = False
-    with Heartbeat(Deaf(), 0, 2, EVERY_S) as heartbeat:  # type: ignore[arg-type]
+    with Heartbeat(Deaf(), 0, 2, EVERY_S) as heartbeat:  # type: ignore[arg-type]  # a store that never answers
         until(lambda: heartbeat.silent() != [])
         assert heartbeat.silent()[0].startswith("the ranks' store has not answered for ")
         released = True

@@ -124,6 +124,7 @@ class AsyncProducer(_Shared):
             self._lock.release()
 
     async def close(self) -> None:
+        """As `Producer.close`."""
         async with self._lock:
             self._core.close()
 
