@@ -98,7 +98,7 @@ def _start(mark: str, descriptor: int, command: list[str]) -> int:
             os.set_inheritable(descriptor, True)
             os.execve(command[0], command, {**os.environ, MARK: mark})
     finally:
-        os._exit(127)
+        os._exit(127)  # a fork that became no worker must not go on as a second guard
 
 
 def _reap(worker: int) -> tuple[int | None, bool]:
@@ -163,7 +163,7 @@ def _end_as(status: int | None) -> None:
         with contextlib.suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code)
+    os._exit(code)  # as the worker did, whatever code it was; the guard holds nothing to be cleaned up
 
 
 def _prctl(option: int, value: int) -> None:
