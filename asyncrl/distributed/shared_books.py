@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from ..errors import LedgerError, RankLost
+from ..errors import LedgerError, RankLost, StoreForged
 from .reservation import Reservation
 from .sealed import SealedStore
 
@@ -93,7 +93,12 @@ class SharedBooks:
             # The writer of the one that it waits for may have died before it announced it. Never one that is still to come:
             # the watchers of the others would look for it. (After that one, ours looks whether it is to end.)
             number = min(self._awaited(), self._newest)
-        finally:  # where somebody else wrote the books, the watchers of the others shall look at them, too
+        except (StoreForged, LedgerError):
+            # Somebody else wrote the books: the watchers of the others shall look at them, too. Those that have heard of everything
+            # wait for the one after the newest, whatever this rank's own watcher is behind.
+            self._asked(self._store.set, announcement(self._newest + 1), _stamp(self._rank, time.time()))
+            raise
+        finally:
             self._asked(self._store.set, announcement(number), _stamp(self._rank, time.time()))
 
     def transact(self, change: Callable[[Reservation], R], *, force: bool = False) -> R:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import subprocess
@@ -33,15 +34,21 @@ SECRET = b"of the test"
 class Gated:
     """A connection whose clone, the watcher's, begins to wait only where the gate is open."""
 
-    def __init__(self, store: Any, gate: threading.Event, waits: bool = False) -> None:
-        self._store, self._gate, self._waits = store, gate, waits
+    def __init__(self, store: Any, gate: threading.Event, inside: threading.Event, waits: bool = False) -> None:
+        self._store, self._gate, self._inside, self._waits = store, gate, inside, waits
 
     def clone(self) -> Gated:
-        return Gated(self._store.clone(), self._gate, True)
+        return Gated(self._store.clone(), self._gate, self._inside, True)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        assert not self._waits or self._gate.wait(30)
-        self._store.wait(keys, timeout)
+        if not self._waits:
+            return self._store.wait(keys, timeout)  # type: ignore[no-any-return]  # any store
+        assert self._gate.wait(30)
+        self._inside.set()
+        try:
+            self._store.wait(keys, timeout)
+        finally:
+            self._inside.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -54,12 +61,13 @@ class Ranks:
         self.raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.gate = threading.Event()
         self.gate.set()
+        self.inside = threading.Event()  # past the gate
         self.recorder = Recorder(max_events=0)
         self.first: StoreLedger
         self.other: StoreLedger
 
     async def open(self, stack: AsyncExitStack) -> None:
-        connections: list[Any] = [Gated(self.raw.clone(), self.gate), self.raw.clone()]
+        connections: list[Any] = [Gated(self.raw.clone(), self.gate, self.inside), self.raw.clone()]
         self.first, self.other = [
             await stack.enter_async_context(
                 StoreLedger.over(
@@ -142,8 +150,9 @@ async def test_a_change_that_is_heard_late_is_counted_and_named_once(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "asyncrl.distributed"):
             for _ in range(2):
+                assert await asyncio.to_thread(ranks.inside.wait, 5)  # the watcher already waits for the first of them
                 ranks.gate.clear()
-                number = await changes(ranks.other, 4, number)  # the watcher already waits for the first of them
+                number = await changes(ranks.other, 4, number)
                 await heard(ranks.first, ranks.other.changes - 3, 5)
                 await anyio.sleep(0.15)
                 ranks.gate.set()
@@ -222,10 +231,18 @@ def test_a_change_of_ones_own_that_is_lost_is_noticed_though_others_went_on() ->
         other.transact(lambda books: books.admit(4, None, 1))
 
 
-async def test_a_rank_that_finds_the_books_broken_tells_those_who_wait() -> None:
+@pytest.mark.parametrize("behind", [0, 2])
+async def test_a_rank_that_finds_the_books_broken_tells_those_who_wait(behind: int) -> None:
+    """Also where its own watcher is changes behind and has not come to the one that the others wait for."""
     async with two_ranks() as ranks:
         await changes(ranks.other, 2, 0)
         await heard(ranks.first, ranks.other.changes, 5)
+        watch = ranks.other._watch
+        assert watch is not None
+        with anyio.fail_after(5):
+            while watch.awaited <= ranks.other.changes:  # told by a thread to nobody
+                await anyio.lowlevel.checkpoint()
+        watch.awaited -= behind  # as it was before it heard of them; only read now, its thread waits
         ranks.set("books", b"nonsense")
         with anyio.fail_after(3):  # not the seconds that closing waits for a watcher that does not end
             await ranks.other.aclose()
