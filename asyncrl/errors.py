@@ -12,7 +12,8 @@
     |  |- RewardTimeout
     |  `- RewardCrash
     |- GenerationError          7   the engine cannot serve a request
-    |  `- EngineClosed
+    |  |- EngineClosed
+    |  `- WorkerDied                 a process that generates ended by itself; the message has the end of its output
     |- TrainStepError           8   a split-step call in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or a place was given back twice, or to nobody (also RuntimeError)
     |  `- VersionAhead             a group claims a policy version that no step has reached (also ValueError)
@@ -36,6 +37,8 @@ A message says what was asked, what was found and what to do.
 """
 
 from __future__ import annotations
+
+from textwrap import indent
 
 
 class AsyncrlError(Exception):
@@ -106,6 +109,18 @@ class GenerationError(AsyncrlError):
 
 class EngineClosed(GenerationError):
     """The engine closed while a request was waiting, or before it was made."""
+
+
+class WorkerDied(GenerationError):
+    """A process that generates ended, and nobody had asked it to. `status` says how, in words, and `output` is the end of it."""
+
+    def __init__(self, number: int, pid: int, status: str, output: str) -> None:
+        said = f"; the last that it wrote:\n{indent(output, '  ')}" if output else "; it wrote nothing"
+        super().__init__(f"worker {number} (process {pid}) {status}{said}")
+        self.number = number
+        self.pid = pid
+        self.status = status
+        self.output = output
 
 
 class TrainStepError(AsyncrlError, RuntimeError):

@@ -10,23 +10,21 @@ Guarantees: `destroy` is synchronous and safe at any moment, so that cancellatio
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
 import cloudpickle
 
+from asyncrl.concurrency.child import Child
+
 from . import guard
 from .wire import HEADER_SIZE, Kind, WireError, pack, unpack
 
-_HOME = str(Path(__file__).resolve().parents[2])  # where the package `asyncrl` lies
 _READ_LIMIT = 1 << 20  # bytes buffered by asyncio before it stops reading the socket
 _EXIT_GRACE_S = 1.0  # between the end of the socket and the end of the process
 _LEAVE_GRACE_S = 2.0  # for the exit handlers of a worker that was sent home, before it is killed
@@ -45,18 +43,15 @@ class WorkerDiedError(Exception):
 class WorkerProcess:
     """States: running, leaving (`hang_up`, `kill`), ended (`exited` is done). Made by `start`; `destroy` must be called."""
 
-    def __init__(
-        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: str
-    ) -> None:
-        self._popen = popen
+    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: str) -> None:
+        self._child = child
         self._reader = reader
         self._writer = writer
         self._loop = asyncio.get_running_loop()
-        self._pidfd: int | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._last_id = 0
         self._killed = False
-        self.pid = popen.pid  # the guard's, until the worker has said its own
+        self.pid = child.pid  # the guard's, until the worker has said its own
         self.mark = mark
         self.place = 0  # which of the pool's places it fills; replacements keep it
         self.usable = True  # False as soon as it may not take another request
@@ -67,11 +62,7 @@ class WorkerProcess:
         self._forgiven = (0, 0)
         self.exited: asyncio.Future[None] = self._loop.create_future()
         self.attention = asyncio.Event()  # for the keeper of its place: it has ended, or is worn
-        if hasattr(os, "pidfd_open"):
-            self._pidfd = os.pidfd_open(popen.pid)
-            self._loop.add_reader(self._pidfd, self._reap)
-        else:  # this platform has no descriptor for a process: a thread waits, and ends with the process
-            self._loop.run_in_executor(None, popen.wait).add_done_callback(lambda _: self._reap())
+        child.watch(self._reap)
 
     @classmethod
     async def start(cls, folder: str, mark: str) -> WorkerProcess:
@@ -88,11 +79,11 @@ class WorkerProcess:
                 ours.close()
                 raise
             try:
-                popen = _spawn(theirs.fileno(), folder, mark)
+                child = _start(theirs.fileno(), folder, mark)
             except BaseException:
                 writer.transport.abort()
                 raise
-        return cls(popen, reader, writer, mark)
+        return cls(child, reader, writer, mark)
 
     @property
     def hung_up(self) -> bool:
@@ -137,22 +128,14 @@ class WorkerProcess:
         self.usable = False
         with anyio.move_on_after(_EXIT_GRACE_S):
             await asyncio.wait([self.exited])
-            return self._status()
+            return self._child.ending
         self.kill()  # alive, but it closed its socket: nothing can be heard from it any more
         return "closed the protocol's socket"
-
-    def _status(self) -> str:
-        code = self._popen.returncode
-        if code is not None and code < 0:
-            with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(-code).name}"
-            return f"was killed by signal {-code}"
-        return f"exited with status {code}"
 
     @property
     def guard_was_killed(self) -> bool:
         """Perhaps: not by us, and not the worker by itself, which looks the same. Nobody may have ended what it had started."""
-        return self._popen.returncode == -signal.SIGKILL and not self._killed
+        return self._child.status == -signal.SIGKILL and not self._killed
 
     def hang_up(self) -> None:
         """Close our end: an idle worker ends by itself, and is killed where it does not."""
@@ -166,7 +149,7 @@ class WorkerProcess:
         self.usable = False
         if not self.exited.done():
             self._killed = True
-            self._popen.terminate()
+            self._child.signal(signal.SIGTERM)
             self._within(_END_TIMEOUT_S, self._give_up)
 
     def destroy(self) -> None:
@@ -182,40 +165,32 @@ class WorkerProcess:
     def _give_up(self) -> None:
         """The guard did not do it: the worker dies with it, the rest is for `leftovers.py`."""
         self._killed = False
-        self._popen.kill()
+        self._child.signal(signal.SIGKILL)
         self._within(_EXIT_GRACE_S, self._ended)
 
     def _reap(self) -> None:
-        if self._popen.poll() is not None:
+        if self._child.poll() is not None:
             self._ended()
 
     def _ended(self) -> None:
         if self.exited.done():
             return
         self.usable = False
-        if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        self._child.forget()
         if self._deadline is not None:
             self._deadline.cancel()
         self.exited.set_result(None)
         self.attention.set()
 
 
-def _spawn(descriptor: int, folder: str, mark: str) -> subprocess.Popen[bytes]:
-    """The guard, by exec, in a session of its own: Ctrl-C in the terminal reaches us, and neither it nor the worker."""
-    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    if not _HOME.endswith("-packages"):  # not installed: the worker has to be told
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), _HOME)))
+def _start(descriptor: int, folder: str, mark: str) -> Child:
+    """The guard, which starts the worker."""
     # -P: no working directory in front of sys.path, where the user's files could shadow the standard library
     worker = [sys.executable, "-P", "-m", "asyncrl.rewards.worker", str(descriptor)]
-    return subprocess.Popen(
+    return Child(
         [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), mark, str(descriptor), *worker],
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        pass_fds=(descriptor,),
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
+        fds=(descriptor,),
+        environment=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+        output=2,
+        folder=folder,
     )
