@@ -1,5 +1,6 @@
-"""The optional native parts: the kernels (asyncrl/models/native/native.cpp) and the records (asyncrl/records/native.c). Everything
-else of the package is in pyproject.toml, but the examples in a wheel.
+"""The optional native parts: the kernels (asyncrl/models/native/native.cpp), the records (asyncrl/records/native.c) and the copy of
+the weight board (asyncrl/transport/memory/checksum.c). Everything else of the package is in pyproject.toml, but the examples in a
+wheel.
 
 Where there is no compiler, or none for x86-64, the build goes on without them: `optional` turns its errors into a warning,
 and the torch or Python code of their callers runs.
@@ -16,6 +17,7 @@ from setuptools.command.build_py import build_py
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 QUIET = ["-g0", "-Wno-psabi"]
 KERNELS = ["asyncrl/models/native/native.cpp", "asyncrl/models/native/vectors.h"]
+BOARD = ["asyncrl/transport/memory/checksum.c"]
 RECORDS = [
     f"asyncrl/records/{name}" for name in ("native.c", "native_read.c", "native_slot.c", "native_write.c", "native.h")
 ]
@@ -34,6 +36,16 @@ def kernels(name: str, *machine: str) -> Extension:
         extra_compile_args=[*FLAGS, *QUIET, stamp(".", KERNELS), *machine],
         extra_link_args=["-fopenmp"],
         language="c++",
+        optional=True,
+    )
+
+
+def board() -> Extension:
+    return Extension(
+        "asyncrl.transport.memory._checksum",
+        BOARD,
+        extra_compile_args=["-O3", "-fopenmp", "-g0", stamp(".", BOARD)],
+        extra_link_args=["-fopenmp"],
         optional=True,
     )
 
@@ -70,5 +82,6 @@ if __name__ == "__main__":
             kernels("_native_avx2", "-march=x86-64-v3"),
             kernels("_native_avx512", "-march=x86-64-v4", "-mprefer-vector-width=512"),
             records("."),
+            board(),
         ],
     )

@@ -43,7 +43,7 @@ LOADED = (
     "asyncrl.runtime.runtime",
     "asyncrl.training.lane_trainer",
     "asyncrl.training.sharded",
-    "asyncrl.weights.gathered",
+    "asyncrl.weights.posted",
     "asyncrl.weights.shared",
 )
 

@@ -180,12 +180,14 @@ class PolicyModel:
         return self._head_product(hidden_NE)
 
     @torch.no_grad()
-    def packed_agrees(self) -> bool:
-        """Whether packed copies of weights hold what the modules read now: the head, and layers at both ends. On the lane."""
+    def packed_agrees(self, version: int) -> bool:
+        """Whether packed copies of weights hold what the modules read now: all by a sample of what they were made of, and one of
+        them, which `version` chooses (0: the head), by its output. On the lane."""
         products = [self._head_product]
         if self.fused is not None:
-            products += [self.fused.layers[0].qkv, self.fused.layers[-1].down]
-        return all(product.agrees() for product in products)
+            layers = self.fused.layers
+            products += [product for each in layers for product in (each.qkv, each.out, each.gate_up, each.down)]
+        return all(product.is_fresh() for product in products) and products[version % len(products)].agrees()
 
     def advance(self) -> int:
         """After the optimizer changed the masters: refresh the working copy and tick the version. Returns it."""

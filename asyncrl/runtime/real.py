@@ -21,13 +21,11 @@ from asyncrl.models.loading import Choose, load_policy, load_served
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
-from asyncrl.ports import WeightSink
 from asyncrl.pumps.rounds import Round
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.weights.gathered import GatheredWeights
 from asyncrl.weights.shared import SharedWeights
 
 from .build import Parts
@@ -76,7 +74,7 @@ async def open_real(
     )
     await stack.enter_async_context(engine)
     if isinstance(core, ShardedTrainer):
-        sink: WeightSink = GatheredWeights(policy, core.sharded.parameters, engine, lane)
+        sink = SharedWeights(policy, engine, lane, core.sharded.parameters)
         round_: Round | None = trainer.train_round
     else:
         sink, round_ = SharedWeights(policy, engine, lane), None

@@ -1,1 +1,2 @@
-"""How an engine comes to have version v, and how that is proved: `shared.py` on one device, `gathered.py` from a cut model."""
+"""How an engine comes to have version v, and how that is proved (`proof.py`): `shared.py` in one process, `posted.py` on a board
+for others."""

@@ -11,6 +11,7 @@ Parameters lie in registration order, so q/k/v and gate/up are adjacent and can 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -91,6 +92,27 @@ class FlatWeights:
             parameter.data = self.view(buffer, index)
         self.bound = buffer
         self._generation += 1
+
+    def layout_digest(self) -> str:
+        """Of names, shapes, places and dtype: two processes with the same one may read each other's buffers."""
+        places = list(zip(self.names, self.shapes, self.offsets, strict=True))
+        return hashlib.sha256(repr((self.working.dtype, self.size, places)).encode()).hexdigest()[:32]
+
+    def strays(self) -> list[str]:
+        """Names of parameters that do not read `working` at their place; all, while another buffer is bound."""
+        start, size = self.working.data_ptr(), self.working.element_size()
+        if self.bound is not self.working:
+            return list(self.names)
+        return [
+            name
+            for name, parameter, offset, shape in zip(
+                self.names, self.parameters, self.offsets, self.shapes, strict=True
+            )
+            if parameter.data_ptr() != start + offset * size
+            or parameter.dtype != self.working.dtype
+            or parameter.shape != shape
+            or not parameter.is_contiguous()
+        ]
 
 
 class FlatParameters(FlatWeights):
@@ -183,9 +205,19 @@ class ServedParameters(FlatParameters):
         self.has_working_copy = False
         self._index = {name: index for index, name in enumerate(self.names)}
 
-    def named(self, name: str) -> Tensor:
-        """The parameter of that name as the modules read it."""
-        return self.view(self.working, self._index[name])
+    def named(self, name: str, buffer: Tensor | None = None) -> Tensor:
+        """The parameter of that name in a buffer of this layout; without one, as the modules read it."""
+        return self.view(self.working if buffer is None else buffer, self._index[name])
+
+    def move_to(self, buffer: Tensor) -> None:
+        """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go."""
+        if (buffer.shape, buffer.dtype, buffer.device) != (self.working.shape, self.working.dtype, self.working.device):
+            raise ValueError(
+                f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; found {tuple(buffer.shape)} x "
+                f"{buffer.dtype} on {buffer.device}"
+            )
+        self.master = self.working = buffer
+        self.bind(buffer)
 
     def write(self, name: str, values: Tensor) -> None:
         """Overwrite one parameter, cast to the matmul dtype. Call `refresh` after the last one."""

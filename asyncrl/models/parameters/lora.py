@@ -119,12 +119,12 @@ class LoraParameters(FlatParameters):
         return torch.addmm(base.to(self.master_dtype), b, a, alpha=self.scale).to(base.dtype)
 
     @torch.no_grad()
-    def merged_agrees(self, version: int) -> bool:
-        """Whether the modules read what the masters say: the same products again, of the first layer and of one more, which
-        `version` chooses."""
+    def merged_agrees(self, version: int, merged: Tensor) -> bool:
+        """Whether a buffer of the modules' layout holds what the masters say: the same products again, of the first layer and of
+        one more, which `version` chooses."""
         numbers = {0, version % len(self._places)}
         read = self.weights.view
-        return all(torch.equal(self._merged(n), read(self.weights.bound, self._places[n])) for n in numbers)
+        return all(torch.equal(self._merged(n), read(merged, self._places[n])) for n in numbers)
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
         """As `FlatParameters.load_masters`. Errors: ConfigError for adapters of another rank."""

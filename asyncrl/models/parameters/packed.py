@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .flat import FlatWeights, add_wider_
 
 _ROWS_HINT = 64  # measured: the layout does not depend on it between 16 and 1,024 rows
+_ROWS, _COLUMNS = 32, 16  # of each weight: a copy is known by them; a look costs what its cache misses cost
 
 
 @cache
@@ -53,6 +54,13 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
+def _spread(start: int, shape: tuple[int, ...]) -> Tensor:
+    """Positions of some rows of a parameter that begins at `start`, and of a few columns in each."""
+    rows, width = shape[0], torch.Size(shape[1:]).numel()
+    chosen = torch.arange(0, rows, max(rows // _ROWS, 1)) * width
+    return (start + chosen[:, None] + torch.arange(min(width, _COLUMNS))).flatten()
+
+
 class JoinedLinear:
     """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Lives on the lane."""
 
@@ -72,6 +80,9 @@ class JoinedLinear:
         )
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
+        self._sample: Tensor | None = None  # of the weights, when the copies were made
+        positions = [_spread(flat.offsets[place], flat.shapes[place]) for place in self._copied]
+        self._positions = torch.cat(positions).to(flat.bound.device)
         self._stamp: Any = None
 
     def weight(self) -> Tensor:
@@ -95,10 +106,22 @@ class JoinedLinear:
             self._bias = self._join(self.flat.bound, self.biases) if self.biases else None
             if self._pack and self.flat.bound is self.flat.working:
                 self._packed = _pack(self.weight())
+            copied = self._packed is not None or len(self.biases) > 1
+            self._sample = self._sampled() if copied else None
             self._stamp = stamp
         if self._packed is None:
             return F.linear(x_NI, self.weight(), self._bias)
         return product(x_NI, self._packed, self._bias)
+
+    def is_fresh(self) -> bool:
+        """Whether the copies, where there are any, were made of the weights as they are: sampled positions, exactly. (A product
+        could not tell the weights of one version from those of the next.)"""
+        if self._sample is None or self._stamp != self.flat.stamp(self._copied):
+            return True  # they are made anew before the next product
+        return torch.equal(self._sample, self._sampled())
+
+    def _sampled(self) -> Tensor:
+        return self.flat.bound.index_select(0, self._positions)
 
     def agrees(self) -> bool:
         """Whether the product is that of the weights as they are: a proof by output, on one row."""

@@ -1,0 +1,109 @@
+"""Weights for engines in other processes: each version is proved, written into the half of the board that nobody reads, and proved
+there; then the readers are told.
+
+    lane: proof of the modules -> copy with checksums into the free half -> that half against the masters
+    readers: (version, half) -> all of them have left the other half, which is free from then on
+
+A half is free only while no reader can look at it. A move that was not seen to its end (cancelled, or an error of the readers)
+leaves some on one half and some on the other: nothing is written then, and the next update first asks for that move again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple, Protocol
+
+import torch
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.errors import DivergenceError, LifecycleError
+from asyncrl.models.policy import PolicyModel
+from asyncrl.transport.memory.board import Board
+
+from .proof import Proof, Shards
+
+
+class BoardReaders(Protocol):
+    """The engines that read the board."""
+
+    async def update_weights(self, version: int, half: int) -> None:
+        """Returns once every token that is sampled from now on comes from `version`, which lies in `half`, and nobody reads the
+        other half. May be asked for the same again, where the first time did not end well."""
+        ...
+
+
+class Posted(NamedTuple):
+    """A version, and the half of the board that it lies in."""
+
+    version: int
+    half: int
+
+
+class PostedWeights:
+    """A `WeightSink`. `post_first` before any reader starts."""
+
+    def __init__(
+        self, policy: PolicyModel, board: Board, engine: BoardReaders, lane: Lane, shards: Shards | None = None
+    ) -> None:
+        """`board`: of the layout of `policy.weights`. `shards`: as in `SharedWeights`. Errors: LifecycleError, another layout."""
+        if board.layout != policy.weights.layout_digest():
+            raise LifecycleError(
+                f"the weight board has layout {board.layout}, the policy's weights have "
+                f"{policy.weights.layout_digest()}: create it from `policy.weights`"
+            )
+        self._policy, self._board = policy, board
+        self._engine, self._lane = engine, lane
+        self._proof = Proof(policy, shards)
+        self._current: Posted | None = None  # all readers have left the other half
+        self._announced: Posted | None = None  # told, and not yet answered by all
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def current(self) -> Posted:
+        """What a reader that starts now begins with: what all others have. Errors: LifecycleError before `post_first`."""
+        if self._current is None:
+            raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first reader")
+        return self._current
+
+    async def post_first(self) -> Posted:
+        """The policy's present version, for readers that start afterwards. Errors: DivergenceError, LifecycleError (twice)."""
+        async with self._one_at_a_time:
+            if self._current is not None:
+                raise LifecycleError("the weight board has its first version already")
+            version = await self._write(self._policy.version, 0)
+            self._current = Posted(version, 0)
+        return self._current
+
+    async def update_weights(self, version: int) -> None:
+        """Errors: DivergenceError where modules or board hold other weights than `version`'s; those of the readers."""
+        async with self._one_at_a_time:
+            if self._announced is not None:
+                await self._move(self._announced)
+            if self.current.version < version:
+                half = 1 - self.current.half
+                await self._move(Posted(await self._write(version, half), half))
+
+    async def _move(self, to: Posted) -> None:
+        self._announced = to
+        await self._engine.update_weights(*to)
+        self._current, self._announced = to, None
+
+    async def _write(self, version: int, half: int) -> int:
+        """The version that was written: the policy may be further than what is asked for, and the board must not lie."""
+        return await self._lane.run(lambda: self._write_on_lane(version, half), name="publish/write", priority=1)
+
+    def _write_on_lane(self, version: int, half: int) -> int:
+        policy, board = self._policy, self._board
+        self._proof.prove(version)
+        board.write(half, policy.version, policy.weights.working, torch.get_num_threads())
+        try:
+            self._proof.compare(board.half(half), policy.version)
+            if board.version(half) != policy.version:
+                raise DivergenceError(
+                    f"publish of version {policy.version}: half {half} of the weight board says that it holds version "
+                    f"{board.version(half)}"
+                )
+        except BaseException:
+            board.clear(half)
+            raise
+        return policy.version

@@ -1,0 +1,372 @@
+"""The weight board: what a child sees through an inherited descriptor, what it cannot do, and the faults that a checksum is for."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_helpers import environment, finish, line, say
+
+from asyncrl.errors import LifecycleError, OutOfMemory, PlatformError, TransportError
+from asyncrl.transport.memory import checksum, words
+from asyncrl.transport.memory.board import BUCKET_BYTES, Board
+
+LAYOUT = "0123456789abcdef"
+ELEMENTS = 2 * BUCKET_BYTES // 4 + 64  # of float32: two buckets and a small one
+BACKENDS = ["native", "numpy"] if checksum.build() == "avx2" else ["numpy"]
+
+READER = """
+import json, mmap, os, sys
+import torch
+from asyncrl.transport.memory.board import Board
+
+description, fd = json.loads(sys.argv[1]), int(sys.argv[2])
+board = Board.attach(description, fd, description["layout"])
+for attempt in (lambda: mmap.mmap(fd, 4096, mmap.MAP_SHARED), lambda: os.ftruncate(fd, 0), lambda: os.pwrite(fd, b"x", 9000)):
+    try:
+        attempt()
+        print("DONE", end=" ")
+    except PermissionError:
+        print("refused", end=" ")
+print(flush=True)
+kept = board.half(1)
+while True:
+    command = sys.stdin.readline().strip()
+    if command == "look":
+        for index in (0, 1):
+            good = sum(board.check(index, bucket) for bucket in range(board.buckets))
+            print(board.version(index), good, float(board.half(index).double().sum()), end=" ")
+        print(flush=True)
+    elif command == "close":
+        board.close()
+        seen = float(kept[0])
+        kept = None
+        print(seen, len(os.listdir("/proc/self/fd")), flush=True)
+    elif command == "write":
+        board.half(0)[0] = 5.0
+        print("written", flush=True)
+    else:
+        break
+"""
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "numpy":
+        monkeypatch.setattr(checksum, "_library", None)
+    return str(request.param)
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    with Board.create(ELEMENTS, torch.float32, LAYOUT) as made:
+        yield made
+
+
+def values(seed: int, dtype: torch.dtype = torch.float32, elements: int = ELEMENTS) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def reader(board: Board, *, description: dict[str, object] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", READER, json.dumps(description or board.description), str(board.fd)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        pass_fds=[board.fd],
+    )
+
+
+def all_good(board: Board, index: int) -> bool:
+    return all(board.check(index, bucket) for bucket in range(board.buckets))
+
+
+# -- a process of its own ----------------------------------------------------------------------------------------------
+
+
+def test_a_child_reads_what_is_written_and_can_write_nothing(board: Board) -> None:
+    first, second = values(1), values(2)
+    board.write(0, 4, first)
+    with reader(board) as child:
+        assert line(child) == "refused refused refused"
+        say(child, "look")
+        assert line(child) == f"4 {board.buckets} {float(first.double().sum())} None 0 0.0"
+        board.write(1, 5, second)
+        say(child, "look")
+        both = f"4 {board.buckets} {float(first.double().sum())} 5 {board.buckets} {float(second.double().sum())}"
+        assert line(child) == both
+        say(child, "write")
+        assert child.wait(60) == -signal.SIGSEGV
+        assert child.stdout is not None and child.stdout.read() == ""
+    assert torch.equal(board.half(0), first) and all_good(board, 0)
+
+
+def test_what_was_read_stays_when_the_owner_is_gone_and_ends_with_the_last_tensor() -> None:
+    named = set(os.listdir("/dev/shm"))
+    made = Board.create(ELEMENTS, torch.float32, LAYOUT)
+    source = values(3)
+    made.write(1, 0, source)
+    with reader(made) as child:
+        line(child)
+        made.close()
+        say(child, "look")
+        assert line(child).startswith(f"None 0 0.0 0 {made.buckets}")
+        say(child, "close")
+        assert line(child).split() == [str(float(source[0])), "4"]  # 0, 1, 2 and the one that lists
+        say(child, "end")
+        assert finish(child) == 0
+    assert set(os.listdir("/dev/shm")) == named
+
+
+def test_a_child_of_another_layout_is_refused_in_one_sentence(board: Board) -> None:
+    with pytest.raises(TransportError, match="layout 0123456789abcdef, but the model of this process has layout fedc"):
+        Board.attach(board.description, os.dup(board.fd), "fedc")
+
+
+def test_a_descriptor_that_is_no_board_or_another_is_refused_and_closed(board: Board, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"something else")
+    opened = set(os.listdir("/proc/self/fd"))
+    with Board.create(ELEMENTS, torch.float32, LAYOUT) as other:
+        for fd in (os.dup(other.fd), os.open(tmp_path / "file", os.O_RDONLY)):
+            with pytest.raises(TransportError, match=f"descriptor {fd} is not the weight board"):
+                Board.attach(board.description, fd, LAYOUT)
+    assert set(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_reader_in_this_process_sees_the_same_and_changes_nothing(board: Board) -> None:
+    board.write(0, 1, values(1))
+    with Board.attach(json.loads(json.dumps(board.description)), os.dup(board.fd), LAYOUT) as other:
+        assert torch.equal(other.half(0), board.half(0)) and other.version(0) == 1
+        assert np.array_equal(other.checksums(0), board.checksums(0))
+        with pytest.raises(LifecycleError, match="created"):
+            other.write(1, 2, values(2))
+        with pytest.raises(LifecycleError, match="created"):
+            other.clear(0)
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+
+def flipped_bit(half: torch.Tensor, at: int) -> None:
+    half.view(torch.int32)[at] ^= 1 << 13
+
+
+def lowest_bit(half: torch.Tensor, at: int) -> None:
+    half.view(torch.uint8)[4 * at] ^= 1
+
+
+def swapped(half: torch.Tensor, at: int) -> None:
+    half[[at, at + 1]] = half[[at + 1, at]]
+
+
+def swapped_far(half: torch.Tensor, at: int) -> None:
+    half[[at, 64]] = half[[64, at]]
+
+
+def swapped_lines(half: torch.Tensor, at: int) -> None:
+    at = at // 16 * 16
+    half[at : at + 32] = half[at : at + 32].view(2, 16).flip(0).flatten()
+
+
+def shifted(half: torch.Tensor, at: int) -> None:
+    half[at : at + 32] = half[at - 1 : at + 31].clone()
+
+
+def shifted_whole(half: torch.Tensor, at: int) -> None:
+    start = at * 4 // BUCKET_BYTES * BUCKET_BYTES // 4
+    part = half[start : start + BUCKET_BYTES // 4]
+    part.copy_(part.roll(1))
+
+
+def stale(half: torch.Tensor, at: int) -> None:
+    start = at * 4 // BUCKET_BYTES * BUCKET_BYTES // 4
+    part = half[start : start + BUCKET_BYTES // 4]
+    part.copy_(part * (1 + 1e-6))  # what a small step does
+
+
+def zeroed(half: torch.Tensor, at: int) -> None:
+    half[at : at + 4] = 0
+
+
+FAULTS = (flipped_bit, lowest_bit, swapped, swapped_far, swapped_lines, shifted, shifted_whole, stale, zeroed)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("bucket", [0, 1, 2])
+def test_a_fault_is_noticed_in_its_bucket_alone(
+    backend: str, board: Board, bucket: int, fault: Callable[[torch.Tensor, int], None]
+) -> None:
+    board.write(0, 3, values(4))
+    assert all_good(board, 0)
+    fault(board.half(0), bucket * BUCKET_BYTES // 4 + 23)
+    others = {0} if fault is swapped_far else set()  # the other place is in the first
+    assert [b for b in range(board.buckets) if not board.check(0, b)] == sorted({bucket} | others)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_bit_and_any_two_halves_of_words(data: st.DataObject) -> None:
+    """bfloat16: two in a word."""
+    source = values(data.draw(st.integers(0, 9)), torch.bfloat16, 4096).view(torch.int16)
+    good = checksum.sums_of(source.numpy().view(np.uint8))
+    place = data.draw(st.integers(0, 4095))
+    changed = source.clone()
+    changed[place] ^= 1 << data.draw(st.integers(0, 14))
+    assert checksum.sums_of(changed.numpy().view(np.uint8)) != good
+    other = data.draw(st.integers(0, 4095))
+    changed = source.clone()
+    changed[[place, other]] = source[[other, place]]
+    assert (checksum.sums_of(changed.numpy().view(np.uint8)) != good) == (source[place] != source[other]).item()
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 1000), st.booleans(), st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_native_and_numpy_copy_the_same_and_find_the_same_sums(
+    steps: int, size: int, seed: int, ones: bool, threads: int
+) -> None:
+    if "native" not in BACKENDS:
+        pytest.skip("the native copy was not built")
+    source = np.random.default_rng(seed).integers(0, 256, 64 * steps, np.uint8)
+    if ones:
+        source[:] = 255  # the largest sums
+    found = []
+    for name in BACKENDS:
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "numpy":
+                patch.setattr(checksum, "_library", None)
+            memory = np.zeros(64 * steps + 128, np.uint8)
+            start = -memory.ctypes.data % 64
+            target = memory[start : start + 64 * steps]
+            found.append(checksum.copy(source, target, 64 * size, threads))
+            assert (
+                np.array_equal(target, source) and not memory[:start].any() and not memory[start + 64 * steps :].any()
+            )
+            for bucket, sums in enumerate(found[-1]):
+                part = source[bucket * 64 * size : (bucket + 1) * 64 * size]
+                assert checksum.sums_of(part) == tuple(map(int, sums))
+    assert np.array_equal(found[0], found[1])
+
+
+def test_the_sums_are_those_of_the_docstring(backend: str) -> None:
+    source = np.random.default_rng(0).integers(0, 1 << 32, 48, np.uint32)
+    numbers = [int(x) for x in source]
+    expected = sum(numbers), sum(i * x for i, x in enumerate(numbers, 1)) % (1 << 64)
+    assert checksum.sums_of(source.view(np.uint8)) == expected
+
+
+# -- half-written ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["board.version:after 1", "board.written 1", "board.version:before 2"])
+def test_a_half_that_was_not_written_to_its_end_holds_no_version(
+    board: Board, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    board.write(0, 7, values(1))
+    board.write(1, 8, values(2))
+    hits: dict[str, int] = {}
+
+    def fault(where: str) -> None:
+        hits[where] = hits.get(where, 0) + 1
+        if f"{where} {hits[where]}" == label:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(words, "FAULT", fault)
+    with Board.attach(board.description, os.dup(board.fd), LAYOUT) as other:
+        with pytest.raises(KeyboardInterrupt):
+            board.write(0, 9, values(3))
+        monkeypatch.undo()
+        assert other.version(0) is None and not other.check(0, 0)
+        assert other.version(1) == 8 and all_good(other, 1)
+        board.write(0, 9, values(3))
+        assert other.version(0) == 9 and all_good(other, 0)
+
+
+def test_clear_leaves_no_version(board: Board) -> None:
+    board.write(0, 7, values(1))
+    board.clear(0)
+    assert board.version(0) is None and not board.check(0, 0)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_no_room_is_an_error_with_figures() -> None:
+    with pytest.raises(OutOfMemory, match=r"needs [\d,]{15,} bytes .* and [\d,]+ are free"):
+        Board.create(1 << 44, torch.float32, LAYOUT)
+
+
+def test_a_file_that_the_system_does_not_allow_is_the_same_error() -> None:
+    program = """
+import resource, torch
+from asyncrl.errors import OutOfMemory
+from asyncrl.transport.memory.board import Board
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+try:
+    Board.create(1 << 20, torch.float32, "x")
+except OutOfMemory as error:
+    print(error)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, check=True
+    )
+    assert "needs 8,392,704 bytes" in found.stdout and "File too large" in found.stdout
+
+
+def test_a_board_on_a_gpu_is_refused() -> None:
+    with pytest.raises(PlatformError, match="none on GPUs"):
+        Board.create(ELEMENTS, torch.float32, LAYOUT, device="cuda:0")
+
+
+def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Board) -> None:
+    board.write(0, 1, values(1))
+    wrong = (
+        values(1, torch.bfloat16),
+        values(1, elements=64),
+        values(1, elements=2 * ELEMENTS)[::2],
+        values(1).to("meta"),
+    )
+    for source in wrong:
+        with pytest.raises(ValueError, match=r"weight board holds|contiguous"):
+            board.write(0, 2, source)
+    with pytest.raises(ValueError, match="negative"):
+        board.write(0, -1, values(1))
+    with pytest.raises(ValueError, match="multiple of 64"):
+        Board.create(3, torch.float32, LAYOUT)
+    with pytest.raises(IndexError, match="bucket 3"):
+        board.check(0, 3)
+    assert board.version(0) == 1 and all_good(board, 0)
+
+
+def test_closed_it_answers_nothing_and_its_tensors_stay() -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    made = Board.create(ELEMENTS, torch.float32, LAYOUT)
+    source = values(1)
+    made.write(0, 1, source)
+    half = made.half(0)
+    made.close()
+    made.close()
+    for call in (
+        lambda: made.half(0),
+        lambda: made.version(0),
+        lambda: made.check(0, 0),
+        lambda: made.write(0, 1, source),
+    ):
+        with pytest.raises(LifecycleError, match="closed"):
+            call()
+    assert torch.equal(half, source)
+    del half
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == opened

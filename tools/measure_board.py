@@ -1,0 +1,106 @@
+"""The weight board at the sizes of SmolLM2-135M: what a version costs beside a plain copy of the same bytes, on one thread.
+
+    python tools/measure_board.py [--repeat 9] [--layers 30] [--dtype float32 bfloat16]
+
+    write      copy into a half with a checksum for every bucket, over memcpy into the same half (the goal: at most 1.2)
+    check      a reader's look at one bucket, the largest of all buckets' medians
+    bind       the modules of a reader move to a half
+    proof      what the trainer compares at every version before it writes, and in the half behind it
+
+All sides take turns in one process; what is printed are medians, and of ratios the median of those of a turn. ASYNCRL_NATIVE=0
+measures what runs without the native copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrl.models.native import library
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.served import read_from_board
+from asyncrl.telemetry.machine import describe_cpu
+from asyncrl.transport.memory import checksum
+from asyncrl.transport.memory.board import BUCKET_BYTES, Board
+from asyncrl.weights.proof import Proof
+
+MS = 1e3
+
+
+def module_of(layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * MS
+
+
+def measure(dtype: str, layers: int, repeat: int) -> None:
+    trainer = PolicyModel(module_of(layers), dtype)
+    served = PolicyModel(module_of(layers), dtype, served=True)
+    weights, proof = trainer.weights, Proof(trainer)
+    found: dict[str, list[float]] = {}
+    with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
+        reader = Board.attach(board.description, os.dup(board.fd), board.layout)
+        source = weights.working
+        for turn in range(repeat + 1):
+            half = turn % 2
+            target = board.half(half)
+            trainer.version = turn
+            sides = {
+                "memcpy": lambda target=target: ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes),
+                "copy_": lambda target=target: target.copy_(source),
+                "write": lambda half=half, turn=turn: board.write(half, turn, source),
+                "proof": lambda turn=turn: proof.prove(turn),
+                "compare": lambda target=target: proof.compare(target, 0),
+                "bind": lambda half=half, turn=turn: read_from_board(served, reader.half(half), turn),
+            }
+            order = list(sides) if turn % 2 else ["write", "copy_", "memcpy", "proof", "compare", "bind"]
+            for name in order:
+                took = timed(sides[name])
+                if turn:  # the first warms up
+                    found.setdefault(name, []).append(took)
+        checks = [median(timed(lambda b=b: reader.check(half, b)) for _ in range(3)) for b in range(reader.buckets)]
+        assert all(reader.check(half, bucket) for bucket in range(reader.buckets))
+        reader.close()
+    ratio = median(w / m for w, m in zip(found["write"], found["memcpy"], strict=True))
+    ratio_torch = median(w / m for w, m in zip(found["write"], found["copy_"], strict=True))
+    size = source.nbytes / 2**20
+    print(f"{dtype}, {size:,.0f} MiB in {board.buckets} buckets of {BUCKET_BYTES >> 10} KiB")
+    print(f"  memcpy {median(found['memcpy']):8.2f} ms   copy_ {median(found['copy_']):8.2f} ms")
+    print(f"  write  {median(found['write']):8.2f} ms   {ratio:.2f} x memcpy, {ratio_torch:.2f} x copy_")
+    print(f"  check  {max(checks):8.3f} ms   of one bucket; {sum(checks):.1f} ms of all")
+    print(f"  bind   {median(found['bind']):8.2f} ms   {median(found['bind']) / median(found['memcpy']):.3f} x memcpy")
+    print(f"  proof  {median(found['proof']):8.2f} ms   of the modules; {median(found['compare']):.2f} ms of the half")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{describe_cpu()}; board: {checksum.build()}, kernels: {library.build()}, one thread")
+    for dtype in options.dtype:
+        measure(dtype, options.layers, options.repeat)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
