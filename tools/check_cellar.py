@@ -26,19 +26,11 @@ FRONTS = ("asyncrl", "asyncrl.client")
 
 # Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.
 ALLOWED: dict[str, str] = {
-    "asyncrl.transport.queues.tensor_queue": "workers: queues between processes",
+    "asyncrl.transport.queues.tensor_queue:SendEnd": "workers on GPUs: the contract that device queues keep, too",
+    "asyncrl.transport.queues.tensor_queue:ReceiveEnd": "workers on GPUs: the contract that device queues keep, too",
     "asyncrl.transport.queues.device_queue": "workers: queues of device tensors between processes",
     "asyncrl.transport.memory.slab": "workers: the weights of a version in one exported slab",
     "asyncrl.transport.memory.slab_cuda": "workers: the same, on a GPU",
-    "asyncrl.generation.worker.process": "workers: a worker as the node sees it",
-    "asyncrl.generation.worker.names": "workers: names of their segments",
-    "asyncrl.concurrency.child:die_with_parent": "workers: what their program calls first",
-    "asyncrl.generation.worker.control:ControlLine.receive": "workers: both ends of the control line",
-    "asyncrl.generation.worker.control:ControlLine.send": "workers: both ends of the control line",
-    "asyncrl.generation.worker.control:ControlLine.drain": "workers: both ends of the control line",
-    "asyncrl.transport.memory.board": "workers: the weights of a version in shared memory",
-    "asyncrl.weights.posted": "workers: the sink that writes them there",
-    "asyncrl.models.served": "workers: their modules read them there",
     "asyncrl.records.read:Record.identities": "workers: what they sampled travels as records",
     "asyncrl.records.read:Record.column": "workers: routes of experts travel in records",
     "asyncrl.records.trajectories:draft_of": "workers: what they sampled travels as records",

@@ -63,6 +63,11 @@ SWITCHED: Mapping[str, Switched] = {
         "telemetry.profile.from is not set: there is no profile; set it",
         ("from",),
     ),
+    "generation": Switched(
+        lambda config: config.generation.placement != "shared",
+        "generation.placement is shared: there are no workers; set it to worker",
+        ("placement",),
+    ),
     "dry_run": Switched(
         lambda config: "dry_run" in (config.engine.kind, config.train.kind),
         "neither engine.kind nor train.kind is dry_run; set them",

@@ -61,6 +61,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "engine.kv_positions",
     "engine.prefill_tokens",
     "engine.kv_after_update",
+    "generation.*",
     "algorithm.mismatch_gate",
     "train.lr",
     "train.schedule",

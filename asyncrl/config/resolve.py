@@ -157,11 +157,12 @@ def _check_preset(config: Config) -> Iterator[str]:
 
 def _check_rollout(config: Config) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine.kind
-    if rollout.weight_sync_interval > 1 and engine == "embedded":
+    if rollout.weight_sync_interval > 1 and engine == "embedded" and config.generation.placement != "worker":
         yield (
-            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but engine.kind is embedded, which samples from "
-            "the trainer's own weights: they move with every step and are never handed over; leave the interval at 1, and "
-            "set algorithm.updates_per_batch for several steps per batch"
+            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but generation.placement is "
+            f"{config.generation.placement}, and an engine that shares the trainer's device samples from its own weights: "
+            "they move with every step and are never handed over; leave the interval at 1, and set algorithm.updates_per_batch for "
+            "several steps per batch, or set generation.placement=worker"
         )
     if rollout.weight_sync_interval > 1 and config.preset == "sync":
         yield (
@@ -181,6 +182,14 @@ def _check_rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.streaming_min_groups is {rollout.streaming_min_groups}; expected at most rollout.groups_per_step = "
             f"{rollout.groups_per_step}, the groups of a whole step"
+        )
+
+
+def _check_generation(config: Config) -> Iterator[str]:
+    if config.generation.placement == "worker" and config.engine.kind == "dry_run":
+        yield (
+            "generation.placement is worker but engine.kind is dry_run, which has no model that a worker could load; leave the "
+            "placement out (dry_run.shared_device=false simulates a second device)"
         )
 
 
@@ -357,6 +366,7 @@ def _check_run(config: Config) -> Iterator[str]:
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_preset,
     _check_rollout,
+    _check_generation,
     _check_replay,
     _check_skip,
     _check_lengths,

@@ -123,6 +123,23 @@ class EngineConfig(Section):
     )
 
 
+class GenerationConfig(Section):
+    """Where the engine runs: on the trainer's device, or in processes beside it."""
+
+    placement: Literal["auto", "shared", "worker"] = field(
+        "auto",
+        "`shared`: one device, trainer and engine take turns, the weights are the trainer's own. `worker`: engines in processes of "
+        "their own, each with some cores, generate while the trainer trains (on CPUs so far). auto: worker where `workers` or "
+        "`threads` is given, else shared.",
+    )
+    workers: int | None = field(None, "Processes that generate, of each rank; derived: one.", ge=1)
+    threads: int | None = field(
+        None,
+        "CPU threads of a worker; derived: the machine's cores shared out equally among trainer and workers.",
+        ge=1,
+    )
+
+
 class AlgorithmBase(Section):
     """What belongs to no method; the methods' own sections are added below."""
 
@@ -277,6 +294,7 @@ class Config(Section):
         None, "`file.py:name` of an `asyncrl.Hooks`: functions of your own between the stages of the run."
     )
     engine: EngineConfig = EngineConfig()
+    generation: GenerationConfig = GenerationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
     distributed: DistributedConfig = DistributedConfig()

@@ -18,7 +18,8 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-from .owner import WHO, Job, OwnedEngine
+from .life import WHO
+from .owner import Job, OwnedEngine
 
 VOCABULARY, EOS = 256, 0
 SMALLEST = 1e-6  # keeps logarithms of keyed uniform numbers finite

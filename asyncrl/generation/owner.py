@@ -1,4 +1,4 @@
-"""What every engine shares: one owner task, waiting requests, lifecycle, and the promise that no waiter ever hangs.
+"""What the engines of this process share: one owner task (`life.py`), waiting requests, admission and delivery.
 
     generate() --> waiting --admit (arrival order, while there is room)--> running --closures--> result to the caller
                       \\_____ caller cancelled: taken out at once _____/  \\__ or at the next boundary __/
@@ -8,38 +8,28 @@ all of them together are within `kv_positions`. One sequence always fits, and no
 everybody is served.
 
 Only the owner task touches the running batch. Between two closures on the lane the owner drops aborted
-sequences, answers weight updates, admits and delivers. Whatever ends the owner (closing, an error, a
-cancellation) fails everybody who waits, and an error leaves through `async with engine` as well.
+sequences, answers weight updates, admits and delivers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import anyio
-from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.lane import Lane
-from asyncrl.errors import EngineClosed, GenerationError, LifecycleError
-from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Generation, GenerationRequest
+from asyncrl.errors import GenerationError
+from asyncrl.types import Generation, GenerationRequest
+
+from .life import WHO, EngineLife
+from .requests import check_request
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
-
-WHO = "engine"
-
-
-class State(Enum):
-    """The life of an engine."""
-
-    NEW = "new"
-    OPEN = "open"
-    CLOSED = "closed"
 
 
 @dataclass(eq=False, slots=True)
@@ -62,12 +52,13 @@ class _Update:
     future: asyncio.Future[None]
 
 
-class OwnedEngine(ABC):
+class OwnedEngine(EngineLife):
     """Base of the engines in this process; see the module docstring. Subclasses fill in the batch."""
 
     def __init__(
         self, lane: Lane, recorder: Recorder, *, max_sequences: int, max_context: int, kv_positions: int | None = None
     ) -> None:
+        super().__init__()
         if kv_positions is None:
             kv_positions = max_sequences * max_context
         if max_sequences < 1 or max_context < 2:
@@ -82,15 +73,11 @@ class OwnedEngine(ABC):
         self.kv_positions = kv_positions
         self.max_sequences = max_sequences
         self.max_context = max_context
-        self._state = State.NEW
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}  # by slot
         self._aborted: list[Job] = []
         self._updates: list[_Update] = []
         self._wake = anyio.Event()
-        self._failure: BaseException | None = None
-        self._tasks: TaskGroup | None = None
-        self._opened_in: asyncio.Task[Any] | None = None
         self._tokens = 0
         self._decode_steps = 0
         self._finished = 0
@@ -100,29 +87,7 @@ class OwnedEngine(ABC):
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what would disturb others once it runs. Subclasses may ask for more."""
-        sampling, size = request.sampling, int(request.prompt_ids.size)
-        problem = None
-        if size < 1:
-            problem = "the prompt is empty"
-        elif sampling.max_tokens < 1:
-            problem = f"max_tokens is {sampling.max_tokens}, expected at least 1"
-        elif size + sampling.max_tokens > self.max_context:
-            problem = (
-                f"{size} prompt tokens and max_tokens={sampling.max_tokens} are {size + sampling.max_tokens} tokens, "
-                f"but a sequence has room for max_context={self.max_context}: shorten the prompt, lower max_tokens, or "
-                "open the engine with a larger max_context"
-            )
-        elif sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:
-            problem = (
-                f"temperature is {sampling.temperature}, expected {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, or 0: "
-                "greedy"
-            )
-        elif not (0 < sampling.top_p <= 1):
-            problem = f"top_p is {sampling.top_p}, expected 0 < top_p <= 1"
-        elif sampling.top_k < 0:
-            problem = f"top_k is {sampling.top_k}, expected at least 0"
-        if problem is not None:
-            raise GenerationError(f"this request cannot be served: {problem}")
+        check_request(request, self.max_context)
 
     @abstractmethod
     async def _prepare(self) -> None:
@@ -145,38 +110,6 @@ class OwnedEngine(ABC):
         """A closure that only notices the weights. Returns their version."""
 
     # -- the port -----------------------------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        if self._state is not State.NEW:
-            raise LifecycleError(f"this engine is {self._state.value}: an engine is opened once; make a new one")
-        self._state = State.OPEN
-        self._opened_in = asyncio.current_task()
-        self._tasks = anyio.create_task_group()
-        await self._tasks.__aenter__()
-        self._tasks.start_soon(self._own, name=WHO)
-        return self
-
-    async def __aexit__(self, *exc: Any) -> bool | None:
-        if self._tasks is None:
-            return None
-        if asyncio.current_task() is not self._opened_in:
-            raise LifecycleError("an engine is closed in the task that opened it; this is another one")
-        tasks, self._tasks = self._tasks, None
-        self._state = State.CLOSED
-        tasks.cancel_scope.cancel()
-        # A cancellation that our own failed owner caused must be given back to its scope; anything else goes on as it
-        # came.
-        ours = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
-        try:
-            await tasks.__aexit__(*(exc if ours else (None, None, None)))
-        except BaseExceptionGroup:
-            if self._failure is None:
-                raise
-        finally:
-            self._end(None)  # also where the owner was cancelled before its first step
-        if self._failure is not None:
-            raise self._failure from self._failure.__cause__
-        return None
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one sequence; see `ports.Engine`. Errors: `GenerationError`, `EngineClosed`."""
@@ -219,16 +152,6 @@ class OwnedEngine(ABC):
 
     # -- the owner ----------------------------------------------------------------------------------------------------
 
-    def _require_open(self) -> None:
-        if self._failure is not None:
-            raise self._reason()
-        if self._state is not State.OPEN:
-            raise EngineClosed(
-                "the engine was never opened: use it inside `async with engine`"
-                if self._state is State.NEW
-                else "the engine is closed"
-            )
-
     def _abort(self, job: Job) -> None:
         """The caller gave up. A waiting request is gone at once, a running one at the next boundary."""
         if job.slot >= 0:
@@ -239,28 +162,22 @@ class OwnedEngine(ABC):
             self._aborts += 1
 
     async def _own(self) -> None:
-        try:
-            await self._prepare()
-            while True:
-                self._wake = anyio.Event()
-                with self.recorder.work(WHO, "admit"):
-                    self._drop_aborted()
-                    self._admit()
-                if self._updates:
-                    await self._answer_updates()
-                elif self._running:
-                    ended = await self._advance()
-                    with self.recorder.work(WHO, "deliver"):
-                        for job, generation in ended:
-                            self._deliver(job, generation)
-                else:
-                    with self.recorder.wait(WHO, "a request", on="its callers", cause="requests"):
-                        await self._wake.wait()
-        except BaseException as error:
-            self._end(error)
-            raise
-        finally:
-            self._end(None)
+        await self._prepare()
+        while True:
+            self._wake = anyio.Event()
+            with self.recorder.work(WHO, "admit"):
+                self._drop_aborted()
+                self._admit()
+            if self._updates:
+                await self._answer_updates()
+            elif self._running:
+                ended = await self._advance()
+                with self.recorder.work(WHO, "deliver"):
+                    for job, generation in ended:
+                        self._deliver(job, generation)
+            else:
+                with self.recorder.wait(WHO, "a request", on="its callers", cause="requests"):
+                    await self._wake.wait()
 
     def _drop_aborted(self) -> None:
         for job in self._aborted:
@@ -308,26 +225,11 @@ class OwnedEngine(ABC):
         if not job.future.done():  # done: its caller was cancelled while the last step ran
             job.future.set_result(generation)
 
-    def _end(self, error: BaseException | None) -> None:
-        """The owner is done: nobody may wait any longer. Called for the reason, and again for what came after it."""
-        failed = error is not None and not isinstance(error, asyncio.CancelledError)
-        if failed and self._failure is None:
-            self._failure = error
-        self._state = State.CLOSED
+    def _forget(self) -> list[asyncio.Future[Any]]:
         jobs = [*self._running.values(), *self._waiting]
         self._running.clear()
         self._waiting.clear()
         futures: list[asyncio.Future[Any]] = [job.future for job in jobs]
         futures += [update.future for update in self._updates]
         self._updates = []
-        for future in futures:
-            if not future.done():
-                future.set_exception(self._reason())
-
-    def _reason(self) -> GenerationError:
-        """A fresh exception for each waiter (they get tracebacks of their own), with the failure as its cause."""
-        if self._failure is None:
-            return EngineClosed("the engine closed while this request was waiting")
-        reason = GenerationError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
-        reason.__cause__ = self._failure
-        return reason
+        return futures

@@ -62,6 +62,15 @@ def load_served(
     return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
+def load_reader(config: ModelConfig, device: torch.device | str, seed: int, path: ModelPath) -> tuple[PolicyModel, Any]:
+    """(policy, tokenizer) of a process that only generates: the policy reads weights that somebody else writes, and is run on the
+    path that was found for them. Errors: ConfigError."""
+    module, tokenizer = load_module(config, seed)
+    nn.Module.to(module, torch.device(device))
+    policy = PolicyModel(module, config.dtype, served=True, head_kernel="torch", path=path)
+    return policy, load_tokenizer(config) if tokenizer is None else tokenizer
+
+
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """The model as transformers loads it, float32 on the host, and the tokenizer of a builder, else None. Errors: ConfigError."""
     if is_builder(config):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,15 +117,23 @@ class Builder:
     """Opens everything that has to be closed on one exit stack, in dependency order."""
 
     def __init__(
-        self, config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack, say: Say
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        recorder: Recorder,
+        stack: AsyncExitStack,
+        say: Say,
+        logs: Path | None,
     ) -> None:
-        """`say`: hears what goes on, a stage and its counts. From any thread."""
+        """`say`: hears what goes on, a stage and its counts. From any thread. `logs`: the folder for what workers print."""
         self.config = config
         self.world = world
         self.device = device
         self.recorder = recorder
         self.stack = stack
         self.say = say
+        self.logs = logs
 
     async def build(self, overrides: Overrides, turn: int, version: int, first_group: int) -> Built:
         """`turn`, `version`: where a resumed run goes on. `first_group`: the first id for groups without a prompt of ours."""
@@ -274,7 +283,7 @@ class Builder:
         self.say("importing transformers")
         real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
         return await real.open_real(  # type: ignore[no-any-return]  # loaded by name
-            self.config, self.world, self.device, self.recorder, self.stack, self.say
+            self.config, self.world, self.device, self.recorder, self.stack, self.say, self.logs
         )
 
 

@@ -7,6 +7,7 @@ runs/<name>/
   trace.json           opens in Perfetto
   profile/rank_N.json  where telemetry.profile asks for it on a CPU
   report.html
+  workers/worker-N.log what they print, where generation has processes of its own
   checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
 runs/<name>.<when>/    a run that `run.overwrite` moved aside; the newest two are kept
 runs/.<name>.lock      while a run is alive (lock.py)
@@ -41,6 +42,7 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts"
         self.trace = self.path / "trace.json"
         self.report = self.path / "report.html"
+        self.workers = self.path / "workers"
         self.checkpoints = self.path / "checkpoints"
         self._lock = DirectoryLock(self.path)
 

@@ -9,20 +9,29 @@ import torch
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.errors import PlatformError
+from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import ModelPath
+from asyncrl.models.policy import DTYPES
 from asyncrl.models.reward_model import predict_sizes
 from asyncrl.training.memory import Lengths, predict_memory
 
+from .placement import Placement
 from .prompts import PromptLengths
 
 GIB = 1 << 30
+_PROCESS = 400 << 20  # of a worker, before it computes: Python, torch and transformers
 
 
 def predicted(
-    config: Config, ranks: int = 1, prompts: PromptLengths | None = None, path: ModelPath | None = None
+    config: Config,
+    ranks: int = 1,
+    prompts: PromptLengths | None = None,
+    path: ModelPath | None = None,
+    placement: Placement | None = None,
 ) -> dict[str, int]:
     """Bytes by what they are for, of one of `ranks`, from the model's configuration alone (nothing is allocated). `prompts`:
-    what `measure_prompts` found; None: `data.max_prompt_tokens`. `path`: how the model is run, where that is known."""
+    what `measure_prompts` found; None: `data.max_prompt_tokens`. `path`: how the model is run, where that is known.
+    `placement`: of the engine; None: on the trainer's device."""
     assert config.engine.max_sequences is not None
     device = config.model.device
     if device == "auto":
@@ -40,10 +49,21 @@ def predicted(
         device=torch.device(device).type,
     )
     sizes = [predict_sizes(model, config.model.dtype, batch_tokens(config)) for model in config.reward.model]
+    if placement is not None and placement.workers:
+        parts |= _of_workers(config, parts, placement)
     if sizes:
         parts["reward_models"] = sum(each.weights for each in sizes)
         parts["reward_scoring"] = max(each.working for each in sizes)
     return parts
+
+
+def _of_workers(config: Config, parts: dict[str, int], placement: Placement) -> dict[str, int]:
+    """What they add to memory that they share with the trainer, and what of its own they take over to their own devices."""
+    board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
+    if any(device.type != "cpu" for device in placement.devices):
+        return {"weight_board": board, "kv_cache": 0}
+    each = parts["packed_weights"] + _PROCESS
+    return {"weight_board": board, "workers": placement.workers * each}
 
 
 def batch_tokens(config: Config) -> int:
@@ -98,9 +118,10 @@ def check_memory(
     ranks: int = 1,
     prompts: PromptLengths | None = None,
     path: ModelPath | None = None,
+    placement: Placement | None = None,
 ) -> int:
     """Bytes that the run will need. Errors: PlatformError where the prediction exceeds what is free."""
-    parts = predicted(config, ranks, prompts, path)
+    parts = predicted(config, ranks, prompts, path, placement)
     total, free = sum(parts.values()), available(device)
     if total > free:
         raise PlatformError(

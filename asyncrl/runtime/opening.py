@@ -129,6 +129,7 @@ async def _resolve(given: Given, settled: Settled, world: World) -> Config:
 async def _build(given: Given, base: Foundation, saved: SavedRun | None, stack: AsyncExitStack) -> Built:
     turn, version = (saved.turn, saved.version) if saved else (0, 0)
     first_group = EMBEDDED_GROUPS + base.world.rank if saved is None else saved.next_group(base.world.rank)
-    builder = Builder(base.config, base.world, base.device, base.recorder, stack, base.stages.say)
+    logs = None if base.directory is None else base.directory.workers
+    builder = Builder(base.config, base.world, base.device, base.recorder, stack, base.stages.say, logs)
     base.stages.begin("opening the ledger")
     return await builder.build(given.overrides, turn, version, first_group)

@@ -17,6 +17,7 @@ from .device import settle
 from .directory import unusable
 from .inputs import check_inputs, load_code
 from .memory import cache_line, predicted, table
+from .placement import place
 from .prompts import measure_prompts
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ def plan(config: Config) -> str:
     if config.train.kind == "torch":
         verdict = _verdict(config)
         prompts = measure_prompts(config)
-        parts = predicted(config, world.world_size, prompts, verdict.path)
+        placement = place(config, settled.device, world)
+        parts = predicted(config, world.world_size, prompts, verdict.path, placement)
         lines += [
             *settled.lines,
+            placement.line,
             *verdict.lines(),
             cache_line(config, prompts),
             "predicted memory of one rank:",

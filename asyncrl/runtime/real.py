@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,23 +31,37 @@ from asyncrl.weights.shared import SharedWeights
 from .build import Parts
 from .gate import Verdict, check_for
 from .memory import GIB, batch_tokens, check_memory, kv_positions
+from .placement import place
 from .prompts import measure_prompts
 from .rates import Rates, measure_rates
 from .starting import Say
+from .workers import Sampler, open_workers
 
 
 async def open_real(
-    config: Config, world: World, device: torch.device, recorder: Recorder, stack: AsyncExitStack, say: Say
+    config: Config,
+    world: World,
+    device: torch.device,
+    recorder: Recorder,
+    stack: AsyncExitStack,
+    say: Say,
+    logs: Path | None,
 ) -> Parts:
-    """Lane, policy, trainer and engine on one device. Errors: ConfigError, PlatformError (memory)."""
-    threads = config.threads or os.cpu_count() or 1
+    """Lane, policy, trainer and engine, on one device or with workers beside it. `logs`: the folder for what workers print.
+    Errors: ConfigError, PlatformError (memory), WorkerDied."""
+    placement = place(config, device, world)
+    say(placement.line)
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
     say("measuring prompts and memory")
     prompts = await offload(lambda: measure_prompts(config), "prompts")
-    needed = await offload(lambda: check_memory(config, device, world.world_size, prompts), "memory")
+    needed = await offload(
+        lambda: check_memory(config, device, world.world_size, prompts, placement=placement), "memory"
+    )
 
     def on_start() -> None:
-        torch.set_num_threads(threads)  # OpenMP's count belongs to the calling thread: set it on the lane
+        torch.set_num_threads(
+            placement.trainer_threads
+        )  # OpenMP's count belongs to the calling thread: set it on the lane
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
@@ -60,6 +74,12 @@ async def open_real(
         )
         judges = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
     trainer = LaneTrainer(core, lane, recorder)
+    shards = core.sharded.parameters if isinstance(core, ShardedTrainer) else None
+    round_: Round | None = trainer.train_round if isinstance(core, ShardedTrainer) else None
+    if placement.workers:
+        sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards)
+        workers, posted = await open_workers(config, placement, sampler, logs, recorder, stack, say)
+        return Parts(workers, trainer, (posted,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
         policy,
@@ -73,11 +93,7 @@ async def open_real(
         kv_after_update=config.engine.kv_after_update or "keep",
     )
     await stack.enter_async_context(engine)
-    if isinstance(core, ShardedTrainer):
-        sink = SharedWeights(policy, engine, lane, core.sharded.parameters)
-        round_: Round | None = trainer.train_round
-    else:
-        sink, round_ = SharedWeights(policy, engine, lane), None
+    sink = SharedWeights(policy, engine, lane, shards)
     return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
 
 

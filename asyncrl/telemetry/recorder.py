@@ -20,14 +20,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-import nvtx
-
+from .ranges import Ranges
 from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
+LATE_S = 0.25  # more than it takes until another process has said what it did
 _ONE_OF = re.compile(r"\bgroup -?\d+$")  # who waits may be one group of thousands: they share a track
-_NVTX_NAMES = 4096  # NVTX keeps registered strings for ever: beyond this many different names no range is opened
 
 
 class Span:
@@ -56,7 +55,7 @@ class Span:
 
     def __enter__(self) -> Span:
         recorder = self._recorder
-        self._range = recorder._open_range(self._name)
+        self._range = recorder._ranges.open(self._name)
         self.started = recorder.clock()
         if self._lane is not None or self._cause is not None:
             recorder._open_interval(self)
@@ -67,7 +66,7 @@ class Span:
     ) -> None:
         recorder = self._recorder
         self.ended = recorder.clock()
-        recorder._close_range(self._range)
+        recorder._ranges.close(self._range)
         recorder._close_span(self)
 
 
@@ -158,8 +157,7 @@ class Recorder:
         self._lane_end: dict[str, float] = {}
         self._window_start = self.started
         self._reset_metrics()
-        self._domain = _nvtx_domain() if nvtx else None
-        self._attributes: dict[str, Any] = {}
+        self._ranges = Ranges(nvtx)
 
     # ---- spans and waits
 
@@ -257,10 +255,23 @@ class Recorder:
 
     def drain(self) -> dict[str, float]:
         """The metrics since the last drain, by name: observations reduced, counts summed, gauges as last set."""
-        with self._lock:
-            counts, gauges, samples = self._counts, self._gauges, self._samples
-            self._reset_metrics()
+        counts, gauges, samples = self.take_metrics()
         return {**{name: entry.value() for name, entry in samples.items()}, **counts, **gauges}
+
+    def take_metrics(self) -> tuple[dict[str, float], dict[str, float], dict[str, Samples]]:
+        """As `drain`, not reduced: counts, gauges, samples."""
+        with self._lock:
+            taken = self._counts, self._gauges, self._samples
+            self._reset_metrics()
+        return taken
+
+    def merge(self, name: str, samples: Samples) -> None:
+        """Samples of one name that were taken elsewhere."""
+        with self._lock:
+            if name in self._samples:
+                self._samples[name].merge(samples)
+            else:
+                self._samples[name] = samples
 
     def take_counts(self, prefixes: tuple[str, ...]) -> dict[str, float]:
         """The counts since the last drain whose names begin so; `drain` will not give them again."""
@@ -282,7 +293,9 @@ class Recorder:
         with self._lock:
             start, end = self._window_start, self.clock()
             busy, idle = self._busy, self._idle
-            self._busy, self._idle, self._window_start = [], [], end
+            # What other processes did is booked `LATE_S` later than it was: some of it ends in the next window.
+            self._busy, self._idle = ([each for each in kind if each.end > end] for kind in (busy, idle))
+            self._window_start = end
             lanes = tuple(self._lane_end)
             open_spans = list(self._open_spans.values())
             waits = [wait for wait in self._waits.values() if wait.cause]
@@ -293,6 +306,18 @@ class Recorder:
                 idle.append(Interval(span._cause, None, span.started, end))
         idle.extend(Interval(wait.cause, None, wait.since, end) for wait in waits)
         return Window(start, end, lanes, busy, idle)
+
+    def book_busy(self, lane: str, name: str, start: float, end: float) -> None:
+        """A closure that ran on a lane of another process, by this clock. It is heard of late, so the account of that lane is
+        `LATE_S` behind; the trace is not."""
+        with self._lock:
+            self._lane_end[lane] = end
+            self._store(self._busy, Interval(name, lane, start + LATE_S, end + LATE_S))
+        self._add_event("X", name, LANE_PREFIX + lane, start, end - start, None)
+
+    def book_idle(self, lane: str, cause: str, start: float, end: float) -> None:
+        """What such a lane waited for."""
+        self._add_idle(cause, lane, start + LATE_S, end + LATE_S)
 
     # ---- inside
 
@@ -364,28 +389,6 @@ class Recorder:
             else:
                 self.dropped_events += 1
 
-    def _open_range(self, name: str) -> Any:
-        if self._domain is None:
-            return None
-        attributes = self._attributes.get(name)
-        if attributes is None:
-            if len(self._attributes) >= _NVTX_NAMES:
-                return None
-            attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
-            if attributes is None:  # no tool listens: the domain is a dummy, for the whole life of the process
-                self._domain = None
-                return None
-        return self._domain.start_range(attributes)
-
-    def _close_range(self, opened: Any) -> None:
-        if opened is not None and self._domain is not None:
-            self._domain.end_range(opened)
-
 
 def _atoms(args: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
     return tuple(args.items()) if args else None
-
-
-def _nvtx_domain() -> Any:
-    """The domain of this package, or None where ranges are switched off (`NVTX_DISABLE`)."""
-    return nvtx.get_domain("asyncrl") if nvtx.enabled() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 Reduce: TypeAlias = Literal["mean", "min", "max", "p99"]
 
@@ -40,3 +40,29 @@ class Samples:
             ordered = sorted(self._last)
             return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
         return self._sum / self._count if self._reduce == "mean" else self._extreme
+
+    def state(self) -> list[Any]:
+        """All of it, as JSON: `of` is the inverse."""
+        extreme = None if math.isnan(self._extreme) else self._extreme
+        return [self._reduce, self._count, self._sum, extreme, None if self._last is None else list(self._last)]
+
+    @classmethod
+    def of(cls, state: list[Any]) -> Self:
+        """The samples that `state` is of."""
+        made = cls(state[0])
+        _, made._count, made._sum, extreme, last = state
+        made._extreme = math.nan if extreme is None else extreme
+        if made._last is not None:
+            made._last.extend(last)
+        return made
+
+    def merge(self, other: Samples) -> None:
+        """The samples of both; they reduce alike."""
+        if self._last is not None and other._last is not None:
+            self._last.extend(other._last)
+        elif self._count == 0 or math.isnan(self._extreme):
+            self._extreme = other._extreme
+        elif not math.isnan(other._extreme):
+            self._extreme = (max if self._reduce == "max" else min)(self._extreme, other._extreme)
+        self._count += other._count
+        self._sum += other._sum

@@ -11,24 +11,31 @@ leaves some on one half and some on the other: nothing is written then, and the 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import DivergenceError, LifecycleError
+from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board
 
 from .proof import Proof, Shards
 
+OUTPUTS_SHARE = 0.001  # of the run's time, that may be spent on computing outputs to compare
+
 
 class BoardReaders(Protocol):
     """The engines that read the board."""
 
-    async def update_weights(self, version: int, half: int) -> None:
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Returns once every token that is sampled from now on comes from `version`, which lies in `half`, and nobody reads the
-        other half. May be asked for the same again, where the first time did not end well."""
+        other half. May be asked for the same again, where the first time did not end well. `outputs`: what the trainer computes
+        with it (models/outputs.py); None: not asked this time."""
         ...
 
 
@@ -37,6 +44,7 @@ class Posted(NamedTuple):
 
     version: int
     half: int
+    outputs: Sequence[float] | None
 
 
 class PostedWeights:
@@ -57,6 +65,7 @@ class PostedWeights:
         self._current: Posted | None = None  # all readers have left the other half
         self._announced: Posted | None = None  # told, and not yet answered by all
         self._one_at_a_time = asyncio.Lock()
+        self._asked, self._cost = -math.inf, 0.0  # the last time that outputs were computed, and how long that took
 
     @property
     def current(self) -> Posted:
@@ -70,8 +79,7 @@ class PostedWeights:
         async with self._one_at_a_time:
             if self._current is not None:
                 raise LifecycleError("the weight board has its first version already")
-            version = await self._write(self._policy.version, 0)
-            self._current = Posted(version, 0)
+            self._current = await self._write(self._policy.version, 0)
         return self._current
 
     async def update_weights(self, version: int) -> None:
@@ -80,19 +88,18 @@ class PostedWeights:
             if self._announced is not None:
                 await self._move(self._announced)
             if self.current.version < version:
-                half = 1 - self.current.half
-                await self._move(Posted(await self._write(version, half), half))
+                await self._move(await self._write(version, 1 - self.current.half))
 
     async def _move(self, to: Posted) -> None:
         self._announced = to
         await self._engine.update_weights(*to)
         self._current, self._announced = to, None
 
-    async def _write(self, version: int, half: int) -> int:
-        """The version that was written: the policy may be further than what is asked for, and the board must not lie."""
+    async def _write(self, version: int, half: int) -> Posted:
+        """What was written: the policy may be further than what is asked for, and the board must not lie."""
         return await self._lane.run(lambda: self._write_on_lane(version, half), name="publish/write", priority=1)
 
-    def _write_on_lane(self, version: int, half: int) -> int:
+    def _write_on_lane(self, version: int, half: int) -> Posted:
         policy, board = self._policy, self._board
         self._proof.prove(version)
         board.write(half, policy.version, policy.weights.working, torch.get_num_threads())
@@ -106,4 +113,13 @@ class PostedWeights:
         except BaseException:
             board.clear(half)
             raise
-        return policy.version
+        return Posted(policy.version, half, self._outputs())
+
+    def _outputs(self) -> list[float] | None:
+        """At every version where that takes less than `OUTPUTS_SHARE` of the time between them, else as often as it does."""
+        began = time.monotonic()
+        if began - self._asked < self._cost / OUTPUTS_SHARE:
+            return None
+        found = fixed_logprobs(self._policy)
+        self._asked, self._cost = began, time.monotonic() - began
+        return found

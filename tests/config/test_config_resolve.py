@@ -99,7 +99,10 @@ def test_the_two_corrections_are_never_applied_together() -> None:
             ["rollout.prefetch_depth=1", "rollout.max_staleness=2"],
             ("prefetch_depth is 1", "max_staleness is 2", "one of"),
         ),
-        (["rollout.weight_sync_interval=2"], ("weight_sync_interval is 2", "engine.kind is embedded")),
+        (
+            ["rollout.weight_sync_interval=2"],
+            ("weight_sync_interval is 2", "generation.placement is auto", "placement=worker"),
+        ),
         (["rollout.weight_sync_interval=2", "preset=sync"], ("preset is sync", "preset=one_off")),
         (["preset=sync", "rollout.prefetch_depth=1"], ("preset is sync",)),
         (["rollout.streaming_min_groups=9"], ("streaming_min_groups is 9", "groups_per_step = 8")),

@@ -239,7 +239,7 @@ def test_nvtx_ranges_open_and_close_in_pairs(clock: FakeClock) -> None:
             self.log.append("-" + opened)
 
     recorder, domain = Recorder(clock), Domain()
-    recorder._domain = domain  # what a profiler would have installed
+    recorder._ranges._domain = domain  # what a profiler would have installed
     with recorder.span("outer", track="t"), recorder.lane_busy("cpu", "inner"):
         pass
     with recorder.wait("a", "b", on="c", cause="group"):

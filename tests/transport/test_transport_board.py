@@ -150,7 +150,7 @@ def test_a_reader_in_this_process_sees_the_same_and_changes_nothing(board: Board
     board.write(0, 1, values(1))
     with Board.attach(json.loads(json.dumps(board.description)), os.dup(board.fd), LAYOUT) as other:
         assert torch.equal(other.half(0), board.half(0)) and other.version(0) == 1
-        assert np.array_equal(other.checksums(0), board.checksums(0))
+        assert np.array_equal(other._sums[0], board._sums[0])
         with pytest.raises(LifecycleError, match="created"):
             other.write(1, 2, values(2))
         with pytest.raises(LifecycleError, match="created"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,9 +45,11 @@ class Readers:
 
     def start(self, posted: Posted) -> None:
         self.at = [posted.half, posted.half]
-        self._look(*posted)
+        self._look(posted.version, posted.half)
+        self.outputs = [posted.outputs]
 
-    async def update_weights(self, version: int, half: int) -> None:
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        self.outputs.append(outputs)
         self.asked.append((version, half))
         self._move(0, half)
         if self.second_waits is not None:
@@ -111,7 +113,7 @@ async def test_every_version_lies_whole_in_the_half_that_nobody_read(kind: str) 
             version = await case.step()
             expected[version] = case.weights()
             await case.sink.update_weights(version)
-            assert case.sink.current == (version, case.readers.at[0])
+            assert case.sink.current[:2] == (version, case.readers.at[0])
     assert case.readers.asked == [(8, 1), (9, 0), (10, 1), (11, 0)]
     assert all(torch.equal(case.readers.seen[version], expected[version]) for version in range(7, 12))
 
@@ -135,7 +137,7 @@ async def test_a_reader_samples_what_the_trainer_would() -> None:
         other = PolicyModel(module_of(seed=9), "bfloat16", served=True)
         for _ in range(2):
             await case.sink.update_weights(await case.step())
-            version, half = case.sink.current
+            version, half, _ = case.sink.current
             read_from_board(other, case.board.half(half), version)
             assert torch.equal(logits(other), logits(case.policy))
             assert other.version == case.policy.version
@@ -151,11 +153,11 @@ async def test_a_cancelled_move_is_asked_for_again_before_anything_is_written() 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert readers.at == [1, 0] and case.sink.current == (0, 0)  # one on each half: neither is free
+        assert readers.at == [1, 0] and case.sink.current[:2] == (0, 0)  # one on each half: neither is free
         readers.second_waits = None
         await case.sink.update_weights(await case.step())
         assert readers.asked == [(1, 1), (1, 1), (2, 0)]
-        assert readers.at == [0, 0] and case.sink.current == (2, 0)
+        assert readers.at == [0, 0] and case.sink.current[:2] == (2, 0)
 
 
 async def test_after_an_error_of_the_readers_nothing_is_written_until_they_have_moved() -> None:
@@ -193,7 +195,7 @@ async def test_cancelled_while_it_writes_nobody_was_told_and_the_half_is_written
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert case.readers.asked == [] and case.sink.current == (0, 0)
+        assert case.readers.asked == [] and case.sink.current[:2] == (0, 0)
         await case.sink.update_weights(await case.step())
         assert case.readers.asked == [(2, 1)]
 
@@ -255,7 +257,7 @@ async def test_a_half_that_is_not_the_version_ends_the_run_and_no_reader_is_told
         board.write = lambda index, version, source, threads: fault(board, index, version, source)  # type: ignore[method-assign, assignment]  # the fault
         with pytest.raises(DivergenceError, match=r"differ from the trainer's|says that it holds|NaN|not the base"):
             await case.sink.update_weights(2)
-        assert case.readers.asked == told and case.sink.current == (1, 1)
+        assert case.readers.asked == told and case.sink.current[:2] == (1, 1)
         assert case.board.version(0) is None
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.concurrency.lane import Lane
-from asyncrl.errors import GenerationError
-from asyncrl.generation.owner import WHO, Job, OwnedEngine
+from asyncrl.generation.life import WHO
+from asyncrl.generation.owner import Job, OwnedEngine
+from asyncrl.generation.requests import check_tokens
 from asyncrl.types import FinishReason, Generation, GenerationRequest
 
 from .cache import CacheShape, KVCache
@@ -109,14 +110,7 @@ class EmbeddedEngine(OwnedEngine):
     def check(self, request: GenerationRequest) -> None:
         """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
         super().check(request)
-        low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
-        if low < 0 or high >= self._vocabulary:
-            raise GenerationError(
-                f"this request cannot be served: its prompt holds token ids from {low} to {high}, but the model's "
-                f"vocabulary is [0, {self._vocabulary}): was it made with another tokenizer?"
-            )
-        if any(request.sampling.stop) and self.tokenizer is None:
-            raise GenerationError("this request cannot be served: it has stop strings, but the engine has no tokenizer")
+        check_tokens(request, self._vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
         """As the base class; and `prefill_tokens` computed and `copied_tokens` spared so far."""

@@ -1,4 +1,10 @@
-"""Workers: child processes that generate beside the trainer, each on a device of its own.
+"""Engines beside the trainer: each in a process of its own, which owns a device and generates while the node trains.
 
-Start reading in `process.py`, a worker as the node sees it, and `control.py`, the line over which the two talk.
+    node    engine.py    the engine that the run sees: requests in, generations out, weights moved, deaths outlived
+            router.py    which worker gets a request
+            peer.py      one worker as the node sees it: process, request queue, what it was sent
+    worker  main.py      the program: loads the model's form, binds it to the weight board, serves
+    both    wire.py      requests and finished sequences as bytes; control.py, the line beside them
+
+Start reading in `engine.py`.
 """

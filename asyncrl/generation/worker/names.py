@@ -30,6 +30,12 @@ def segment_name(kind: str, number: int) -> str:
     return name
 
 
+def remove(name: str) -> None:
+    """Remove a segment of ours that is closed, with records that nobody waits for any more. Blocks."""
+    with contextlib.suppress(FileNotFoundError):
+        clear(name, drop_records=True)
+
+
 def sweep() -> list[str]:
     """Remove the segments of workers that nobody owns any more, with the records in them, which were for a run that is dead.
 

@@ -180,12 +180,6 @@ class Board:
         stored = self._versions[index]
         return stored - 1 if stored else None
 
-    def checksums(self, index: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """Those of a half as it was written, [buckets, 2]; a copy."""
-        self._check_open()
-        found: np.ndarray[Any, np.dtype[np.uint64]] = self._sums[index].copy()
-        return found
-
     def check(self, index: int, bucket: int) -> bool:
         """Whether a bucket holds what was written into it: computed again from what lies there. Takes under 0.3 ms."""
         self._check_open()

@@ -1,0 +1,326 @@
+"""The engine of a node whose workers generate: requests in, generations out, weights moved, deaths outlived.
+
+    generate() --> router --> request queue --> worker --> record ring --> the caller's future      (edges 2, 2')
+    update_weights(version, half) --> a word to each worker --> each answers between two closures    (edge 6)
+
+Guarantees
+* A request is answered once. A worker that dies: what it had gone on to another one or to its successor, with the same random
+  keys; what it had put into the ring is taken first. Its successor starts with the current weights.
+* A worker that says nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`, is killed.
+* One that dies `MOST_DEATHS` times without a sequence in between ends the engine, with its last lines of output, as does one
+  that holds wrong weights, or does not come up in the first place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+
+from asyncrl.concurrency.offload import offload
+from asyncrl.concurrency.supervisor import plain_task_group, spawn
+from asyncrl.errors import GenerationError, WorkerDied
+from asyncrl.generation.life import EngineLife
+from asyncrl.generation.requests import check_request, check_tokens
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
+from asyncrl.types import Generation, GenerationRequest
+
+from .names import remove, segment_name, sweep
+from .peer import Peer, Setup
+from .router import Job, Router
+from .wire import abort_item, check_size, read_sequence, request_item
+
+logger = logging.getLogger("asyncrl.generation")
+
+MOST_DEATHS = 3  # of one worker, without a finished sequence in between
+_LOOK_S = 1.0
+_RING_SLOTS = 1024
+_TOKEN_BYTES = 16  # of a finished sequence: id, two log-probs, version
+_RECORD_BYTES = 4096  # of its record beside them
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is asked of requests, and of workers. Tokens, sequences, seconds."""
+
+    workers: int
+    max_sequences: int  # of one worker
+    max_context: int
+    vocabulary: int
+    has_tokenizer: bool
+    start_s: float
+    silent_s: float
+    closure_s: float
+
+    @property
+    def capacity(self) -> int:
+        """Requests that a worker has: those that run, and a reserve for the places that become free."""
+        return self.max_sequences + max(2, self.max_sequences // 8)
+
+
+@dataclass(slots=True)
+class _Update:
+    version: int
+    future: asyncio.Future[None]
+
+
+class WorkerEngine(EngineLife):
+    """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring.
+
+    setup: of worker `n`; the name of the ring is added. say: hears how the start goes on.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        setup: Callable[[int], Setup],
+        recorder: Recorder,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.limits = limits
+        self.recorder = recorder
+        self._setup = setup
+        self._say = say
+        self._router = Router(limits.capacity)
+        self._peers: dict[int, Peer] = {}  # alive
+        self._current: tuple[int, int, Sequence[float] | None] | None = None  # version, half, outputs
+        self._updates: list[_Update] = []
+        self._ring_name = segment_name("sequences", 0)
+        self._gone: dict[bytes, asyncio.Future[None]] = {}  # producers whose end the ring has to tell
+        self._ended: dict[str, float] = {}  # statistics of lives that are over
+        self._finishes: Counter[int] = Counter()  # sequences, by worker
+        self._aborted = 0
+        self._all_serve: asyncio.Future[None] | None = None
+
+    # -- the port
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one sequence; see `ports.Engine`. Errors: `GenerationError`, `EngineClosed`."""
+        self._require_open()
+        check_request(request, self.limits.max_context)
+        check_tokens(request, self.limits.vocabulary, self.limits.has_tokenizer)
+        check_size(request)
+        job = self._router.add(request, asyncio.get_running_loop().create_future())
+        self._assign()
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._abort(job)
+            raise
+
+    def begin_with(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """Before it is opened: the weights that lie on the board already. As `update_weights`."""
+        self._current = (version, half, outputs)
+
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """Returns once every worker computes with this version, which lies in that half of the board; those that are still
+        starting get it first of all. Only then does nobody read the other half any more.
+
+        `outputs`: what the trainer computes with it (models/outputs.py). A worker that computes something else ends the engine,
+        with a DivergenceError, a moment later."""
+        self._require_open()
+        self._current = (version, half, outputs)
+        update = _Update(version, asyncio.get_running_loop().create_future())
+        self._updates.append(update)
+        for peer in self._peers.values():
+            if peer.ready:
+                peer.tell(version, half, outputs)
+        self._answer_updates()
+        await update.future
+
+    def statistics(self) -> dict[str, float]:
+        """As `Engine.statistics`, of all workers as far as they have reported; `waiting` requests include those of the node,
+        `reserved_positions` are tokens that were promised."""
+        total = dict(self._ended)
+        for peer in self._peers.values():
+            for name, value in peer.said.statistics.items():
+                total[name] = total.get(name, 0.0) + value
+        running = total.get("running", 0.0)
+        return total | {
+            "running": running,
+            "waiting": float(max(self._router.waiting + self._router.sent - running, 0.0)),
+            "reserved_positions": float(self._router.reserved),
+            "tokens": total.get("tokens", 0.0),
+            "decode_steps": total.get("decode_steps", 0.0),
+            "finished": float(self._finishes.total()),
+            "aborted": float(self._aborted),
+        }
+
+    async def all_serve(self) -> None:
+        """Wait until every worker has come up. Errors: GenerationError where one does not."""
+        self._require_open()
+        self._all_serve = asyncio.get_running_loop().create_future()
+        self._tell_if_all_serve()
+        await self._all_serve
+
+    def _tell_if_all_serve(self) -> None:
+        future = self._all_serve
+        if future is not None and not future.done() and self._router.serving == self.limits.workers:
+            future.set_result(None)
+
+    # -- the owner
+
+    async def _own(self) -> None:
+        for line in await offload(sweep, "sweep"):
+            logger.info("workers of a dead run had left %s; it was removed", line)
+        limits = self.limits
+        record = limits.max_context * _TOKEN_BYTES + _RECORD_BYTES
+        ring_bytes = max(1 << 20, 2 * record, limits.max_sequences * record // 4)
+        settings = RingSettings(2 * limits.workers * ring_bytes + (1 << 20), _RING_SLOTS, ring_bytes)
+        try:
+            async with RecordRing(self._ring_name, settings) as ring, plain_task_group() as tasks:
+                ring.on_gone = self._tell_gone
+                for number in range(limits.workers):
+                    spawn(tasks, f"worker {number}", self._keep, number)
+                async for delivery in ring:
+                    number = delivery.record.group
+                    generation = read_sequence(delivery.record)
+                    delivery.release()
+                    self._deliver(number, generation)
+        finally:
+            with anyio.CancelScope(shield=True):  # a ring keeps what nobody took for its next owner; this one has none
+                await offload(lambda: remove(self._ring_name), "worker-ring")
+
+    def _deliver(self, number: int, generation: Generation) -> None:
+        job = self._router.find(number)
+        if job is None:
+            return  # its caller gave up while it was on its way
+        worker = self._router.end(job)
+        assert worker is not None
+        self._finishes[worker] += 1
+        if not job.future.done():
+            job.future.set_result(generation)
+        self._assign()
+
+    def _assign(self) -> None:
+        for job in self._router.assign():
+            assert job.worker is not None
+            self._peers[job.worker].put(request_item(job.number, job.request))
+        self.recorder.gauge("engine/unsent", self._router.waiting)
+
+    def _abort(self, job: Job) -> None:
+        worker = self._router.end(job)
+        self._aborted += 1
+        if worker in self._peers:
+            self._peers[worker].put(abort_item(job.number))
+            self._assign()
+
+    # -- a worker and its successors
+
+    async def _keep(self, number: int) -> None:
+        deaths, first = 0, True
+        while True:
+            peer: Peer | None = None
+            before = self._finishes[number]
+            try:
+                async with Peer.start(number, self._own_setup(number)) as peer:
+                    self._peers[number] = peer
+                    try:
+                        await self._serve(peer)
+                    finally:
+                        await self._retire(peer)
+            except WorkerDied as died:
+                deaths = 1 if self._finishes[number] > before else deaths + 1
+                if first and (peer is None or not peer.ready):
+                    raise
+                if deaths >= MOST_DEATHS:
+                    raise GenerationError(f"worker {number} died {deaths} times in a row: {died}") from died
+                first = False
+                logger.warning(
+                    "%s\nit is started again (%d of at most %d times in a row)", died, deaths, MOST_DEATHS - 1
+                )
+                self.recorder.count("engine/worker_deaths")
+
+    def _own_setup(self, number: int) -> Setup:
+        setup = self._setup(number)
+        return replace(setup, message={**setup.message, "sequences": self._ring_name})
+
+    async def _serve(self, peer: Peer) -> None:
+        """Until the process has ended. Errors: WorkerDied."""
+        async with plain_task_group() as tasks:
+            spawn(tasks, "requests to a worker", peer.send)
+            spawn(tasks, "watch over a worker", self._watch, peer)
+            await peer.hear(self.recorder, self._heard)
+
+    def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
+        if "stage" in message:
+            self._say(f"worker {peer.number}: {message['stage']}")
+        if "ready" in message:
+            assert self._current is not None, "begin_with comes before the workers"
+            peer.tell(*self._current)
+        if "bound" in message:
+            if not self._router.serves(peer.number):
+                self._router.open(peer.number)
+                self._assign()
+                self._tell_if_all_serve()
+            self._answer_updates()
+        if "failed" in message:
+            self._fail(int(message["failed"]), str(message["error"]))
+
+    def _fail(self, number: int, text: str) -> None:
+        job = self._router.find(number)
+        if job is not None:
+            self._router.end(job)
+            if not job.future.done():
+                job.future.set_exception(GenerationError(text))
+
+    async def _watch(self, peer: Peer) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await anyio.sleep(_LOOK_S)
+            if loop.time() - before > 2 * _LOOK_S:  # nobody listened meanwhile: what it said may not have been read yet
+                continue
+            culprit = peer.culprit(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
+            if culprit is not None:
+                logger.warning("worker %d (process %d) is killed: %s", peer.number, peer.process.pid, culprit)
+                peer.process.kill()
+                return
+
+    async def _retire(self, peer: Peer) -> None:
+        """It has ended, or is about to: what it had put is taken, the rest of what it had goes on elsewhere."""
+        del self._peers[peer.number]
+        for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
+            self._ended[name] = self._ended.get(name, 0.0) + peer.said.statistics.get(name, 0.0)
+        self._answer_updates()
+        if peer.ready and peer.process.exited.done():
+            await self._end_of(peer.producer)
+        self._gone.pop(peer.producer, None)
+        self._router.close(peer.number)
+        self._assign()
+
+    def _end_of(self, producer: bytes) -> asyncio.Future[None]:
+        """Done once the ring says that it is gone, and that all it had put was taken; which may be before we hear of it."""
+        if producer not in self._gone:
+            self._gone[producer] = asyncio.get_running_loop().create_future()
+        return self._gone[producer]
+
+    def _tell_gone(self, producer: bytes) -> None:
+        future = self._end_of(producer)
+        if not future.done():
+            future.set_result(None)
+
+    # -- weights
+
+    def _answer_updates(self) -> None:
+        behind = min((peer.bound for peer in self._peers.values() if peer.told >= 0), default=None)
+        for update in [each for each in self._updates if behind is None or behind >= each.version]:
+            self._updates.remove(update)
+            if not update.future.done():
+                update.future.set_result(None)
+
+    def _forget(self) -> list[asyncio.Future[Any]]:
+        futures: list[asyncio.Future[Any]] = [job.future for job in self._router.forget()]
+        futures += [update.future for update in self._updates]
+        futures += [] if self._all_serve is None else [self._all_serve]
+        self._updates = []
+        return futures

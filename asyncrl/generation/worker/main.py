@@ -1,0 +1,246 @@
+"""The worker's program: `python -m asyncrl.generation.worker.main FD NODE`, started by exec, child of the node's process.
+
+It loads the form of the model, binds the parameters to the weight board, and serves the request queue with the same engine that
+a node runs in `shared`: a lane for the closures, one owner task. The loop only moves messages while a closure runs.
+
+    {"setup": ...}              node -> worker    first of all
+    {"stage": text}             worker -> node    while it starts
+    {"ready": producer}         worker -> node    the model is there; `producer` is its name in the record ring
+    {"weights": v, "half": h, "outputs": o}
+                                node -> worker    these are the weights now, and what the trainer computes with them, if given
+    {"bound": v}                worker -> node    every token from now on is sampled with them
+    {"report": ...}             worker -> node    every `_REPORT_S`: statistics, what the lane does, what was recorded
+    {"failed": n, "error": e}   worker -> node    request n cannot be served
+    {"wrong": text}             worker -> node    its weights are not those of the board: the run has to end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import torch
+from anyio.abc import TaskGroup
+
+from asyncrl.concurrency.child import die_with_parent
+from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.concurrency.supervisor import plain_task_group, spawn
+from asyncrl.config.schema import Config
+from asyncrl.errors import GenerationError, RingFull
+from asyncrl.generation.embedded.engine import EmbeddedEngine
+from asyncrl.models.loading import load_reader
+from asyncrl.models.outputs import BOUNDS, distance, fixed_logprobs
+from asyncrl.models.paths import ModelPath
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.served import read_from_board
+from asyncrl.telemetry.parcels import pack
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
+from asyncrl.transport.rings.producer import AsyncProducer
+from asyncrl.types import Generation, GenerationRequest
+
+from .control import ControlLine
+from .wire import read_item, sequence_plan
+
+_REPORT_S = 0.1
+
+
+class Server:
+    """What a worker does once its engine is open."""
+
+    def __init__(
+        self, control: ControlLine, engine: EmbeddedEngine, lane: ThreadLane, board: Board, producer: AsyncProducer
+    ) -> None:
+        self._control = control
+        self._engine = engine
+        self._policy: PolicyModel = engine.policy
+        self._lane = lane
+        self._board = board
+        self._producer = producer
+        self._recorder = engine.recorder
+        self._scopes: dict[int, anyio.CancelScope] = {}  # of the requests that it has, by number
+        self._half = -1  # what the modules read
+        self._moved = anyio.Event()
+
+    async def take(self, requests: TensorReceiver, tasks: TaskGroup) -> None:
+        """For ever: requests begin, and those that were given up end."""
+        async for item in requests:
+            with item:
+                number, request = read_item(item)
+            if request is not None:
+                self._scopes[number] = anyio.CancelScope()
+                spawn(tasks, f"request {number}", self._generate, number, request)
+            elif number in self._scopes:  # else it has ended, and the answer is on its way
+                self._scopes[number].cancel()
+
+    async def _generate(self, number: int, request: GenerationRequest) -> None:
+        try:
+            with self._scopes[number]:
+                await self._put(number, await self._engine.generate(request))
+        except GenerationError as error:
+            if self._engine.failed:
+                raise
+            self._control.send({"failed": number, "error": str(error)})
+        finally:
+            del self._scopes[number]
+
+    async def _put(self, number: int, generation: Generation) -> None:
+        plan = sequence_plan(number, generation, self._policy.version)
+        while True:
+            with contextlib.suppress(RingFull):  # the node is late: its own watchdog knows
+                return await self._producer.put(plan)
+
+    async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """To these weights, between two closures. `outputs`: what has to come out, computed after the node has its answer."""
+
+        def bind() -> int | None:
+            found = self._board.version(half)
+            if found == version:
+                read_from_board(self._policy, self._board.half(half), version)
+                self._half = half
+            return found
+
+        found = await self._lane.run(bind, name="engine/bind", priority=1)
+        if found != version:
+            return await self._say_wrong(f"the board holds version {found} where version {version} was announced")
+        await self._engine.update_weights(version)
+        self._control.send({"bound": version})
+        self._moved.set()
+        self._moved = anyio.Event()
+        if outputs is not None:
+            await self._compare(version, outputs)
+
+    async def _compare(self, version: int, outputs: Sequence[float]) -> None:
+        ours = await self._lane.run(lambda: fixed_logprobs(self._policy), name="engine/outputs")
+        found = distance(ours, [math.nan if each is None else each for each in outputs])  # JSON has no NaN
+        self._recorder.gauge("weights/outputs_nats", found)
+        if not found <= BOUNDS[self._policy.dtype]:
+            await self._say_wrong(
+                f"with the weights of version {version} it computes log-probs of a fixed row that are {found:.3g} nats off the "
+                f"trainer's on average; at most {BOUNDS[self._policy.dtype]:g} is rounding"
+            )
+
+    async def check(self) -> None:
+        """For ever: after each move, every bucket that the modules read is compared with its checksum, one between two closures."""
+        await self._moved.wait()
+        while True:
+            moved = self._moved
+            version = self._policy.version
+            for bucket in range(self._board.buckets):
+                if moved.is_set():
+                    break
+                text = await self._lane.run(partial(self._wrong, bucket), name="engine/check")
+                if text is not None:
+                    return await self._say_wrong(text)
+            else:
+                self._recorder.gauge("weights/checked_version", version)
+            await moved.wait()
+
+    async def _say_wrong(self, text: str) -> None:
+        """The node ends the run, and us."""
+        self._control.send({"wrong": text})
+        await self._control.drain()
+
+    def _wrong(self, bucket: int) -> str | None:
+        if self._board.check(self._half, bucket):
+            return None
+        return f"bucket {bucket} of the weights of version {self._policy.version} is not what the trainer wrote"
+
+    async def report(self) -> None:
+        """For ever: what the node shows, and what it watches."""
+        while True:
+            self._control.send({"report": report(self._lane, self._recorder, self._engine.statistics())})
+            await anyio.sleep(_REPORT_S)
+
+    async def obey(self) -> None:
+        """Until the node hangs up."""
+        with contextlib.suppress(EOFError):
+            while True:
+                message = await self._control.receive()
+                if "weights" in message:
+                    await self.move(int(message["weights"]), int(message["half"]), message["outputs"])
+
+
+def report(lane: ThreadLane, recorder: Recorder, statistics: Mapping[str, float]) -> dict[str, Any]:
+    """What the node hears regularly. `closure`: what the lane computes, and for how long."""
+    current = lane.current()
+    closure = None if current is None else [current[0], time.monotonic() - current[1]]
+    return {"statistics": statistics, "closure": closure, "parcel": pack(recorder)}
+
+
+async def serve(control: ControlLine) -> None:
+    """All of it, from the setup to the end of the node."""
+    setup = (await control.receive())["setup"]
+    print(f"worker {setup['number']}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
+    config = Config.model_validate(setup["config"])
+    device = torch.device(setup["device"])
+    recorder = Recorder(max_events=0)
+
+    def on_start() -> None:
+        torch.set_num_threads(setup["threads"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    async with ThreadLane(f"worker{setup['number']}", recorder, on_start) as lane, plain_task_group() as tasks:
+        starting = anyio.CancelScope()
+        spawn(tasks, "reports of the start", _report_start, control, lane, recorder, starting)
+        control.send({"stage": "loading the model"})
+        path = ModelPath(**setup["path"])
+        policy, tokenizer = await lane.run(
+            lambda: load_reader(config.model, device, config.seed, path), name="engine/load"
+        )
+        layout = policy.weights.layout_digest()
+        board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], layout), name="engine/board")
+        engine = EmbeddedEngine(
+            policy,
+            tokenizer,
+            lane,
+            recorder,
+            max_sequences=setup["max_sequences"],
+            max_context=setup["max_context"],
+            kv_positions=setup["kv_positions"],
+            prefill_tokens=config.engine.prefill_tokens,
+            kv_after_update=config.engine.kv_after_update or "keep",
+        )
+        producer = await AsyncProducer.attach(setup["sequences"])
+        requests = await attach_queue(setup["requests"])
+        async with engine, producer:
+            server = Server(control, engine, lane, board, producer)
+            starting.cancel()
+            spawn(tasks, "requests", server.take, requests, tasks)
+            spawn(tasks, "checks of the weights", server.check)
+            spawn(tasks, "reports", server.report)
+            control.send({"ready": producer.identity.hex()})
+            await server.obey()
+            tasks.cancel_scope.cancel()
+
+
+async def _report_start(control: ControlLine, lane: ThreadLane, recorder: Recorder, scope: anyio.CancelScope) -> None:
+    with scope:
+        while True:
+            control.send({"report": report(lane, recorder, {})})
+            await anyio.sleep(_REPORT_S)
+
+
+async def main(descriptor: int) -> None:
+    """Serve the node behind this socket."""
+    line = ControlLine(socket.socket(fileno=descriptor), "the node")
+    try:
+        await serve(line)
+    finally:
+        line.close()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    asyncio.run(main(int(sys.argv[1])))

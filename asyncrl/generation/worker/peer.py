@@ -1,0 +1,135 @@
+"""One worker as the node sees it, for one life of its process: what it was sent, what it said, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from asyncrl.errors import DivergenceError, TransportError
+from asyncrl.telemetry.parcels import unpack
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.queues.tensor_queue import TensorSender, share_queue
+
+from .names import segment_name
+from .process import WorkerProcess
+from .wire import ABOUT_BYTES
+
+_ALIGNMENT = 256  # of the two arrays of a request in the queue's arena, at most
+_LEAVE_S = 5.0  # for a worker that was asked to end, before it is killed
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is made of. `message`: what it is told first; `fds`: what it inherits, under the same numbers."""
+
+    message: Mapping[str, Any]
+    fds: Sequence[int]
+    environment: Mapping[str, str]
+    log: Path | None
+    capacity: int  # requests that it may have
+    longest: int  # tokens of a prompt
+
+
+@dataclass(slots=True)
+class Said:
+    """The newest of what a worker reported."""
+
+    heard: float  # loop time
+    statistics: dict[str, float] = field(default_factory=dict)
+    closure: tuple[str, float] | None = None  # what its lane computes, and for how many seconds
+
+
+class Peer:
+    """See the module docstring. Made by `start`; `serve` runs until the process has ended."""
+
+    def __init__(self, number: int, process: WorkerProcess, requests: TensorSender) -> None:
+        self.number = number
+        self.process = process
+        self.ready = False  # it has loaded its model
+        self.producer = b""  # by which the record ring knows it
+        self.bound = -1  # version of the weights that it computes with
+        self.told = -1  # version that it was told last
+        self.said = Said(asyncio.get_running_loop().time())
+        self._requests = requests
+        self._outbox: deque[dict[str, Any]] = deque()
+        self._sendable = anyio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, number: int, setup: Setup) -> AsyncIterator[Peer]:
+        """Process and request queue; both are gone at the end, whatever the end is."""
+        name = segment_name("requests", number)
+        size = setup.capacity * (4 * setup.longest + ABOUT_BYTES + _ALIGNMENT)
+        async with share_queue(name, setup.capacity, size, linger_s=0) as sender:
+            process = await WorkerProcess.start(number, fds=setup.fds, log=setup.log, environment=setup.environment)
+            try:
+                process.control.send({"setup": {**setup.message, "number": number, "requests": name}})
+                yield cls(number, process, sender)
+            finally:
+                await process.aclose(_LEAVE_S)
+
+    def put(self, item: dict[str, Any]) -> None:
+        """Send a request, or that some were given up, in order; at once, or as soon as there is room."""
+        self._outbox.append(item)
+        self._sendable.set()
+
+    def tell(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """These are the weights now: it moves to them between two closures, and says so; then it compares."""
+        self.told = version
+        self.process.control.send({"weights": version, "half": half, "outputs": outputs})
+
+    async def send(self) -> None:
+        """What was put goes out; for ever, or until the other side hung up, which ends the process."""
+        while True:
+            while self._outbox:
+                try:
+                    await self._requests.put(self._outbox[0])
+                except anyio.BrokenResourceError:
+                    self.process.kill()  # if it is not dead already; `hear` tells how it died
+                    return
+                self._outbox.popleft()
+            self._sendable = anyio.Event()
+            await self._sendable.wait()
+
+    async def hear(self, recorder: Recorder, on: Callable[[Peer, dict[str, Any]], None]) -> None:
+        """Until it ends: keep what it says, and pass it on. Errors: WorkerDied; DivergenceError where its weights are wrong."""
+        while True:
+            try:
+                message = await self.process.control.receive()
+            except (EOFError, TransportError) as error:
+                self.process.kill()
+                await asyncio.wait([self.process.exited])
+                died = self.process.died()
+                if isinstance(error, TransportError):
+                    died.add_note(str(error))
+                raise died from None
+            self.said.heard = asyncio.get_running_loop().time()
+            if "wrong" in message:
+                raise DivergenceError(f"worker {self.number}: {message['wrong']}")
+            if "report" in message:
+                report = message["report"]
+                self.said.statistics = report["statistics"]
+                self.said.closure = tuple(report["closure"]) if report["closure"] else None
+                unpack(recorder, report["parcel"], f"worker{self.number}")
+            if "ready" in message:
+                self.ready = True
+                self.producer = bytes.fromhex(message["ready"])
+            if "bound" in message:
+                self.bound = int(message["bound"])
+            on(self, message)
+
+    def culprit(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
+        """What is wrong with a process that lives, in words; None: nothing is. `start_s`: for one that is starting."""
+        silent = asyncio.get_running_loop().time() - self.said.heard
+        if silent > (silent_s if self.ready else start_s):
+            return f"it has said nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
+        if self.ready and self.said.closure is not None and self.said.closure[1] > closure_s:
+            return f"its closure {self.said.closure[0]} has run for {self.said.closure[1]:.0f} s"
+        return None

@@ -1,0 +1,154 @@
+"""Which worker gets which request. Nothing here waits or talks to anybody.
+
+Requests that share a prompt (`prefix_key`) go to one worker, as long as any of them is there: the prompt is prefilled once. Any
+other goes to the worker with the fewest reserved tokens (prompt + max_tokens of what it has). A worker is sent what it can run
+and a small reserve, so that it never waits for the node; the rest stays here, in the order of arrival, and can still go to
+whoever is free first, or lives longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from asyncrl.types import Generation, GenerationRequest
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request, the future that its caller waits for, and where it is."""
+
+    number: int  # in the order of arrival, of this node
+    request: GenerationRequest
+    future: asyncio.Future[Generation]
+    worker: int | None = None  # None: it waits here
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that it may take."""
+        return int(self.request.prompt_ids.size) + self.request.sampling.max_tokens
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """What one worker in service has."""
+
+    jobs: dict[int, Job] = field(default_factory=dict)  # by number
+    reserved: int = 0
+
+
+class Router:
+    """`capacity`: requests that a worker has at most, running ones and its reserve."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Job] = {}  # by number, which is their order
+        self._loads: dict[int, _Load] = {}  # workers in service
+        self._homes: dict[str, tuple[int, int]] = {}  # prefix key -> its worker, and how many of its requests are there
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no worker has."""
+        return len(self._waiting)
+
+    @property
+    def serving(self) -> int:
+        """Workers in service."""
+        return len(self._loads)
+
+    def serves(self, worker: int) -> bool:
+        """Whether it is in service."""
+        return worker in self._loads
+
+    @property
+    def sent(self) -> int:
+        """Requests that workers have."""
+        return sum(len(load.jobs) for load in self._loads.values())
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of prompts and completions that those may take."""
+        return sum(load.reserved for load in self._loads.values())
+
+    def add(self, request: GenerationRequest, future: asyncio.Future[Generation]) -> Job:
+        """A new request; it waits."""
+        job = Job(next(self._numbers), request, future)
+        self._waiting[job.number] = job
+        return job
+
+    def open(self, worker: int) -> None:
+        """The worker is in service."""
+        self._loads[worker] = _Load()
+
+    def close(self, worker: int) -> int:
+        """It is not any more: what it had waits again, in the old order, before what came later. Returns how many."""
+        load = self._loads.pop(worker, None)
+        if load is None or not load.jobs:
+            return 0
+        for job in load.jobs.values():
+            job.worker = None
+            self._leave_home(job)
+        self._waiting = dict(sorted((load.jobs | self._waiting).items()))
+        return len(load.jobs)
+
+    def assign(self) -> Iterator[Job]:
+        """Give waiting requests to workers, oldest first; yields each with its `worker` set. Whose home is full waits for it."""
+        for job in list(self._waiting.values()):
+            if not any(len(load.jobs) < self.capacity for load in self._loads.values()):
+                return
+            worker = self._place(job)
+            if worker is None:
+                continue
+            del self._waiting[job.number]
+            load = self._loads[worker]
+            load.jobs[job.number] = job
+            load.reserved += job.reserved
+            job.worker = worker
+            key = job.request.prefix_key
+            if key is not None:
+                self._homes[key] = worker, self._homes.get(key, (worker, 0))[1] + 1
+            yield job
+
+    def find(self, number: int) -> Job | None:
+        """The job of that number that a worker has."""
+        return next((load.jobs[number] for load in self._loads.values() if number in load.jobs), None)
+
+    def end(self, job: Job) -> int | None:
+        """It was answered or given up. Returns the worker that had it."""
+        if job.worker is None:
+            self._waiting.pop(job.number, None)
+            return None
+        load = self._loads.get(job.worker)
+        if load is None or load.jobs.pop(job.number, None) is None:
+            return None
+        load.reserved -= job.reserved
+        self._leave_home(job)
+        return job.worker
+
+    def forget(self) -> list[Job]:
+        """Everybody who waits for an answer; nobody does any more."""
+        jobs = [*self._waiting.values(), *(job for load in self._loads.values() for job in load.jobs.values())]
+        self._waiting.clear()
+        self._loads.clear()
+        self._homes.clear()
+        return jobs
+
+    def _place(self, job: Job) -> int | None:
+        home = self._homes.get(job.request.prefix_key or "")
+        if job.request.prefix_key is not None and home is not None:
+            return home[0] if len(self._loads[home[0]].jobs) < self.capacity else None
+        free = [(load.reserved, worker) for worker, load in self._loads.items() if len(load.jobs) < self.capacity]
+        return min(free)[1] if free else None
+
+    def _leave_home(self, job: Job) -> None:
+        key = job.request.prefix_key
+        if key is None or key not in self._homes:
+            return
+        worker, count = self._homes[key]
+        if count > 1:
+            self._homes[key] = worker, count - 1
+        else:
+            del self._homes[key]

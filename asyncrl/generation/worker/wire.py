@@ -1,0 +1,96 @@
+"""What crosses between node and worker: requests as items of a tensor queue, finished sequences as records.
+
+edge 2    {"prompt": int32 [P], "about": JSON}        a request; or {"about": JSON} alone: one that was given up
+edge 2'   a record of one member: `group` is the number of the request, its columns are those of `Generation`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import orjson
+
+from asyncrl.errors import GenerationError
+from asyncrl.records.layout import Section
+from asyncrl.records.read import Record
+from asyncrl.records.write import Draft, Plan, plan
+from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)  # by their code in a record, less one
+ABOUT_BYTES = 4096  # of a request, beside its prompt
+_SEEDS = 0xFFFFFFFFFFFFFFFF  # random keys are 64 bits wide wherever they are used
+
+
+def request_item(number: int, request: GenerationRequest) -> dict[str, Any]:
+    """The item for a request that the node calls `number`."""
+    return {"prompt": np.ascontiguousarray(request.prompt_ids, np.int32), "about": _about(number, request)}
+
+
+def check_size(request: GenerationRequest) -> None:
+    """Errors: GenerationError where what stands beside the prompt is more than the queue has room for."""
+    size = _about(0, request).size + 20  # a longer number
+    if size > ABOUT_BYTES:
+        raise GenerationError(
+            f"this request cannot be served: its prefix key, stop strings and stop ids are {size} bytes, at most {ABOUT_BYTES}"
+        )
+
+
+def abort_item(number: int) -> dict[str, Any]:
+    """The item for a request that nobody waits for any more. On the same queue: it cannot come before the request."""
+    return {"about": _json({"number": number})}
+
+
+def read_item(item: Mapping[str, Any]) -> tuple[int, GenerationRequest | None]:
+    """(number, request); None for one that was given up. Copies: the item may be released."""
+    about = orjson.loads(item["about"].tobytes())
+    if "prompt" not in item:
+        return int(about["number"]), None
+    sampling = about["sampling"]
+    for name in ("stop", "stop_token_ids"):
+        sampling[name] = tuple(sampling[name])
+    request = GenerationRequest(
+        item["prompt"].copy(), SamplingParams(**sampling), about["seed"], prefix_key=about["prefix_key"]
+    )
+    return int(about["number"]), request
+
+
+def sequence_plan(number: int, generation: Generation, version: int) -> Plan:
+    """The record of a finished sequence. `version`: of the weights that the worker holds now."""
+    sections: dict[int, Any] = {
+        Section.TOKENS: [generation.token_ids],
+        Section.LOGPROBS: [generation.logprobs],
+        Section.SAMPLED_LOGPROBS: [generation.sampled_logprobs],
+        Section.VERSIONS: [generation.versions],
+        Section.FINISH_REASONS: [_REASONS.index(generation.finish_reason) + 1],
+    }
+    return plan(Draft(number, [0], 1, sections, policy_version=version))
+
+
+def read_sequence(record: Record) -> Generation:
+    """The generation in a record of `sequence_plan`. Copies: the record may be released."""
+    arrays = record.arrays
+    return Generation(
+        arrays[Section.TOKENS].copy(),
+        arrays[Section.LOGPROBS].copy(),
+        arrays[Section.SAMPLED_LOGPROBS].copy(),
+        arrays[Section.VERSIONS].copy(),
+        _REASONS[int(arrays[Section.FINISH_REASONS][0]) - 1],
+    )
+
+
+def _about(number: int, request: GenerationRequest) -> Any:
+    return _json(
+        {
+            "number": number,
+            "seed": request.seed & _SEEDS,
+            "prefix_key": request.prefix_key,
+            "sampling": asdict(request.sampling),
+        }
+    )
+
+
+def _json(about: dict[str, Any]) -> Any:
+    return np.frombuffer(orjson.dumps(about), np.uint8)

@@ -1,0 +1,96 @@
+"""Opens the engine of a run whose generation has processes of its own: weight board, workers, and the sink that moves versions."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.concurrency.offload import offload
+from asyncrl.config.schema import Config
+from asyncrl.generation.worker.engine import Limits, WorkerEngine
+from asyncrl.generation.worker.peer import Setup
+from asyncrl.models.policy import PolicyModel
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.memory.board import Board
+from asyncrl.weights.posted import PostedWeights
+from asyncrl.weights.proof import Shards
+
+from .placement import Placement
+from .starting import Say
+
+_THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What a worker needs to know of the trainer's model, and how much it may take."""
+
+    policy: PolicyModel
+    tokenizer: Any
+    lane: Lane  # the trainer's
+    kv_positions: int  # of all workers together
+    shards: Shards | None  # the masters of a model that is cut over the ranks
+
+
+async def open_workers(
+    config: Config,
+    placement: Placement,
+    sampler: Sampler,
+    logs: Path | None,
+    recorder: Recorder,
+    stack: AsyncExitStack,
+    say: Say,
+) -> tuple[WorkerEngine, PostedWeights]:
+    """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
+
+    `logs`: the folder for what workers print. Errors: WorkerDied, PlatformError and OutOfMemory for the board."""
+    policy = sampler.policy
+    weights = policy.weights
+    board = await offload(
+        lambda: Board.create(weights.size, policy.dtype, weights.layout_digest(), placement.devices[0].type),
+        "weight-board",
+    )
+    stack.callback(board.close)
+    assert config.engine.max_sequences is not None
+    context = config.data.max_prompt_tokens + config.rollout.max_tokens
+    limits = Limits(
+        workers=placement.workers,
+        max_sequences=placement.share(config.engine.max_sequences),
+        max_context=context,
+        vocabulary=int(policy.config.get_text_config().vocab_size),
+        has_tokenizer=sampler.tokenizer is not None,
+        start_s=config.watchdog.stage_timeout_s,
+        silent_s=config.watchdog.loop_timeout_s,
+        closure_s=config.watchdog.lane_timeout_s,
+    )
+    message = {
+        "config": config.model_dump(mode="json"),
+        "path": asdict(policy.path),
+        "board": board.description,
+        "board_fd": board.fd,
+        "max_sequences": limits.max_sequences,
+        "max_context": context,
+        "kv_positions": max(placement.share(sampler.kv_positions), context),
+        "threads": placement.threads,
+    }
+
+    def setup(number: int) -> Setup:
+        return Setup(
+            message | {"device": str(placement.devices[number])},
+            (board.fd,),
+            dict.fromkeys(_THREADS, str(placement.threads)),
+            None if logs is None else logs / f"worker-{number}.log",
+            limits.capacity,
+            context,
+        )
+
+    engine = WorkerEngine(limits, setup, recorder, say=say)
+    posted = PostedWeights(policy, board, engine, sampler.lane, sampler.shards)
+    engine.begin_with(*await posted.post_first())
+    await stack.enter_async_context(engine)
+    with recorder.wait("runtime", "the workers", on="their models", cause="start"):
+        await engine.all_serve()
+    return engine, posted

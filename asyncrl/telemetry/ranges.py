@@ -1,0 +1,37 @@
+"""NVTX ranges of this package's domain: what `nsys` shows. Where no tool listens they cost one comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nvtx
+
+_NAMES = 4096  # NVTX keeps registered strings for ever: beyond this many different names no range is opened
+
+
+class Ranges:
+    """Opened and closed from any thread."""
+
+    def __init__(self, on: bool) -> None:
+        """Also off where the user switched them off (`NVTX_DISABLE`)."""
+        self._domain: Any = nvtx.get_domain("asyncrl") if on and nvtx.enabled() else None
+        self._attributes: dict[str, Any] = {}
+
+    def open(self, name: str) -> Any:
+        """What `close` takes."""
+        if self._domain is None:
+            return None
+        attributes = self._attributes.get(name)
+        if attributes is None:
+            if len(self._attributes) >= _NAMES:
+                return None
+            attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
+            if attributes is None:  # no tool listens: the domain is a dummy, for the whole life of the process
+                self._domain = None
+                return None
+        return self._domain.start_range(attributes)
+
+    def close(self, opened: Any) -> None:
+        """End the range that `open` began."""
+        if opened is not None and self._domain is not None:
+            self._domain.end_range(opened)

@@ -1,0 +1,133 @@
+"""Which worker gets which request: groups stay together, load is even, nothing is lost or answered twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.generation.worker.router import Job, Router
+from asyncrl.types import GenerationRequest, SamplingParams
+
+
+def request(key: str | None = None, prompt: int = 4, max_tokens: int = 8) -> GenerationRequest:
+    return GenerationRequest(np.arange(prompt, dtype=np.int32), SamplingParams(max_tokens=max_tokens), 0, key)
+
+
+class Routed:
+    """A router with workers 0..n-1 in service."""
+
+    def __init__(self, workers: int, capacity: int = 4) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.router = Router(capacity)
+        for number in range(workers):
+            self.router.open(number)
+
+    def add(self, *args: Any, **kwargs: Any) -> Job:
+        return self.router.add(request(*args, **kwargs), self.loop.create_future())
+
+    def assign(self) -> dict[int, int]:
+        return {job.number: job.worker for job in self.router.assign() if job.worker is not None}
+
+
+@pytest.fixture
+def two() -> Any:
+    routed = Routed(2)
+    yield routed
+    routed.loop.close()
+
+
+def test_one_goes_to_the_worker_with_the_fewest_reserved_tokens(two: Routed) -> None:
+    two.add(max_tokens=100)
+    two.add(max_tokens=10)
+    two.add(max_tokens=10)
+    two.add(max_tokens=10)
+    assert two.assign() == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+def test_members_of_a_group_go_where_the_first_is_and_wait_for_it(two: Routed) -> None:
+    group = [two.add("a") for _ in range(6)]
+    other = two.add("b")
+    assert two.assign() == {
+        0: 0,
+        1: 0,
+        2: 0,
+        3: 0,
+        other.number: 1,
+    }  # the home is full, and others need not wait for it
+    two.router.end(group[0])
+    assert two.assign() == {4: 0}
+
+
+def test_a_group_that_has_ended_has_no_home_any_more(two: Routed) -> None:
+    first = two.add("a")
+    two.add(max_tokens=1)
+    two.assign()
+    assert first.worker == 0
+    two.router.end(first)
+    two.add(max_tokens=50)
+    two.assign()
+    again = two.add("a")
+    two.assign()
+    assert again.worker == 1
+
+
+def test_what_a_lost_worker_had_goes_on_elsewhere_before_what_came_later(two: Routed) -> None:
+    lost = [two.add("a") for _ in range(3)]
+    two.assign()
+    later = [two.add("b") for _ in range(4)]
+    assert {job.worker for job in lost} == {0}
+    assert two.router.close(0) == 3
+    assert [job.worker for job in lost] == [None] * 3
+    assert list(two.assign()) == [0, 1, 2, 3]
+    assert {job.worker for job in [*lost, later[0]]} == {1}
+    assert two.router.waiting == 3 and two.router.close(0) == 0
+
+
+def test_nothing_is_assigned_where_nobody_serves() -> None:
+    routed = Routed(0)
+    routed.add()
+    assert routed.assign() == {} and routed.router.waiting == 1
+    routed.loop.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_any_order_of_events_every_request_is_at_one_place(seed: int) -> None:
+    """Arrivals, answers, deaths and births at random: the sums hold after every one of them, and all end."""
+    draw = random.Random(seed)
+    routed = Routed(3, capacity=3)
+    router, alive, open_jobs, ended = routed.router, {0, 1, 2}, {}, 0
+    for _ in range(600):
+        event = draw.choice(("add", "add", "end", "end", "close", "open", "assign"))
+        if event == "add":
+            job = routed.add(draw.choice((None, "a", "b", "c")), max_tokens=draw.randint(1, 20))
+            open_jobs[job.number] = job
+        elif event == "end" and open_jobs:
+            job = open_jobs.pop(draw.choice(list(open_jobs)))
+            assert router.end(job) == job.worker
+            ended += 1
+        elif event == "close" and alive:
+            worker = draw.choice(sorted(alive))
+            alive.discard(worker)
+            router.close(worker)
+        elif event == "open" and len(alive) < 3:
+            worker = min({0, 1, 2} - alive)
+            alive.add(worker)
+            router.open(worker)
+        else:
+            routed.assign()
+        sent = [job for job in open_jobs.values() if job.worker is not None]
+        assert router.sent == len(sent) and router.waiting == len(open_jobs) - len(sent)
+        assert router.reserved == sum(job.reserved for job in sent)
+        assert all(router.find(job.number) is job and job.worker in alive for job in sent)
+        homes: dict[str, set[int | None]] = {}
+        for job in sent:
+            if job.request.prefix_key is not None:
+                homes.setdefault(job.request.prefix_key, set()).add(job.worker)
+        assert all(len(workers) == 1 for workers in homes.values())
+    assert ended > 100
+    assert len(router.forget()) == len(open_jobs) and router.forget() == []
+    routed.loop.close()

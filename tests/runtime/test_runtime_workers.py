@@ -1,0 +1,169 @@
+"""Whole runs whose generation has processes of its own: what they train is what a shared run trains, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from runtime_helpers import REAL, config_of, metrics_of, rollouts_of
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import DivergenceError
+from asyncrl.models.outputs import fixed_logprobs
+from asyncrl.runtime.runtime import RunSummary, Runtime
+
+TWO: dict[str, Any] = REAL | {
+    "generation": {"placement": "worker", "workers": 2, "threads": 1},
+    "train": REAL["train"] | {"max_steps": 6},
+    "telemetry": {"live": "off", "report": False},
+}
+
+
+async def run(
+    folder: Path, *overrides: str, base: dict[str, Any] = TWO, at: dict[int, Callable[[Runtime], None]] | None = None
+) -> RunSummary:
+    """`at`: what is done once a version is reached."""
+    async with Runtime(configured(folder, *overrides, base=base)) as runtime, anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            async for report in runtime.steps():
+                if at is not None and report.version in at:
+                    at[report.version](runtime)
+
+        tasks.start_soon(watch)
+        await runtime.run()
+        tasks.cancel_scope.cancel()
+    return runtime.summary()
+
+
+def configured(folder: Path, *overrides: str, base: dict[str, Any]) -> Config:
+    folder.mkdir()
+    return config_of(folder, *overrides, base=base)
+
+
+def workers_of(runtime: Runtime) -> list[int]:
+    """Process numbers."""
+    engine: Any = runtime.built.ports.engine
+    return [peer.process.pid for peer in engine._peers.values()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def left() -> set[str]:
+    return {
+        name for name in os.listdir("/dev/shm") if name.startswith("asyncrl.worker-") and f".{os.getpid()}." in name
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(tmp_path: Path, dtype: str) -> None:
+    sync = ("preset=sync", f"model.dtype={dtype}", "telemetry.rollouts_per_step=64")
+    shared = await run(tmp_path / "shared", *sync, "train.max_steps=4", base=REAL)
+    apart = await run(tmp_path / "apart", *sync, "train.max_steps=4", "generation.workers=1")
+    assert apart.version == shared.version == 4
+    ours, theirs = (rollouts_of(tmp_path / name / "runs/run") for name in ("apart", "shared"))
+    tokens = [[(row["group_id"], row["member"], row["completion"]) for row in rows] for rows in (ours, theirs)]
+    assert len(tokens[0]) == 4 * 16 and tokens[0] == tokens[1]
+    for mine, other in zip(
+        metrics_of(tmp_path / "apart/runs/run"), metrics_of(tmp_path / "shared/runs/run"), strict=True
+    ):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert mine["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=1e-4)
+    assert not left()
+
+
+async def test_two_workers_train_every_group_once_with_versions_that_the_books_know(tmp_path: Path) -> None:
+    pids: list[int] = []
+    summary = await run(tmp_path / "two", at={3: lambda runtime: pids.extend(workers_of(runtime))})
+    assert summary.version == 6 and summary.books.trained == 24
+    assert len(set(pids)) == 2 and all(gone(pid) for pid in pids) and not left()
+    lines = metrics_of(tmp_path / "two/runs/run")
+    assert all(line["staleness/max"] <= 2 for line in lines)
+    logs = sorted(path.name for path in (tmp_path / "two/runs/run/workers").iterdir())
+    assert logs == ["worker-0.log", "worker-1.log"]
+
+
+async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill(runtime: Runtime) -> None:
+        killed.append(workers_of(runtime)[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    summary = await run(tmp_path / "killed", "train.max_steps=20", at={2: kill})
+    assert killed and summary.version == 20
+    assert summary.books.trained == 80 and summary.books.failed == 0
+    assert sum(line.get("engine/worker_deaths", 0) for line in metrics_of(tmp_path / "killed/runs/run")) == 1
+    assert not left()
+
+
+async def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
+    def stop(runtime: Runtime) -> None:
+        os.kill(workers_of(runtime)[0], signal.SIGSTOP)
+
+    summary = await run(tmp_path / "stopped", "train.max_steps=12", "watchdog.loop_timeout_s=3", at={2: stop})
+    assert summary.version == 12 and summary.books.trained == 48
+    assert sum(line.get("engine/worker_deaths", 0) for line in metrics_of(tmp_path / "stopped/runs/run")) == 1
+
+
+Tell = Callable[..., Awaitable[None]]
+
+
+def changed(sink: Any, tell: Tell) -> Tell:
+    """A bit of the half is another one since it was proved."""
+
+    async def update_weights(version: int, half: int, outputs: Any) -> None:
+        sink._board.half(half)[5] += 1.0
+        await tell(version, half, outputs)
+
+    return update_weights
+
+
+def skipped(sink: Any, tell: Tell) -> Tell:
+    """Nothing was written, but the workers are told that it was."""
+
+    async def update_weights(version: int, half: int, outputs: Any) -> None:
+        await tell(version + 1, half, outputs)
+
+    return update_weights
+
+
+def misread(sink: Any, tell: Tell) -> Tell:
+    """The bytes are right, and the trainer computes something else with them."""
+
+    async def update_weights(version: int, half: int, outputs: Any) -> None:
+        right = await sink._lane.run(lambda: fixed_logprobs(sink._policy), name="outputs")
+        await tell(version, half, [each - 0.01 for each in right])
+
+    return update_weights
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (changed, r"worker \d: bucket 0 of the weights of version \d+ is not what the trainer wrote"),
+        (skipped, r"worker \d: the board holds version \d+ where version \d+ was announced"),
+        (misread, r"worker \d: with the weights of version \d+ it computes log-probs .* 0\.01 nats off"),
+    ],
+)
+async def test_a_worker_that_reads_other_weights_than_the_trainer_wrote_ends_the_run(
+    tmp_path: Path, wrong: Callable[[Any, Tell], Tell], text: str
+) -> None:
+    def plant(runtime: Runtime) -> None:
+        sink: Any = runtime.built.ports.sinks[0]
+        sink._engine.update_weights = wrong(sink, sink._engine.update_weights)
+
+    with pytest.raises(DivergenceError, match=text):
+        await run(tmp_path / "wrong", "train.max_steps=200", "generation.workers=1", at={2: plant})
+    assert not left()
