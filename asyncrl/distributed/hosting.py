@@ -76,12 +76,12 @@ class RanksStore:
 
     def close(self, patience_s: float) -> None:
         """Blocks rank 0, which holds the store, until the others no longer need it; so long at most, one may have died."""
-        with contextlib.suppress(RuntimeError):  # it is gone, or somebody did not come
+        with contextlib.suppress(RuntimeError):  # it is gone
             self.store.set(f"bye/{self.rank}", "1")
             if self.rank:
                 self.store.check([f"bye/{self.rank}"])  # its answer: it is there before this connection ends
             else:
-                self.store.wait([f"bye/{rank}" for rank in range(1, self.ranks)], timedelta(seconds=patience_s))
+                self.store.poll([f"bye/{rank}" for rank in range(1, self.ranks)], patience_s)
 
 
 def open_store(place: Place, timeout: timedelta, environ: Mapping[str, str] | None = None) -> RanksStore:

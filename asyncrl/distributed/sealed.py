@@ -11,6 +11,7 @@ cannot carry a code, so there are none.
 from __future__ import annotations
 
 import hmac
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _CODE = 16  # bytes
+_LOOK_S = 0.02
 
 
 class SealedStore:
@@ -63,6 +65,16 @@ class SealedStore:
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Until all of them are there. Errors: RuntimeError after `timeout`, or where the store is gone."""
         self._store.wait([self._name + key for key in keys], timeout)
+
+    def poll(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Whether all of them come within that time, by looking again and again: where one may never come. (torch prints a
+        line for every `wait` that times out.) Errors: RuntimeError where the store is gone."""
+        deadline = time.monotonic() + timeout_s
+        while not self.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def delete_key(self, key: str) -> None:
         """It need not be there."""

@@ -19,7 +19,6 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import orjson
@@ -83,8 +82,7 @@ class Positions:
         try:
             self._store.set(f"ended/{self._rank}", orjson.dumps([version, stopped_by]).decode())
             others = [f"ended/{rank}" for rank in self._ranks if rank != self._rank]
-            with contextlib.suppress(RuntimeError):  # not all of them within that time
-                self._store.wait(others, timedelta(seconds=wait_s))
+            self._store.poll(others, wait_s)
         except RuntimeError:  # the store is gone
             return {}
         return self._left()
@@ -109,7 +107,7 @@ class Positions:
         """
         light = {name: value for name, value in books.items() if name != "replay"}
         whole = sharded or books["replay"] is not None
-        patience = timedelta(seconds=wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S))
+        patience_s = wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S)
         keys = [self._key(version, rank) for rank in self._ranks]
         keys += [self._key(version, rank, whole=True) for rank in self._ranks if whole]
         lost = None
@@ -117,43 +115,37 @@ class Positions:
             self._set(version, light)
             self._store.set(self._key(version, self._rank, whole=True), orjson.dumps(books["replay"]))
             if self._rank == 0:
-                self._wait(keys, patience, version if sharded else None)
+                self._wait(keys, patience_s, version if sharded else None)
         except RuntimeError as error:  # DistStoreError and DistNetworkError are
             lost = error
         if self._rank != 0:
             return [], []
         if lost is not None and sharded:
-            raise CheckpointError(self._failure(version, patience, list(self._ranks), lost)) from lost
+            raise CheckpointError(self._failure(version, patience_s, list(self._ranks), lost)) from lost
         found = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
         missing = [rank for rank, said in found.items() if said is None]
         if unknown := [rank for rank in missing if rank not in self._heard]:
-            raise CheckpointError(self._failure(version, patience, unknown, lost)) from lost
+            raise CheckpointError(self._failure(version, patience_s, unknown, lost)) from lost
         everybody = [books]
         for rank, said in found.items():
             replay = self._read(self._key(version, rank, whole=True)) if whole else None
             everybody.append({**(self._heard[rank] if said is None else said), "replay": replay})
         return everybody, missing
 
-    def _wait(self, keys: list[str], patience: timedelta, version: int | None) -> None:
+    def _wait(self, keys: list[str], patience_s: float, version: int | None) -> None:
         """`version`: at which the others must be, too; None: whichever. Errors: RuntimeError at the end of the patience."""
-        if version is None:
-            return self._store.wait(keys, patience)
-        deadline = time.monotonic() + patience.total_seconds()
-        while True:
-            left = max(0.01, deadline - time.monotonic())  # 0 would be for ever
-            try:
-                return self._store.wait(keys, timedelta(seconds=min(left, 1.0)))
-            except RuntimeError:
-                elsewhere = [rank for rank, each in self._left().items() if each.version != version]
-                if elsewhere:
-                    raise RuntimeError(f"ranks {elsewhere} ended at another version") from None
-                if left <= 1.0:
-                    raise
+        deadline = time.monotonic() + patience_s
+        while not self._store.poll(keys, min(1.0, max(0.0, deadline - time.monotonic()))):
+            elsewhere = [rank for rank, each in self._left().items() if each.version != version]
+            if version is not None and elsewhere:
+                raise RuntimeError(f"ranks {elsewhere} ended at another version")
+            if time.monotonic() >= deadline:
+                raise RuntimeError("nothing came")
 
-    def _failure(self, version: int, patience: timedelta, ranks: list[int], error: BaseException | None) -> str:
+    def _failure(self, version: int, patience_s: float, ranks: list[int], error: BaseException | None) -> str:
         return (
             f"the checkpoint of version {version} was not written: not every rank said within "
-            f"{patience.total_seconds():g} s where it is in its prompts (waited for {ranks}: {error}); "
+            f"{patience_s:g} s where it is in its prompts (waited for {ranks}: {error}); "
             "earlier checkpoints are as they were"
         )
 

@@ -128,3 +128,15 @@ def test_what_a_rank_says_last_is_of_the_version_that_the_others_reached() -> No
         first.say(version, at(10 * version))
     other.say_last(12, at(112))
     assert first.gather(12, whole(120), sharded=False) == ([whole(120), whole(112)], [])
+
+
+def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFixture[str]) -> None:
+    """On a store as ranks have it: torch's own wait prints a line when its time is up."""
+    store = SealedStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    first, other = Positions(store.clone(), 0, 2), Positions(store.clone(), 1, 2)
+    for version in (1, 2):
+        other.say(1, at(11))
+        first.say(version, at(10))
+    assert first.leave(2, None, wait_s=0.05) == {}
+    assert first.gather(2, whole(20), sharded=False, wait_s=0.05)[1] == [1]
+    assert capfd.readouterr() == ("", "")
