@@ -187,6 +187,10 @@ class Ledger(Protocol):
         """Those of `live_groups` that are in a step which another rank has committed and this one has not."""
         ...
 
+    def last_step(self, rank: int) -> list[int]:
+        """Ids of the groups that this rank (any, also one that has died) had in the step that was committed last on any rank."""
+        ...
+
     async def commit(self) -> int:
         """The open step was applied: next turn. Returns its number. The slots stay held until `release`."""
         ...

@@ -28,6 +28,7 @@ from asyncrl.types import Int32Array, Prompt
 from .prompts_files import ListRows, Row, Rows, digest, open_rows
 from .tokenizing import encode_prompt
 
+EMBEDDED_GROUPS = 1 << 40  # from here on: ids of groups that no prompt of the stream names
 REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
 MAX_FAILED = 4096  # failed prompts that wait; the oldest gives way
 _MASK = (1 << 64) - 1
@@ -38,6 +39,23 @@ _CACHED_TOKENS = 4_000_000  # 16 MB of token ids; later rows are tokenized again
 def attempt_of(group_id: int) -> int:
     """0 for the first time a prompt is played, then 1, 2, ..."""
     return group_id // REROLLS
+
+
+def is_prompt(group_id: int) -> bool:
+    """A group of the prompt stream; not one that came from outside, or that an embedding program made."""
+    return group_id % REROLLS < EMBEDDED_GROUPS
+
+
+def handed_out(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
+    """The `state_dict` of a cursor that has handed out these, too, since it was taken."""
+    taken = set(group_ids)
+    fresh = [group_id for group_id in taken if group_id < EMBEDDED_GROUPS]
+    return {
+        **state,
+        "position": max([state["position"], *(group_id + state["world_size"] for group_id in fresh)]),
+        "again": [group_id for group_id in state["again"] if group_id not in taken],
+        "failed": [group_id for group_id in state.get("failed", ()) if group_id not in taken],
+    }
 
 
 class EpochOrder:
@@ -122,11 +140,12 @@ class PromptSource:
         Errors: `DataError` for an unusable row (with its number), an over-long one under `refuse`, and where every row
         of an epoch is skipped.
         """
-        if self._again:
+        while self._again:
             prompt = self.prompt_for(self._again[0])
             del self._again[0]  # only now: a row that cannot be read stays ours
-            self._counts["redelivered"] += 1
-            return prompt
+            if prompt is not None:
+                self._counts["redelivered"] += 1
+                return prompt
         passed = 0
         while self._end is None or self._position < self._end:
             fresh, length = self._make(self._position)
@@ -144,14 +163,11 @@ class PromptSource:
                 )
         return None
 
-    def prompt_for(self, group_id: int) -> Prompt:
-        """The prompt of any group id, delivered or not. Errors: `DataError`, also where its row is skipped."""
+    def prompt_for(self, group_id: int) -> Prompt | None:
+        """The prompt of any group id, delivered or not; None where its row is skipped for its length. Errors: `DataError`."""
         if group_id < 0:
             raise DataError(f"group id {group_id} is not one of the prompts; expected 0 or more")
-        prompt, _ = self._make(group_id)
-        if prompt is None:
-            raise DataError(f"group id {group_id} names a row of {self._rows.source} that is skipped for its length")
-        return prompt
+        return self._make(group_id)[0]
 
     def requeue(self, group_ids: Iterable[int]) -> None:
         """Hand these out again before anything new, in the order of the stream. Giving one back twice changes nothing.

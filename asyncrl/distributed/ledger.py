@@ -182,6 +182,10 @@ class LocalLedger:
         """None: there is no other rank."""
         return []
 
+    def last_step(self, rank: int) -> list[int]:
+        """As `Ledger.last_step`."""
+        return [group_id for group_id, of in self._books.last_step.items() if of == rank]
+
     def statistics(self) -> LedgerStatistics:
         """As `Ledger.statistics`."""
         return self._books.statistics()

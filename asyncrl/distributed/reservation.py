@@ -71,6 +71,7 @@ class Reservation:
     held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
     acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
     exhausted: list[bool] = field(default_factory=list)  # per rank: it will admit no more
+    last_step: dict[int, int] = field(default_factory=dict)  # group id -> rank, of the step that was committed last
     claimed: int = 0
     admitted: int = 0
     trained: int = 0
@@ -245,6 +246,7 @@ class Reservation:
                     f"{self.turn}, but then group {lost[0].group_id} (deadline {lost[0].deadline}) cannot be trained "
                     "in time: commit a partial step only when no group is live"
                 )
+        self.last_step = {group_id: e.rank for group_id, e in self.entries.items() if e.claimed}
         self.entries = {group_id: e for group_id, e in self.entries.items() if not e.claimed}
         self.held[self.turn] = self.claimed
         self.claimed = 0
@@ -306,6 +308,7 @@ class Reservation:
             "held": [[turn, count] for turn, count in self.held.items()],
             "acknowledged": self.acknowledged,
             "exhausted": self.exhausted,
+            "last_step": [[group_id, rank] for group_id, rank in self.last_step.items()],
             "counts": [self.admitted, self.trained, self.dropped, self.failed],
         }
 
@@ -325,6 +328,7 @@ class Reservation:
             held={turn: count for turn, count in state["held"]},
             acknowledged=list(state["acknowledged"]),
             exhausted=list(state["exhausted"]),
+            last_step=dict(state["last_step"]),
             claimed=sum(e.claimed for e in entries.values()),
             admitted=admitted,
             trained=trained,

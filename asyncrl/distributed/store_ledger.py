@@ -263,6 +263,10 @@ class StoreLedger:
             return []
         return [ticket for group, ticket in sorted(self._open.items()) if group not in self._books.entries]
 
+    def last_step(self, rank: int) -> list[int]:
+        """As `Ledger.last_step`, as this rank last heard."""
+        return [group_id for group_id, of in self._books.last_step.items() if of == rank]
+
     def statistics(self) -> LedgerStatistics:
         """Over all ranks, as this one last heard."""
         return self._books.statistics()

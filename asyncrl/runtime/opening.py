@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
+from asyncrl.data.prompts import EMBEDDED_GROUPS
 from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.distributed.world import World
 from asyncrl.pumps.pipeline import StepReport
@@ -28,7 +29,7 @@ from .journal import Journal
 from .opened import Foundation, OpenRun
 from .profiling import StepProfiler
 from .prompts import load_prompts
-from .saving import EMBEDDED_GROUPS, Checkpointer, SavedRun
+from .saving import Checkpointer, SavedRun
 from .stages import Stages
 from .steps import Listeners
 

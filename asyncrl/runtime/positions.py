@@ -9,20 +9,22 @@ may have ranks that will never join one.
                  leave(version, signal)        ->  ended/{rank}            the version it ends at, and what stopped it
 
 So rank 0 can write a checkpoint of the last committed version without anybody's help, whatever became of the others: what
-they said at that version is exact (what they did since was not trained, and comes again after a resume). Of a rank that did
-not get round to that, rank 0 has what it said at the version before.
+they said at that version is exact (what they did since was not trained, and comes again after a resume). Of a rank that died
+before it said so, rank 0 has what it said at the version before, and the shared ledger its groups in the step between them
+(`after_step`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from asyncrl.data.prompts import handed_out, is_prompt
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
 
@@ -50,7 +52,7 @@ class Positions:
         self._rank = rank
         self._ranks = range(ranks)
         self._said: list[int] = []  # versions whose keys of this rank are in the store, oldest first
-        self._heard: dict[int, Books] = {}  # by rank, on rank 0: of the version before the last one that it said
+        self._heard: dict[int, Books] = {}  # by rank, on rank 0: of the newest version at which it was heard
 
     def start(self, books: Mapping[int, Books]) -> None:
         """Of a checkpoint that the run goes on from."""
@@ -124,6 +126,9 @@ class Positions:
             raise CheckpointError(self._failure(version, patience_s, list(self._ranks), lost)) from lost
         found = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
         missing = [rank for rank, said in found.items() if said is None]
+        if missing:  # they said the one before: without that nobody comes to this one
+            for earlier in sorted(each for each in self._said if each < version):
+                self._hear(earlier)
         if unknown := [rank for rank in missing if rank not in self._heard]:
             raise CheckpointError(self._failure(version, patience_s, unknown, lost)) from lost
         everybody = [books]
@@ -168,3 +173,20 @@ class Positions:
             return orjson.loads(self._store.get(key)) if self._store.check([key]) else None
         except RuntimeError:
             return None
+
+
+def after_step(said: Books, trained: Collection[int], ranks: int) -> Books:
+    """Where a rank stands after a step of which it did not come to say so. `said`: before that step. `trained`: its groups in it.
+
+    What else it took from its prompts meanwhile comes again, dropped ones too. A prompt of the step of which every completion
+    failed does not: its rewards went with the rank.
+    """
+    before = said["prompts"]
+    after = None if before is None else handed_out(before, trained)
+    passed = () if before is None or after is None else range(before["position"], after["position"], ranks)
+    return {
+        "turn": said["turn"] + 1,
+        "prompts": after,
+        "untrained": sorted({*said["untrained"], *passed}.difference(trained)),
+        "next_group": max([said["next_group"], *(group + ranks for group in trained if not is_prompt(group))]),
+    }

@@ -22,7 +22,7 @@ from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.describe import to_plain
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import REROLLS, PromptSource
+from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallError
@@ -32,14 +32,13 @@ from asyncrl.types import Ticket
 
 from .build import Built
 from .directory import RunDirectory
-from .positions import LEAVE_TIMEOUT_S, Positions
+from .positions import LEAVE_TIMEOUT_S, Positions, after_step
 
 if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
 Start: TypeAlias = Callable[..., None]  # of a supervisor: (name, work, *arguments)
 _MARGIN = 16 << 20  # bytes on disk beside the tensors of a checkpoint: tokenizer, cursors, the metrics until then
-EMBEDDED_GROUPS = 1 << 40  # group ids of `rt.generate`, far above those of the prompt stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class Captured:
     snapshot: Snapshot | None
     started: float
     shards: Mapping[int, str] = field(default_factory=dict)  # SHA-256 of the other ranks' parts, where the model is cut
-    missing: tuple[int, ...] = ()  # ranks that did not say where they are: they stand where they were a version before
+    missing: tuple[int, ...] = ()  # ranks that nobody knows the place of: they stand where they were a version before
 
 
 class Checkpointer:
@@ -183,7 +182,7 @@ class Checkpointer:
         return {
             "turn": ports.ledger.turn,
             "prompts": prompts.state_dict() if prompts else None,
-            "untrained": sorted(group_id for group_id in live if group_id % REROLLS < EMBEDDED_GROUPS),
+            "untrained": sorted(filter(is_prompt, live)),
             "next_group": next_group,
         }
 
@@ -345,12 +344,21 @@ class Checkpointer:
         return await offload(lambda: write_shard(directory, version, self._world.rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, books: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
-        """See `Positions.gather`."""
+        """See `Positions.gather`. A rank that died after the step was applied stands where the shared ledger says."""
         positions, core = self._positions, self._built.core
         if positions is None:
             return [books], []
         sharded = core is not None and core.is_sharded
-        return await offload(lambda: positions.gather(version, books, sharded=sharded), "checkpoint-gather")
+        everybody, missing = await offload(
+            lambda: positions.gather(version, books, sharded=sharded), "checkpoint-gather"
+        )
+        ledger, turn = self._built.ports.ledger, books["turn"]
+        for rank in [*missing]:
+            if ledger.statistics().turn == turn == everybody[rank]["turn"] + 1:
+                trained = ledger.last_step(rank)
+                everybody[rank] |= after_step(everybody[rank], trained, self._world.world_size)
+                missing.remove(rank)
+        return everybody, missing
 
     async def restore(self, saved: SavedRun, prompts: PromptSource | None) -> None:
         """Weights, optimizer, schedule, version; prompt cursor; untrained groups first. Errors: CheckpointError, DataError."""

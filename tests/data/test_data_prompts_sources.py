@@ -95,7 +95,8 @@ def test_every_form_gives_the_same_rows_epochs_and_resume(made: str, form: str) 
     second.load_state_dict(first.state_dict())
     found += [second.next() for _ in range(7)]
     assert [(p.group_id, p.prompt, p.columns, p.epoch) for p in found if p] == expected
-    assert second.prompt_for(3).prompt == expected[3][1]
+    fourth = second.prompt_for(3)
+    assert fourth is not None and fourth.prompt == expected[3][1]
 
 
 def test_a_frame_loses_its_index_and_gives_missing_values_as_none() -> None:

@@ -356,7 +356,10 @@ async def main():
             await ledger.wait_changed(ledger.changes)
         print("trained", len(mine), "of", s.trained, "in", ledger.turn, flush=True)
     store.set(f"bye/{rank}", "x")
-    store.wait(["bye/0", "bye/1"])  # rank 0 hosts the store: it leaves last
+    if rank:
+        store.check(["bye/1"])  # its answer: the store has it
+    else:
+        store.wait(["bye/1"])  # rank 0 hosts the store: it leaves last
 
 asyncio.run(main())
 """
@@ -391,3 +394,23 @@ async def test_what_another_rank_has_committed_is_not_trained_here_before_this_o
         again = (await b.claim([waiting]))[1]
         assert again == waiting and b.live_groups() == [waiting] == await b.rollback()
         assert b.live_groups() == [waiting]
+
+
+async def test_whose_groups_were_in_the_last_step_is_known_to_all_whoever_committed_it_first() -> None:
+    async with two_ranks(2, 3) as (a, b):
+        for first, second in ((a, b), (b, a)):
+            turn = a.turn
+            ids = {each: 10 * turn + rank for rank, each in enumerate((a, b))}
+            for each, group_id in ids.items():
+                ticket = await fresh(each, group_id)
+                assert (await each.claim([ticket]))[1] == ticket
+            await fresh(b, 10 * turn + 5)  # not in it
+            await first.commit()
+            for each in (a, b):
+                while each.statistics().turn == turn:
+                    await each.wait_changed(each.changes)
+                assert each.last_step(0) == [ids[a]] and each.last_step(1) == [ids[b]]
+            await second.commit()
+            assert a.last_step(1) == [ids[b]]
+            for each in (a, b):
+                await each.release(turn)

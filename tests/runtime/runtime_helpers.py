@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from asyncrl.telemetry.sinks import read_jsonl
 
 MODEL = Path(__file__).with_name("runtime_model.py")
 ROOT = MODEL.parents[2]
+PROGRAM = ("-m", "asyncrl.main")
 # What depends on the clock, and nothing else: all other metrics of a sync run are the same in every run.
 CLOCKED = ("time", "perf/", "time/", "idle/", "busy/", "loop/", "lane/", "queue/")
 
@@ -101,7 +103,7 @@ class Process:
         self,
         folder: Path,
         *arguments: str,
-        program: Sequence[str] = ("-m", "asyncrl.main"),
+        program: Sequence[str] = PROGRAM,
         python: str = sys.executable,
         start: type[subprocess.Popen[Any]] = warm.Popen,
         **environ: str,
@@ -164,3 +166,19 @@ class Process:
 
 def lines_at_least(run: Path, count: int) -> Callable[[], bool]:
     return lambda: len(metrics_of(run)) >= count
+
+
+def start_two(folder: Path, tree: dict[str, Any], program: Sequence[str] = PROGRAM, **more: str) -> list[Process]:
+    """Without torchrun, which would stop the one when the other has ended."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in (0, 1):
+        place = folder / str(rank)
+        place.mkdir(exist_ok=True)
+        environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+        settings = str(write_yaml(place, tree)), f"run.dir={folder}/runs"
+        ranks.append(Process(place, *settings, program=program, **environ))
+    return ranks

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from asyncrl.data.prompts import EMBEDDED_GROUPS, REROLLS
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
-from asyncrl.runtime.positions import Left, Positions
+from asyncrl.runtime.positions import Left, Positions, after_step
 
 
 def two() -> tuple[Positions, Positions, dist.Store]:
@@ -128,6 +129,31 @@ def test_what_a_rank_says_last_is_of_the_version_that_the_others_reached() -> No
         first.say(version, at(10 * version))
     other.say_last(12, at(112))
     assert first.gather(12, whole(120), sharded=False) == ([whole(120), whole(112)], [])
+
+
+def test_a_rank_that_dies_before_it_says_so_is_heard_of_at_the_version_before() -> None:
+    """Rank 0 had not come to say the newest version either."""
+    first, other, _ = two()
+    for version in (1, 2):
+        other.say(version, at(10 * version + 1))
+        first.say(version, at(10 * version))
+    assert first.gather(3, whole(30), sharded=False, wait_s=0.05) == ([whole(30), whole(21)], [1])
+
+
+def test_where_a_rank_stands_after_a_step_that_it_did_not_tell_of() -> None:
+    """Rank 1 of 2. 3 and 5 were in hand; in the step it had 5, 9, one that was to be played again, and one from outside."""
+    again, late, outside = 1, REROLLS + 1, EMBEDDED_GROUPS + 11
+    cursor = {"position": 7, "again": [again, 3], "failed": [late, REROLLS + 3], "world_size": 2, "rows": 24}
+    said = {"turn": 4, "prompts": cursor, "untrained": [3, 5], "next_group": EMBEDDED_GROUPS + 3}
+    after = after_step(said, [9, 5, again, late, outside], 2)
+    assert after == {
+        "turn": 5,
+        "prompts": cursor | {"position": 11, "again": [3], "failed": [REROLLS + 3]},
+        "untrained": [3, 7],
+        "next_group": outside + 2,
+    }
+    assert after_step(said, [], 2) == said | {"turn": 5}
+    assert after_step(said | {"prompts": None, "untrained": []}, [outside], 2)["prompts"] is None
 
 
 def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from runtime_helpers import (
     lines_at_least,
     metrics_of,
     rollouts_of,
+    start_two,
     weights_of,
     write_yaml,
 )
@@ -210,21 +210,6 @@ def test_torchrun_that_is_stopped_leaves_a_checkpoint(
     assert last_checkpoint(run, process) >= 3
 
 
-def start_two(folder: Path, tree: dict[str, Any]) -> list[Process]:
-    """Without torchrun, which would stop the one when the other has ended."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    ranks = []
-    for rank in (0, 1):
-        place = folder / str(rank)
-        place.mkdir()
-        environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(Process(place, str(write_yaml(place, tree)), f"run.dir={folder}/runs", **environ))
-    return ranks
-
-
 def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path) -> None:
     limits = {"interval_s": 0.2, "lane_timeout_s": 9.0, "stall_timeout_s": 40.0, "abort_grace_s": 2.0}
     first, other = start_two(tmp_path, endless(watchdog=limits))
@@ -271,5 +256,4 @@ def test_a_rank_that_goes_first_takes_no_checkpoint_with_it(tmp_path: Path, numb
     written = {row["group_id"] for row in rollouts_of(run)}  # texts do not travel: of rank 0 alone
     # The last step may have been applied and not reported: its figures are gathered over the ranks.
     assert written == trained[0] if version == metrics_of(run)[-1]["step"] else written <= trained[0]
-    if "rank 1 did not say" not in first.output:  # killed between a step and its word on it
-        assert len(trained[0]) + len(trained[1]) == 4 * version
+    assert len(trained[0]) + len(trained[1]) == 4 * version

@@ -1,0 +1,44 @@
+"""One rank of a run of which one is killed at an exact moment of a step (for the tests). KILLED: "RANK STEP MOMENT".
+
+commit      before the shared ledger hears of its commit: the other rank makes that
+committed   when it has made it: the other rank waits for that before its own
+say         both have committed, and it does not come to say where it is
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+
+from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.runtime import positions
+
+rank, step, moment = os.environ["KILLED"].split()
+dies = os.environ["RANK"] == rank
+commit, say = StoreLedger.commit, positions.Positions.say
+
+
+def reached(now: str, number: int) -> None:
+    if dies and now == moment and number == int(step):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def committing(ledger: StoreLedger) -> int:
+    reached("commit", ledger.turn + 1)
+    while moment == "committed" and not dies and ledger.turn + 1 == int(step) and ledger.statistics().turn < int(step):
+        await ledger.wait_changed(ledger.changes)
+    turn = await commit(ledger)
+    reached("committed", turn)
+    return turn
+
+
+def saying(self: positions.Positions, version: int, *books: object, **more: object) -> bool:
+    reached("say", version)
+    return say(self, version, *books, **more)  # type: ignore[arg-type]
+
+
+StoreLedger.commit = committing  # type: ignore[method-assign]
+positions.Positions.say = saying  # type: ignore[assignment,method-assign]
+positions.GATHER_TIMEOUT_S = 0.5  # it is dead: nothing comes any more
+runpy.run_module("asyncrl.main", run_name="__main__", alter_sys=True)

@@ -1,0 +1,70 @@
+"""A rank that is killed just after a step: the other one writes the checkpoint of it, and no prompt is trained twice or lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import REAL, Process, start_two
+
+KILLED, RANK = (str(Path(__file__).with_name(name)) for name in ("runtime_killed.py", "runtime_rank.py"))
+GROUPS, STEP = 4, 5
+ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}, "telemetry": {"live": "plain"}}
+
+
+def trained(run: Path) -> tuple[int, set[int]]:
+    """Version of the newest checkpoint, and the prompts that its cursors have passed for good."""
+    state = json.loads((run / "checkpoints/latest/state/run.json").read_text())
+    passed: set[int] = set()
+    for rank in ("0", "1"):
+        cursor, untrained = state["prompts"][rank], set(state["untrained"][rank])
+        taken = set(range(int(rank), cursor["position"], 2))
+        assert untrained <= taken
+        passed |= taken - untrained - set(cursor["again"])
+    return state["version"], passed
+
+
+def end(ranks: list[Process]) -> None:
+    for each in ranks:
+        each.kill()
+
+
+@pytest.mark.parametrize(
+    ("moment", "sharding", "version"),
+    [
+        ("commit", "replicate", STEP),
+        ("committed", "replicate", STEP),
+        ("say", "replicate", STEP),
+        ("committed", "fsdp", STEP - 1),  # its part of the weights went with it: the last checkpoint is whole
+    ],
+)
+def test_the_step_of_a_rank_that_was_killed_is_trained_once(
+    tmp_path: Path, moment: str, sharding: str, version: int
+) -> None:
+    tree: dict[str, Any] = ENDLESS | {"checkpoint": {"every": 2}, "distributed": {"sharding": sharding}}
+    run = tmp_path / "runs/run"
+    first, other = ranks = start_two(tmp_path, tree, (KILLED,), KILLED=f"1 {STEP} {moment}")
+    try:
+        assert other.wait() == -signal.SIGKILL, other.output
+        if moment == "say":  # rank 0 may wait for its groups: then it is stopped, as torchrun does
+            first.send(signal.SIGTERM)
+        assert first.wait() in (12, 143), first.output
+    finally:
+        end(ranks)
+    found, before = trained(run)
+    assert found == version and len(before) == GROUPS * version, first.output
+
+    tree["train"] = tree["train"] | {"max_steps": version + 3}
+    ranks = start_two(tmp_path, tree | {"resume": True}, (RANK,), RANK_WEIGHTS=str(tmp_path))
+    try:
+        assert [each.wait() for each in ranks] == [0, 0], ranks[0].output + ranks[1].output
+    finally:
+        end(ranks)
+    dumps = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    since = [group for dump in dumps for step in dump["groups"] for group in step]
+    assert len(since) == len(set(since)) == GROUPS * 3 and before.isdisjoint(since)
+    assert trained(run) == (version + 3, before.union(since))
