@@ -200,7 +200,7 @@ class Stash(Generic[C]):
         self._bytes += size
         self._accepted += 1
         self._stamp(key)
-        if self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed:
+        if self._too_old(trajectory):
             self._stale += 1
             return Arrival(Status.STALE, ended=(self._end(key, Ending.STALE),))
         if len(entry.members) < entry.size:
@@ -217,18 +217,21 @@ class Stash(Generic[C]):
         group: int | None = None,
     ) -> StashedGroup[C] | None:
         """All members of one group that came together, as `add` of each would yield them. None, with nothing changed,
-        where `add` has to look at each (some wait here, or a cap counts). Errors: ValueError for several groups."""
+        where `add` has to look at each (some wait here, one is too old, a cap counts). Errors: ValueError for several groups."""
         if not whole_group(trajectories):
             return None
         key = GroupKey(epoch, trajectories[0].group_id if group is None else group)
         size = len(trajectories)
-        capped = len(self._waiting) >= self._max_groups or self._oldest_allowed > 0
-        if capped or key in self._ended or key in self._waiting:
+        capped = len(self._waiting) >= self._max_groups
+        if capped or key in self._ended or key in self._waiting or any(map(self._too_old, trajectories)):
             return None
         self._accepted += size
         self._together += 1
         self._bury(key)
         return _stashed_group(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
+
+    def _too_old(self, trajectory: Trajectory) -> bool:
+        return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed
 
     def _again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
         if same(entry.members[trajectory.member][0], trajectory):
@@ -299,8 +302,7 @@ class Stash(Generic[C]):
         self._oldest_allowed = max(self._oldest_allowed, version - max_staleness)
         stale = []
         for key, entry in self._waiting.items():
-            versions = [t.oldest_version for t, _ in entry.members.values()]
-            if any(0 <= oldest < self._oldest_allowed for oldest in versions):
+            if any(self._too_old(trajectory) for trajectory, _ in entry.members.values()):
                 stale.append(key)
         return [self._end(key, Ending.STALE) for key in stale]
 

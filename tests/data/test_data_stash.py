@@ -138,6 +138,21 @@ def test_what_is_not_simple_is_left_to_add() -> None:
         new().add_whole([record(7, 0, 2), record(8, 1, 2)], "")
 
 
+def test_groups_that_are_young_enough_are_taken_at_once_at_every_version() -> None:
+    stash, other = new(), new()
+    for version in range(1, 20):
+        for each in (stash, other):
+            each.evict_stale(version, 2)
+        young = [record(version, member, version=max(0, version - member)) for member in range(3)]
+        whole = stash.add_whole(young, "", lease="lease")
+        assert whole == [other.add(t, "", lease="lease") for t in young][-1].whole and whole is not None
+    assert stash.statistics() == other.statistics()
+    old = [record(100, member, version=19 - member) for member in (0, 1, 3)]
+    old = [replace(t, member=member) for member, t in enumerate(old)]
+    assert stash.add_whole(old, "") is None
+    assert [stash.add(t, "").status for t in old] == [Status.WAITING, Status.WAITING, Status.STALE]
+
+
 def test_an_epoch_that_changes_in_the_middle_of_a_group_begins_a_new_one() -> None:
     stash = new()
     stash.add(record(5, 0, 2), "old", epoch=1)
