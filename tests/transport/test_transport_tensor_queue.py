@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from transport_helpers import both_loops, child, finish, line, names
+from transport_records import SMALL, planned, whole
 
-from asyncrl.errors import OutOfMemory, RingDetached, TransportError
+from asyncrl.errors import ArenaOwned, OutOfMemory, RingDetached, TransportError
 from asyncrl.transport.memory.handles import Handle
 from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
 from asyncrl.transport.queues.tensor_wire import handles_of, item_message, number_of
+from asyncrl.transport.rings.producer import AsyncProducer
+from asyncrl.transport.rings.record_ring import RecordRing
 
 HELD = """
 import asyncio, sys
@@ -204,6 +207,29 @@ async def test_another_process_sends_and_is_killed(name: str) -> None:
     async with share_queue(name, 2, 1 << 15) as sender:  # the next sender takes the name over
         assert sender.statistics().depth == 0
     assert names(name) == []
+
+
+@both_loops
+async def test_a_queue_does_not_take_the_name_of_a_record_ring(name: str) -> None:
+    """The ring's owner was killed: what was accepted waits for the next one."""
+    ring = RecordRing(name, SMALL)
+    async with ring:
+        producer = await AsyncProducer.attach(name)
+        await producer.put(planned(7))
+        with pytest.raises(ArenaOwned):
+            async with share_queue(name, 2, 1 << 16):
+                raise AssertionError
+        assert ring.close() is True
+    with pytest.raises(
+        TransportError, match=rf"queue '{name}': .* is no queue: 1 of its blocks .*asyncrl shm clear {name}`"
+    ):
+        async with share_queue(name, 2, 1 << 16):
+            raise AssertionError
+    async with RecordRing(name, SMALL) as ring:
+        delivery = await ring.get()
+        assert delivery.record.group == 7 and whole(delivery.record)
+        delivery.release()
+        await producer.close()
 
 
 @both_loops

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
+from ...concurrency.offload import offload
 from ...errors import OutOfMemory, TransportError
 from .. import rendezvous
 from ..memory.arena import Arena, Lease
-from ..memory.blocks import Block, BlockLease
+from ..memory.blocks import SLAB, Block, BlockLease
 from ..memory.handles import BFLOAT16
 from ..memory.segment import Segment
 from .queue import QueueEnd, QueueStatistics, wait_in, wake_all
@@ -249,13 +250,34 @@ async def share_queue(
     """The sending side: an arena `name` with `size` bytes, and its first send end.
 
     At the end every item that was put is handed over first: a receiver that has not come yet is waited for, at most
-    `linger_s`. After an error or a cancellation nobody waits. Errors: ArenaOwned where the name is in use, OutOfMemory;
-    TransportError at the end where nobody came for the items.
+    `linger_s`. After an error or a cancellation nobody waits. Errors: ArenaOwned where the name is in use, TransportError
+    where something else of that name is left, OutOfMemory; TransportError at the end where nobody came for the items.
     """
     async with serve(
         lambda: Arena.create(name, size, blocks=capacity), Outbox, name, capacity, recorder, cause, linger_s
     ) as sender:
         yield sender
+
+
+def _remove_leftover(name: str) -> None:
+    """Of a sender that was killed: its receiver heard so. Errors: ArenaOwned; TransportError where it is no queue's."""
+    try:
+        segment = Segment.adopt(name)
+    except FileNotFoundError:
+        return
+    data = segment.geometry.data
+    if segment.buffer[data : data + len(SLAB)] == SLAB:
+        segment.close(unlink=True)
+        return
+    arena = Arena(segment)
+    # Blocks of a queue have no tag. Those of a record ring do, and accepted records may lie in them.
+    foreign = len(arena.table.unplaced) + sum(block.tag != 0 for block in arena.blocks())
+    arena.close(keep=foreign > 0)
+    if foreign:
+        raise TransportError(
+            f"queue {name!r}: {segment.path} is no queue: {foreign} of its blocks are a record ring's, or damaged, and nobody "
+            f"owns it now. Give the queue another name, start that ring's run again, or remove it with `asyncrl shm clear {name}`"
+        )
 
 
 @asynccontextmanager
@@ -271,8 +293,7 @@ async def serve(
     """The life of a sending side, whatever memory it has. As `share_queue`."""
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
-    with contextlib.suppress(FileNotFoundError):
-        Segment.adopt(name).close(unlink=True)  # of a sender that was killed: its receiver heard so
+    await offload(lambda: _remove_leftover(name), "shared memory")
     room = create()
     try:
         box = box_of(room, capacity, recorder, cause)
