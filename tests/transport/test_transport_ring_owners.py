@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from transport_helpers import both_loops, child, finish, line, names, say
+from transport_helpers import both_loops, child, finish, line, living, names, say
 from transport_records import SMALL, drop, groups, pair, planned, whole
 
 from asyncrl.errors import ArenaOwned, RingDetached, RingFull, TransportError
@@ -446,3 +446,45 @@ def test_idle_consumers_and_blocked_producers_do_not_wake_for_5_seconds(name: st
     for consumer in consumers:
         say(consumer)
         assert finish(consumer) == 0
+
+
+FULL = """
+import asyncio, os, resource, sys, time, uvloop
+from transport_records import SMALL
+from asyncrl.transport.rings.record_ring import RecordRing
+
+async def own():
+    async with RecordRing(sys.argv[1], SMALL) as ring:
+        held = [os.dup(0)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 20, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            print("full", flush=True)
+        while not ring.statistics().pauses:
+            await asyncio.sleep(0.01)
+        begun, before = time.monotonic(), ring.statistics().pauses
+        while ring.statistics().pauses < before + 3:
+            await asyncio.sleep(0.01)
+        seconds = time.monotonic() - begun
+        for fd in held:
+            os.close(fd)
+        delivery = await ring.get()
+        print(delivery.record.group, seconds >= 0.2, flush=True)
+        delivery.release()
+        await asyncio.to_thread(sys.stdin.readline)
+
+with asyncio.Runner(loop_factory=uvloop.new_event_loop if sys.argv[2] == "uvloop" else None) as runner:
+    runner.run(own())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_an_owner_without_a_free_descriptor_lets_producers_in_later_and_does_not_spin(name: str, loop: str) -> None:
+    with living(FULL, name, loop) as process:
+        assert line(process) == "full"
+        with Producer.attach(name) as producer:
+            producer.put(planned(7))
+            assert line(process) == "7 True"
+        assert finish(process) == 0

@@ -39,6 +39,7 @@ from .adoption import adopted, set_aside
 from .delivery import Delivery
 from .link import Link, introduced
 from .producer_core import VERSION_WORD
+from .reception import Reception
 from .types import Damage, Memory, RingCounters, RingSettings, RingStatistics
 
 if TYPE_CHECKING:
@@ -61,11 +62,10 @@ class RecordRing:
         self._counts = RingCounters()
         self._links: dict[bytes, Link] = {}
         self._aside: list[Link] = []  # set aside by this owner, who may still hold records of them
-        self._visitors: set[socket.socket] = set()  # connected, not yet introduced
         self._ready: deque[tuple[Link, int, int]] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
         self._arena: Arena | None = None
-        self._listener: socket.socket | None = None
+        self._reception: Reception | None = None  # None: the intake has not begun, or ended
         self._data = -1  # eventfd: something was put
         self._failure: Exception | None = None  # of a callback of the loop
         self._state = "new"
@@ -97,9 +97,11 @@ class RecordRing:
 
     def _open(self, arena: Arena) -> None:
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._listener = rendezvous.listen(arena.segment)  # before the look at the rings, see `Core.advance`
+        # Before the look at the rings, see `Core.advance`.
+        self._reception = Reception(
+            self._loop, rendezvous.listen(arena.segment), self._counts, self._call, self._on_hello
+        )
         self._loop.add_reader(self._data, self._call, self._on_data)
-        self._loop.add_reader(self._listener.fileno(), self._call, self._on_visitor)
         found = []
         for link in adopted(arena, self.damage.say):
             self._links[link.producer] = link
@@ -115,17 +117,13 @@ class RecordRing:
 
     def end_intake(self) -> None:
         """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
-        if self._arena is None or self._listener is None:
+        if self._arena is None or self._reception is None:
             return
         for link in list(self._links.values()):
             self._gather(link)
         # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
         self._arena.segment.seal()
-        for connection in list(self._visitors):
-            self._dismiss(connection)
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
-        self._listener = None
+        self._close_reception()
         for link in self._links.values():
             link.disconnect(self._loop)
 
@@ -147,10 +145,7 @@ class RecordRing:
         wake_all(self._getters)
         for link in (*self._links.values(), *self._aside):
             link.close(self._loop)
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
+        self._close_reception()
         if self._data >= 0:
             self._loop.remove_reader(self._data)
             os.close(self._data)
@@ -261,7 +256,7 @@ class RecordRing:
             self._gather(link)
 
     def _gather(self, link: Link) -> None:
-        if self._listener is None:  # the intake ended
+        if self._reception is None:  # the intake ended
             return
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
@@ -280,21 +275,13 @@ class RecordRing:
 
     # -- producers come and go
 
-    def _on_visitor(self) -> None:
-        while self._listener is not None:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # nobody waits any more, or gave up already
-                return
-            connection.setblocking(False)
-            if rendezvous.trusted(connection):
-                self._visitors.add(connection)
-                self._loop.add_reader(connection.fileno(), self._call, self._on_hello, connection)
-            else:
-                self._counts.refused += 1
-                connection.close()
+    def _close_reception(self) -> None:
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None
 
     def _on_hello(self, connection: socket.socket) -> None:
+        assert self._reception is not None
         try:
             message, fds = rendezvous.receive(connection)
             for fd in fds:
@@ -303,26 +290,20 @@ class RecordRing:
         except BlockingIOError:
             return
         except (EOFError, OSError):
-            self._dismiss(connection)
+            self._reception.dismiss(connection)
             return
         except TransportError as error:
             self._counts.refused += 1
             with contextlib.suppress(OSError):
                 rendezvous.send(connection, {"error": str(error)[:2000]})
-            self._dismiss(connection)
+            self._reception.dismiss(connection)
             return
         except Exception:
-            self._dismiss(connection)  # it has spoken and waits for an answer, which will not come
+            self._reception.dismiss(connection)  # it has spoken and waits for an answer, which will not come
             raise
-        self._loop.remove_reader(connection.fileno())
-        self._visitors.discard(connection)
+        self._reception.let_in(connection)
         link.connect(self._loop, connection, partial(self._call, self._on_connection))
         self._gather(link)  # what was put while nobody owned the ring
-
-    def _dismiss(self, connection: socket.socket) -> None:
-        self._loop.remove_reader(connection.fileno())
-        self._visitors.discard(connection)
-        connection.close()
 
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
         """The ring of this producer: the one it had, or a new one. Answers it. Errors: TransportError to send back."""
@@ -390,7 +371,7 @@ class RecordRing:
     def _free_if_done(self, link: Link) -> None:
         if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
             return
-        if self._listener is None:  # the intake ended: what was not looked at may lie in it
+        if self._reception is None:  # the intake ended: what was not looked at may lie in it
             return
         assert self._arena is not None
         self._counts.leave(link.reader.counts)

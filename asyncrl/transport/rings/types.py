@@ -32,6 +32,7 @@ class RingStatistics:
     deaths: int  # producers that died without closing
     reclaimed: int  # rings freed
     refused: int  # producers sent away
+    pauses: int  # times that none could be let in for 0.1 s: this process had no free descriptor
     damaged: int  # rings that were set aside, segments that were, entries of the block table that were written over
 
 
@@ -49,6 +50,7 @@ class RingCounters:
     deaths: int = 0
     reclaimed: int = 0
     refused: int = 0
+    pauses: int = 0
 
     def leave(self, counts: RingCounts) -> None:
         """A ring goes: what it counted stays."""
@@ -71,6 +73,7 @@ class RingCounters:
             deaths=self.deaths,
             reclaimed=self.reclaimed,
             refused=self.refused,
+            pauses=self.pauses,
             damaged=damaged,
         )
 
