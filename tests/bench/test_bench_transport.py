@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.cli.app import main
 from asyncrl.records.layout import Section
 from asyncrl.runtime.door import serve
+from asyncrl.transport.inventory import inventory
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl_bench import child_handover, transport, transport_report
-from asyncrl_bench.job import PEERS, BenchError
+from asyncrl_bench.job import PEERS, RING, BenchError
 from asyncrl_bench.peers import handover_group
 from asyncrl_bench.peers.side import cpu_seconds
 from asyncrl_bench.peers.way import Way
-from asyncrl_bench.processes import environment
+from asyncrl_bench.processes import environment, run_json
 
 PEER = """\
 #!{python} -S
@@ -291,3 +294,43 @@ def test_cpu_time_counts_the_children_that_ended() -> None:
     text = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", text], check=True)
     assert cpu_seconds() - before >= 0.25
+
+
+KILLED = """\
+import asyncio, os, signal, sys
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
+
+async def main():
+    async with RecordRing(f"{sys.argv[1]}{os.getpid()}", RingSettings(1 << 20, 8, 1 << 16)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_children_that_are_killed_leave_nothing_in_shared_memory(tmp_path: Path) -> None:
+    command, given = [sys.executable, "-c", KILLED, RING], environment(1, package=True)
+    earlier = subprocess.Popen(command, env=given)  # of a call that was killed with its child
+    assert earlier.wait() == -signal.SIGKILL
+    left = {entry.name for entry in inventory() if entry.name.startswith(RING)}
+    assert f"{RING}{earlier.pid}" in left
+    with pytest.raises(BenchError, match="exit code -9"):
+        run_json(command, environment=given, log=tmp_path / "log", timeout_s=60)
+    assert not [entry.name for entry in inventory() if entry.name.startswith(RING) and entry.free]
+
+
+def test_a_bench_that_is_stopped_takes_its_children_and_their_shared_memory_with_it(tmp_path: Path) -> None:
+    places = ["--cache", str(tmp_path / "c"), "--out", str(tmp_path)]
+    words = ["bench", "transport", "--quick", "--costs", "--sides", "ring", "--repeats", "500", *places]
+    with subprocess.Popen([sys.executable, "-m", "asyncrl.cli.app", *words], env=environment(1, package=True)) as bench:
+        names: set[str] = set()
+        while not names.intersection(entry.name for entry in inventory()):
+            assert bench.poll() is None
+            children = psutil.Process(bench.pid).children()
+            names |= {f"{RING}{child.pid}" for child in children}
+            time.sleep(0.02)  # there is no event that a foreign process could set
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(60) != 0
+    assert names.isdisjoint(entry.name for entry in inventory())
+    assert not any(child.is_running() for child in children)

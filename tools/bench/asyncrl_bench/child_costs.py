@@ -32,7 +32,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
 from .child_handover import record, ring_settings, sections, spawn
-from .job import HandoverJob, new_loop
+from .job import RING, HandoverJob, new_loop
 from .peers.handover_group import Notes, arrays, footprint, turns
 
 RECORDS = 3  # groups that fit into the ring
@@ -89,7 +89,7 @@ async def read(ring: RecordRing, stash: Stash[int]) -> int:
 
 
 async def consume(job: HandoverJob) -> dict[str, float]:
-    name, context = f"bench-{os.getpid()}", multiprocessing.get_context("spawn")
+    name, context = f"{RING}{os.getpid()}", multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     credit, notes, reads, smalls = context.Semaphore(1), Notes(ours), list[int](), list[int]()
     stash: Stash[int] = Stash(1024)

@@ -34,7 +34,7 @@ from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
-from .job import HandoverJob, new_loop
+from .job import RING, HandoverJob, new_loop
 from .peers.handover_group import (
     COLUMNS,
     IN_FLIGHT,
@@ -154,7 +154,7 @@ class Measured:
     def __init__(self, job: HandoverJob) -> None:
         context = multiprocessing.get_context("spawn")
         self.job = job
-        self.name = f"bench-{os.getpid()}"
+        self.name = f"{RING}{os.getpid()}"
         # From put to clear, of every side alike. (At full speed the ring's own bytes would do: they hold as many.)
         self.credit = context.Semaphore(1 if job.pace_s else IN_FLIGHT)
         self.way = Way(MEMBERS, job.tokens, prompt_of(job.tokens), self.credit.release)

@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -269,11 +270,14 @@ def turned(sides: Iterable[T], repetition: int) -> list[T]:
 def run(bench: Bench, arguments: Sequence[str]) -> int:
     """Prints what was measured. 1 where a run failed: the message names a log, which is kept then."""
     place = Place(bench.name, bench.parse(arguments), public_command(bench.name, arguments))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # its children are ended, too
     try:
         lines, draw = bench.measure(place)
     except BenchError as error:
         print(f"asyncrl bench: {error}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if draw is not None and matplotlib_found():
         draw(place.file(".png"))
     print("\n".join([*lines, "", f"written: {', '.join(map(str, place.written))}"]))

@@ -19,6 +19,7 @@ REWARD = PEERS / "letter_reward.py"
 REWARD_FUNCTION = "vowel_share"
 MODELS = ("smollm2", "tiny")
 LIGER = "asyncrl_liger"  # side of `bench head`
+RING = "asyncrl-bench-"  # and the process: what children call their shared memory
 Dtype = Literal["float32", "bfloat16"]
 Lengths = Literal["natural", "fixed"]
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
+from asyncrl.errors import TransportError
+from asyncrl.transport.inventory import clear
+from asyncrl.transport.memory.segment import DIRECTORY, PREFIX
 
-from .job import BenchError
+from .job import RING, BenchError
 
 ROOTS = [str(Path(file).resolve().parents[1]) for file in (asyncrl.__file__, __file__)]
 _LAST_LINES = 25
@@ -44,7 +48,8 @@ def run_json(
 ) -> dict[str, Any]:
     """Run one side and return the JSON object on its last line. `log` gets the rest.
 
-    It leads a process group of its own, which is ended with it: the engine of vLLM outlives its parent otherwise.
+    It leads a process group of its own, which is ended with it (the engine of vLLM outlives its parent otherwise), and so is what
+    that leaves in shared memory.
     Errors: `BenchError` with the end of the log where it failed, took longer than `timeout_s`, or printed no JSON.
     """
     words = [str(word) for word in command]
@@ -62,6 +67,7 @@ def run_json(
             ) from error
         finally:
             _end_group(done.pid)
+            _clear(done.pid)
     lines = [line for line in printed.splitlines() if line.strip()]
     if done.returncode != 0 or not lines or not lines[-1].startswith("{"):
         tail = "\n".join([*log.read_text().splitlines(), *lines][-_LAST_LINES:])
@@ -77,6 +83,22 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:
         return  # nobody is left, as it should be
+
+
+def _clear(leader: int) -> None:
+    """Shared memory of children that were killed, those of earlier calls too."""
+    deadline = time.monotonic() + 2.0  # until the kernel is done with those that were killed now
+    for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}{RING}*")):
+        name = path.name.removeprefix(PREFIX)
+        while path.exists():
+            try:
+                clear(name, drop_records=True)
+            except FileNotFoundError:
+                break
+            except TransportError:
+                if name != f"{RING}{leader}" or time.monotonic() > deadline:
+                    break  # another call runs now
+                time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)
