@@ -7,7 +7,7 @@ runs/<name>/
   trace.json           opens in Perfetto
   profile/rank_N.json  where telemetry.profile asks for it on a CPU
   report.html
-  workers/worker-N.log what they print, where generation has processes of its own
+  workers/worker-N.log what they print, where generation has processes of its own; rank_R/ of each rank, where there are several
   checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
 runs/<name>.<when>/    a run that `run.overwrite` moved aside; the newest two are kept
 runs/.<name>.lock      while a run is alive (lock.py)

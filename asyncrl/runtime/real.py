@@ -78,7 +78,8 @@ async def open_real(
     round_: Round | None = trainer.train_round if isinstance(core, ShardedTrainer) else None
     if placement.workers:
         sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards)
-        workers, posted = await open_workers(config, placement, sampler, logs, recorder, stack, say)
+        own_logs = logs and (logs / f"rank_{world.rank}" if world.world_size > 1 else logs)
+        workers, posted = await open_workers(config, placement, sampler, own_logs, recorder, stack, say)
         return Parts(workers, trainer, (posted,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(

@@ -78,14 +78,13 @@ async def test_a_sync_run_on_one_shard_is_the_replicated_run(folders: tuple[Path
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Process]:
-    """Four asynchronous steps by two ranks, then two more after a resume."""
+    """Four asynchronous steps by two ranks, then two more after a resume, which generates in a worker beside each rank."""
     folder = tmp_path_factory.mktemp("two")
     path = str(write_yaml(folder, SHARDED | FAST))
     first = Process(folder, path, RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP))
     assert first.wait(300) == 0, first.output
-    second = Process(
-        folder, path, "resume=true", "train.max_steps=6", RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP)
-    )
+    more = ("resume=true", "train.max_steps=6", "generation.placement=worker", "generation.threads=1")
+    second = Process(folder, path, *more, RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP))
     assert second.wait(300) == 0, second.output
     return folder, second
 
@@ -101,6 +100,11 @@ def test_two_ranks_finish_and_resume_with_the_same_weights(two_ranks: tuple[Path
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert {line["train/sequences"] for line in lines} == {24}
     assert all(line["optim/grad_norm"] > 0 for line in lines)
+    logs = (folder / "runs/run/workers").rglob("*.log")
+    assert sorted(str(path.relative_to(folder / "runs/run/workers")) for path in logs) == [
+        "rank_0/worker-0.log",
+        "rank_1/worker-0.log",
+    ]
 
 
 def test_the_checkpoint_of_two_ranks_is_a_model_and_a_whole_state(two_ranks: tuple[Path, Process]) -> None:
