@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,26 +24,24 @@ from asyncrl.environments.loading import load_environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.generation.dry_run import DryRunEngine
-from asyncrl.ports import Engine, Environment, Trainer, WeightSink
+from asyncrl.ports import Environment
 from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.hooks import Hooks, StoreWatch
 from asyncrl.pumps.intake import GroupIds
 from asyncrl.pumps.metrics import Gather, alone
 from asyncrl.pumps.parts import packed, unpacked
-from asyncrl.pumps.rounds import Round
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.pumps.wiring import Ports
 from asyncrl.records.check import Limits
-from asyncrl.rewards.models import ModelRewards, TextModel
+from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool, RewardSpec
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
 from .inputs import import_code
+from .parts import Parts, Site
 from .rates import Rates
-from .starting import Say
 
 if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
@@ -76,23 +72,6 @@ class Built:
     verdict: Verdict | None
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What differs between a real and a dry run."""
-
-    engine: Engine
-    trainer: Trainer
-    sinks: tuple[WeightSink, ...]
-    lanes: tuple[Any, ...]
-    tokenizer: Any
-    policy: PolicyModel | None = None
-    core: TorchTrainer | None = None
-    rates: Rates | None = None
-    round: Round | None = None
-    verdict: Verdict | None = None
-    reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
-
-
 def sampling_params(config: Config) -> SamplingParams:
     """How the rollouts sample."""
     rollout = config.rollout
@@ -116,24 +95,10 @@ async def any_rank(mine: bool, world: World, lane: Any, device: torch.device) ->
 class Builder:
     """Opens everything that has to be closed on one exit stack, in dependency order."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        device: torch.device,
-        recorder: Recorder,
-        stack: AsyncExitStack,
-        say: Say,
-        logs: Path | None,
-    ) -> None:
-        """`say`: hears what goes on, a stage and its counts. From any thread. `logs`: the folder for what workers print."""
-        self.config = config
-        self.world = world
-        self.device = device
-        self.recorder = recorder
-        self.stack = stack
-        self.say = say
-        self.logs = logs
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.config, self.world, self.recorder = site.config, site.world, site.recorder
+        self.stack, self.say = site.stack, site.say
 
     async def build(self, overrides: Overrides, turn: int, version: int, first_group: int) -> Built:
         """`turn`, `version`: where a resumed run goes on. `first_group`: the first id for groups without a prompt of ours."""
@@ -282,9 +247,7 @@ class Builder:
         # Models and transformers are not loaded for a dry run; importing them takes seconds, which the loop does not wait.
         self.say("importing transformers")
         real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
-        return await real.open_real(  # type: ignore[no-any-return]  # loaded by name
-            self.config, self.world, self.device, self.recorder, self.stack, self.say, self.logs
-        )
+        return await real.open_real(self.site)  # type: ignore[no-any-return]  # loaded by name
 
 
 def _limits(policy: PolicyModel | None) -> Limits:

@@ -27,6 +27,7 @@ from .garbage import Collector
 from .inputs import check_inputs
 from .journal import Journal
 from .opened import Foundation, OpenRun
+from .parts import Site
 from .profiling import StepProfiler
 from .prompts import load_prompts
 from .saving import Checkpointer, SavedRun
@@ -131,6 +132,6 @@ async def _build(given: Given, base: Foundation, saved: SavedRun | None, stack: 
     turn, version = (saved.turn, saved.version) if saved else (0, 0)
     first_group = EMBEDDED_GROUPS + base.world.rank if saved is None else saved.next_group(base.world.rank)
     logs = None if base.directory is None else base.directory.workers
-    builder = Builder(base.config, base.world, base.device, base.recorder, stack, base.stages.say, logs)
+    site = Site(base.config, base.world, base.device, base.recorder, stack, base.stages.say, logs)
     base.stages.begin("opening the ledger")
-    return await builder.build(given.overrides, turn, version, first_group)
+    return await Builder(site).build(given.overrides, turn, version, first_group)

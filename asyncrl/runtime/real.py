@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +19,16 @@ from asyncrl.models.loading import Choose, load_policy, load_served
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
+from asyncrl.ports import Engine, WeightSink
 from asyncrl.pumps.rounds import Round
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.weights.shared import SharedWeights
 
-from .build import Parts
 from .gate import Verdict, check_for
 from .memory import GIB, batch_tokens, check_memory, kv_positions
+from .parts import Parts, Site
 from .placement import place
 from .prompts import measure_prompts
 from .rates import Rates, measure_rates
@@ -38,35 +36,26 @@ from .starting import Say
 from .workers import Sampler, open_workers
 
 
-async def open_real(
-    config: Config,
-    world: World,
-    device: torch.device,
-    recorder: Recorder,
-    stack: AsyncExitStack,
-    say: Say,
-    logs: Path | None,
-) -> Parts:
-    """Lane, policy, trainer and engine, on one device or with workers beside it. `logs`: the folder for what workers print.
-    Errors: ConfigError, PlatformError (memory), WorkerDied."""
+async def open_real(site: Site) -> Parts:
+    """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError (memory),
+    WorkerDied."""
+    config, world, device, recorder, say = site.config, site.world, site.device, site.recorder, site.say
     placement = place(config, device, world)
     say(placement.line)
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
     say("measuring prompts and memory")
     prompts = await offload(lambda: measure_prompts(config), "prompts")
-    needed = await offload(
-        lambda: check_memory(config, device, world.world_size, prompts, placement=placement), "memory"
-    )
+    ranks = world.world_size
+    needed = await offload(lambda: check_memory(config, device, ranks, prompts, placement=placement), "memory")
 
     def on_start() -> None:
-        torch.set_num_threads(
-            placement.trainer_threads
-        )  # OpenMP's count belongs to the calling thread: set it on the lane
+        # OpenMP's count belongs to the calling thread: set it on the lane
+        torch.set_num_threads(placement.trainer_threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
     name = device.type if device.index is None else f"{device.type}{device.index}"
-    lane = await stack.enter_async_context(ThreadLane(name, recorder, on_start))
+    lane = await site.stack.enter_async_context(ThreadLane(name, recorder, on_start))
     say(f"loading: about {needed / GIB:.2f} GiB for the run")
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         policy, tokenizer, core, rates, verdict = await lane.run(
@@ -76,26 +65,28 @@ async def open_real(
     trainer = LaneTrainer(core, lane, recorder)
     shards = core.sharded.parameters if isinstance(core, ShardedTrainer) else None
     round_: Round | None = trainer.train_round if isinstance(core, ShardedTrainer) else None
-    if placement.workers:
-        sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards)
-        own_logs = logs and (logs / f"rank_{world.rank}" if world.world_size > 1 else logs)
-        workers, posted = await open_workers(config, placement, sampler, own_logs, recorder, stack, say)
-        return Parts(workers, trainer, (posted,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
+    sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards)
+    engine, sink = await (open_workers(site, placement, sampler) if placement.workers else _open_shared(site, sampler))
+    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
+
+
+async def _open_shared(site: Site, sampler: Sampler) -> tuple[Engine, WeightSink]:
+    """The engine on the trainer's lane, and the proof that it reads the trainer's weights."""
+    config = site.config
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
-        policy,
-        tokenizer,
-        lane,
-        recorder,
+        sampler.policy,
+        sampler.tokenizer,
+        sampler.lane,
+        site.recorder,
         max_sequences=config.engine.max_sequences,
         max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
-        kv_positions=kv_positions(config, prompts),
+        kv_positions=sampler.kv_positions,
         prefill_tokens=config.engine.prefill_tokens,
         kv_after_update=config.engine.kv_after_update or "keep",
     )
-    await stack.enter_async_context(engine)
-    sink = SharedWeights(policy, engine, lane, shards)
-    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
+    await site.stack.enter_async_context(engine)
+    return engine, SharedWeights(sampler.policy, engine, sampler.lane, sampler.shards)
 
 
 def _load_reward_models(config: Config, device: torch.device) -> list[RewardModel]:

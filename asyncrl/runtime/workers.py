@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.schema import Config
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.policy import PolicyModel
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights.posted import PostedWeights
 from asyncrl.weights.proof import Shards
 
+from .parts import Site
 from .placement import Placement
-from .starting import Say
 
 _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What a worker needs to know of the trainer's model, and how much it may take."""
+    """What an engine needs to know of the trainer's model, and how much it may take."""
 
     policy: PolicyModel
     tokenizer: Any
     lane: Lane  # the trainer's
-    kv_positions: int  # of all workers together
+    kv_positions: int  # of all engines of this rank together
     shards: Shards | None  # the masters of a model that is cut over the ranks
 
 
-async def open_workers(
-    config: Config,
-    placement: Placement,
-    sampler: Sampler,
-    logs: Path | None,
-    recorder: Recorder,
-    stack: AsyncExitStack,
-    say: Say,
-) -> tuple[WorkerEngine, PostedWeights]:
+async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, PostedWeights]:
     """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
-
-    `logs`: the folder for what workers print. Errors: WorkerDied, PlatformError and OutOfMemory for the board."""
-    policy = sampler.policy
+    Errors: WorkerDied, PlatformError and OutOfMemory for the board."""
+    config, world, policy = site.config, site.world, sampler.policy
+    logs = site.logs and (site.logs / f"rank_{world.rank}" if world.world_size > 1 else site.logs)
     weights = policy.weights
     board = await offload(
         lambda: Board.create(weights.size, policy.dtype, weights.layout_digest(), placement.devices[0].type),
         "weight-board",
     )
-    stack.callback(board.close)
+    site.stack.callback(board.close)
     assert config.engine.max_sequences is not None
     context = config.data.max_prompt_tokens + config.rollout.max_tokens
     limits = Limits(
@@ -87,10 +75,10 @@ async def open_workers(
             context,
         )
 
-    engine = WorkerEngine(limits, setup, recorder, say=say)
+    engine = WorkerEngine(limits, setup, site.recorder, say=site.say)
     posted = PostedWeights(policy, board, engine, sampler.lane, sampler.shards)
     engine.begin_with(*await posted.post_first())
-    await stack.enter_async_context(engine)
-    with recorder.wait("runtime", "the workers", on="their models", cause="start"):
+    await site.stack.enter_async_context(engine)
+    with site.recorder.wait("runtime", "the workers", on="their models", cause="start"):
         await engine.all_serve()
     return engine, posted
