@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,8 @@ class Life:
     ranks: int
     sharding: str
     how: str
+    settings: Sequence[str] = ()  # more of them
+    launched: bool = True  # by torchrun
 
     def __post_init__(self) -> None:
         self.run = self.folder / "runs" / "run"
@@ -67,8 +69,16 @@ class Life:
             f"rollout.groups_per_step={GROUPS} rollout.group_size=4 rollout.max_tokens=8 train.max_steps=1000000",
             f"checkpoint.every={EVERY} distributed.sharding={self.sharding} telemetry.live=off telemetry.rollouts_per_step=0",
         ]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
-        command += ["-m", "asyncrl.main", str(ROOT / "examples" / "quickstart.yaml"), *" ".join(settings).split()]
+        command = [sys.executable]
+        if self.ranks > 1 or self.launched:
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
+        command += [
+            "-m",
+            "asyncrl.main",
+            str(ROOT / "examples" / "quickstart.yaml"),
+            *" ".join(settings).split(),
+            *self.settings,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -135,12 +145,12 @@ class Life:
             return
         if found.version < least:
             yield f"the newest checkpoint is of version {found.version}, the last line of step {last}"
-        trained = _trained(found)
-        if trained != GROUPS * found.version:
-            yield f"{trained} prompts are passed and not to come again, {GROUPS * found.version} were trained"
+        count = trained(found)
+        if count != GROUPS * found.version:
+            yield f"{count} prompts are passed and not to come again, {GROUPS * found.version} were trained"
 
 
-def _trained(checkpoint: Checkpoint) -> int:
+def trained(checkpoint: Checkpoint) -> int:
     """Prompts that the cursors have passed, and that are not to be played again."""
     run = checkpoint.run
     ranks = run["world_size"]
@@ -182,6 +192,14 @@ def attack(lives: int, kinds: list[str], signals: list[str], seed: int, keep: Pa
     return counts
 
 
+def table(counts: Counter[str], *heads: str) -> int:
+    """What was counted, and how often it was broken. The exit code."""
+    print(f"\n| {' | '.join(heads)} | broken |\n|---|---|---|")
+    for name in sorted(name for name in counts if not name.startswith("broken")):
+        print(f"| {name} | {counts[name]} | {counts[f'broken {name}']} |")
+    return int(any(name.startswith("broken") for name in counts))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lives", type=int, default=20)
@@ -191,11 +209,7 @@ def main() -> int:
     options = parser.parse_args()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-lives-"))
     counts = attack(options.lives, options.kinds, options.signals, options.seed, keep)
-    print("\n| ended | lives | broken |\n|---|---|---|")
-    ends = sorted(name for name in counts if not name.startswith("broken"))
-    for name in ends:
-        print(f"| {name} | {counts[name]} | {counts[f'broken {name}']} |")
-    return int(any(name.startswith("broken") for name in counts))
+    return table(counts, "ended", "lives")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, Self
 import anyio
 from anyio.abc import TaskGroup
 
-from asyncrl.errors import EngineClosed, GenerationError, LifecycleError
+from asyncrl.errors import EngineClosed, LifecycleError
 
 WHO = "engine"
 
@@ -110,10 +110,11 @@ class EngineLife(ABC):
             if not future.done():
                 future.set_exception(self._reason())
 
-    def _reason(self) -> GenerationError:
-        """A fresh exception for each waiter (they get tracebacks of their own), with the failure as its cause."""
+    def _reason(self) -> EngineClosed:
+        """A fresh exception for each waiter (they get tracebacks of their own), with the failure as its cause. Not a failure of
+        their requests: whoever waits for a group must not count it as one that cannot be played."""
         if self._failure is None:
             return EngineClosed("the engine closed while this request was waiting")
-        reason = GenerationError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
+        reason = EngineClosed(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
         reason.__cause__ = self._failure
         return reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ import anyio
 import pytest
 from runtime_helpers import REAL, config_of, metrics_of, rollouts_of
 
+from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.schema import Config
 from asyncrl.errors import DivergenceError
 from asyncrl.models.outputs import fixed_logprobs
@@ -115,6 +117,27 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -
     summary = await run(tmp_path / "stopped", "train.max_steps=12", "watchdog.loop_timeout_s=3", at={2: stop})
     assert summary.version == 12 and summary.books.trained == 48
     assert sum(line.get("engine/worker_deaths", 0) for line in metrics_of(tmp_path / "stopped/runs/run")) == 1
+
+
+async def test_groups_that_were_under_way_when_the_engine_failed_come_again(tmp_path: Path) -> None:
+    """It is no fault of theirs: they have not failed, and the next life of the run plays them."""
+
+    def break_it(runtime: Runtime) -> None:
+        engine: Any = runtime.built.ports.engine
+
+        def decode() -> None:
+            raise DivergenceError("the logits are NaN")
+
+        engine.core.decode = decode
+
+    with pytest.raises(DivergenceError, match="the logits are NaN"):
+        await run(tmp_path / "broken", "train.max_steps=200", base=REAL, at={2: break_it})
+    store = CheckpointStore(tmp_path / "broken/runs/run/checkpoints")
+    found = await asyncio.to_thread(store.load_latest)
+    assert found is not None and found.version >= 2
+    cursor = found.run["prompts"]["0"]
+    lost = set(range(cursor["position"])) - set(cursor["again"]) - set(found.run["untrained"]["0"])
+    assert len(lost) == 4 * found.version
 
 
 Tell = Callable[..., Awaitable[None]]

@@ -99,7 +99,7 @@ class WorkerEngine(EngineLife):
         self._ended: dict[str, float] = {}  # statistics of lives that are over
         self._finishes: Counter[int] = Counter()  # sequences, by worker
         self._aborted = 0
-        self._all_serve: asyncio.Future[None] | None = None
+        self._starting: list[asyncio.Future[None]] = []  # who waits until all serve
 
     # -- the port
 
@@ -158,14 +158,16 @@ class WorkerEngine(EngineLife):
     async def all_serve(self) -> None:
         """Wait until every worker has come up. Errors: GenerationError where one does not."""
         self._require_open()
-        self._all_serve = asyncio.get_running_loop().create_future()
+        future = asyncio.get_running_loop().create_future()
+        self._starting.append(future)
         self._tell_if_all_serve()
-        await self._all_serve
+        await future
 
     def _tell_if_all_serve(self) -> None:
-        future = self._all_serve
-        if future is not None and not future.done() and self._router.serving == self.limits.workers:
-            future.set_result(None)
+        while self._starting and self._router.serving == self.limits.workers:
+            future = self._starting.pop()
+            if not future.done():
+                future.set_result(None)
 
     # -- the owner
 
@@ -272,6 +274,7 @@ class WorkerEngine(EngineLife):
             self._router.end(job)
             if not job.future.done():
                 job.future.set_exception(GenerationError(text))
+            self._assign()
 
     async def _watch(self, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
@@ -282,8 +285,7 @@ class WorkerEngine(EngineLife):
                 continue
             culprit = peer.culprit(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
             if culprit is not None:
-                logger.warning("worker %d (process %d) is killed: %s", peer.number, peer.process.pid, culprit)
-                peer.process.kill()
+                peer.kill(culprit)
                 return
 
     async def _retire(self, peer: Peer) -> None:
@@ -291,9 +293,11 @@ class WorkerEngine(EngineLife):
         del self._peers[peer.number]
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._ended[name] = self._ended.get(name, 0.0) + peer.said.statistics.get(name, 0.0)
-        self._answer_updates()
-        if peer.ready and peer.process.exited.done():
-            await self._end_of(peer.producer)
+        self._router.drain(peer.number)  # what it had put may yet be delivered, and makes room that is none
+        if peer.process.exited.done():  # else all of them are being closed
+            self._answer_updates()
+            if peer.ready:
+                await self._end_of(peer.producer)
         self._gone.pop(peer.producer, None)
         self._router.close(peer.number)
         self._assign()
@@ -321,6 +325,6 @@ class WorkerEngine(EngineLife):
     def _forget(self) -> list[asyncio.Future[Any]]:
         futures: list[asyncio.Future[Any]] = [job.future for job in self._router.forget()]
         futures += [update.future for update in self._updates]
-        futures += [] if self._all_serve is None else [self._all_serve]
-        self._updates = []
+        futures += self._starting
+        self._updates, self._starting = [], []
         return futures

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from asyncrl.errors import DivergenceError, TransportError
+from asyncrl.errors import DivergenceError, TransportError, WorkerDied
 from asyncrl.telemetry.parcels import unpack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.tensor_queue import TensorSender, share_queue
@@ -57,6 +57,8 @@ class Peer:
         self.bound = -1  # version of the weights that it computes with
         self.told = -1  # version that it was told last
         self.said = Said(asyncio.get_running_loop().time())
+        self._leaving = False  # it hung up
+        self._reason: str | None = None  # why it was killed
         self._requests = requests
         self._outbox: deque[dict[str, Any]] = deque()
         self._sendable = anyio.Event()
@@ -86,14 +88,13 @@ class Peer:
         self.process.control.send({"weights": version, "half": half, "outputs": outputs})
 
     async def send(self) -> None:
-        """What was put goes out; for ever, or until the other side hung up, which ends the process."""
+        """What was put goes out; for ever, or until the other side hung up."""
         while True:
             while self._outbox:
                 try:
                     await self._requests.put(self._outbox[0])
                 except anyio.BrokenResourceError:
-                    self.process.kill()  # if it is not dead already; `hear` tells how it died
-                    return
+                    return  # it has ended, as `hear` tells, or has to: see `culprit`
                 self._outbox.popleft()
             self._sendable = anyio.Event()
             await self._sendable.wait()
@@ -104,12 +105,11 @@ class Peer:
             try:
                 message = await self.process.control.receive()
             except (EOFError, TransportError) as error:
-                self.process.kill()
-                await asyncio.wait([self.process.exited])
-                died = self.process.died()
+                self._leaving = True
                 if isinstance(error, TransportError):
-                    died.add_note(str(error))
-                raise died from None
+                    self.kill(str(error))
+                await self.process.aclose(_LEAVE_S)  # who hung up may be writing its last lines
+                raise self._died() from None
             self.said.heard = asyncio.get_running_loop().time()
             if "wrong" in message:
                 raise DivergenceError(f"worker {self.number}: {message['wrong']}")
@@ -125,11 +125,25 @@ class Peer:
                 self.bound = int(message["bound"])
             on(self, message)
 
+    def kill(self, reason: str) -> None:
+        """At once; `hear` ends with the reason."""
+        self._reason = reason
+        self.process.kill()
+
+    def _died(self) -> WorkerDied:
+        status = self.process.status if self._reason is None else f"{self.process.status}: {self._reason}"
+        return WorkerDied(self.number, self.process.pid, status, self.process.last_lines())
+
     def culprit(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
-        """What is wrong with a process that lives, in words; None: nothing is. `start_s`: for one that is starting."""
+        """What is wrong with a process that lives, in words; None: nothing is. `start_s`: of silence, or in one closure, for one
+        that is starting."""
+        if self._leaving:
+            return None
+        if self.ready and not self._requests.statistics().open_receivers:
+            return "it has closed its request queue"
         silent = asyncio.get_running_loop().time() - self.said.heard
         if silent > (silent_s if self.ready else start_s):
             return f"it has said nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
-        if self.ready and self.said.closure is not None and self.said.closure[1] > closure_s:
+        if self.said.closure is not None and self.said.closure[1] > (closure_s if self.ready else start_s):
             return f"its closure {self.said.closure[0]} has run for {self.said.closure[1]:.0f} s"
         return None

@@ -37,6 +37,7 @@ class _Load:
 
     jobs: dict[int, Job] = field(default_factory=dict)  # by number
     reserved: int = 0
+    draining: bool = False  # it gets nothing more
 
 
 class Router:
@@ -57,7 +58,7 @@ class Router:
     @property
     def serving(self) -> int:
         """Workers in service."""
-        return len(self._loads)
+        return sum(not load.draining for load in self._loads.values())
 
     def serves(self, worker: int) -> bool:
         """Whether it is in service."""
@@ -83,6 +84,11 @@ class Router:
         """The worker is in service."""
         self._loads[worker] = _Load()
 
+    def drain(self, worker: int) -> None:
+        """It gets nothing more; what it has may still be answered, until it is closed."""
+        if worker in self._loads:
+            self._loads[worker].draining = True
+
     def close(self, worker: int) -> int:
         """It is not any more: what it had waits again, in the old order, before what came later. Returns how many."""
         load = self._loads.pop(worker, None)
@@ -97,7 +103,7 @@ class Router:
     def assign(self) -> Iterator[Job]:
         """Give waiting requests to workers, oldest first; yields each with its `worker` set. Whose home is full waits for it."""
         for job in list(self._waiting.values()):
-            if not any(len(load.jobs) < self.capacity for load in self._loads.values()):
+            if not any(self._has_room(load) for load in self._loads.values()):
                 return
             worker = self._place(job)
             if worker is None:
@@ -139,9 +145,12 @@ class Router:
     def _place(self, job: Job) -> int | None:
         home = self._homes.get(job.request.prefix_key or "")
         if job.request.prefix_key is not None and home is not None:
-            return home[0] if len(self._loads[home[0]].jobs) < self.capacity else None
-        free = [(load.reserved, worker) for worker, load in self._loads.items() if len(load.jobs) < self.capacity]
+            return home[0] if self._has_room(self._loads[home[0]]) else None
+        free = [(load.reserved, worker) for worker, load in self._loads.items() if self._has_room(load)]
         return min(free)[1] if free else None
+
+    def _has_room(self, load: _Load) -> bool:
+        return not load.draining and len(load.jobs) < self.capacity
 
     def _leave_home(self, job: Job) -> None:
         key = job.request.prefix_key

@@ -30,8 +30,11 @@ def request_item(number: int, request: GenerationRequest) -> dict[str, Any]:
 
 
 def check_size(request: GenerationRequest) -> None:
-    """Errors: GenerationError where what stands beside the prompt is more than the queue has room for."""
-    size = _about(0, request).size + 20  # a longer number
+    """Errors: GenerationError where what stands beside the prompt is more than the queue has room for, or no JSON."""
+    try:
+        size = _about(0, request).size + 20  # a longer number
+    except TypeError as error:  # a surrogate in a stop string, a type of its own
+        raise GenerationError(f"this request cannot be served: {error}") from error
     if size > ABOUT_BYTES:
         raise GenerationError(
             f"this request cannot be served: its prefix key, stop strings and stop ids are {size} bytes, at most {ABOUT_BYTES}"
@@ -85,7 +88,7 @@ def _about(number: int, request: GenerationRequest) -> Any:
     return _json(
         {
             "number": number,
-            "seed": request.seed & _SEEDS,
+            "seed": int(request.seed) & _SEEDS,
             "prefix_key": request.prefix_key,
             "sampling": asdict(request.sampling),
         }
@@ -93,4 +96,4 @@ def _about(number: int, request: GenerationRequest) -> Any:
 
 
 def _json(about: dict[str, Any]) -> Any:
-    return np.frombuffer(orjson.dumps(about), np.uint8)
+    return np.frombuffer(orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY), np.uint8)

@@ -1,0 +1,127 @@
+"""A worker without a model: it speaks the whole protocol of `worker/main.py`, starts quickly, and misbehaves when told.
+
+Its setup says {"token_s": seconds between two tokens, "die": {moment: how}}. Moments: "setup", "ready" (before it says so),
+"bound" (told of its first version), "weights" (told of another), and "request". How:
+
+    exit      an error that nobody catches          close     hang up the request queue, and go on
+    kill      SIGKILL                               garbage   into the control line
+    refuse    the request, as an engine would       hang      one closure of its lane runs and runs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+
+from asyncrl.concurrency.child import die_with_parent
+from asyncrl.generation.worker.control import ControlLine
+from asyncrl.generation.worker.wire import read_item, sequence_plan
+from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
+from asyncrl.transport.rings.producer import AsyncProducer
+from asyncrl.types import FinishReason, Generation, GenerationRequest
+
+
+def tokens_of(request: GenerationRequest) -> list[int]:
+    """What it answers, whoever runs it: of prompt and seed alone."""
+    key = request.prompt_ids.tobytes() + str(request.seed & 0xFFFFFFFFFFFFFFFF).encode()
+    words = hashlib.shake_128(key).digest(request.sampling.max_tokens)
+    return [word % 97 for word in words]
+
+
+class Light:
+    def __init__(self, control: ControlLine, setup: dict[str, Any]) -> None:
+        self.control = control
+        self.token_s: float = setup["token_s"]
+        self.deaths: dict[str, str] = setup["die"]
+        self.version = -1
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self.receiver: TensorReceiver | None = None
+        self.closure: list[Any] | None = None
+
+    async def at(self, moment: str) -> None:
+        how = self.deaths.get(moment)
+        if how == "exit":
+            raise RuntimeError(f"it was told to fail at {moment}")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "garbage":
+            os.write(self.control._socket.fileno(), b"Warning: this is no JSON\n")
+        if how == "close" and self.receiver is not None:
+            self.receiver.close()
+            await asyncio.Event().wait()
+        if how == "hang":
+            self.closure = ["engine/stuck", 1e6]
+            await asyncio.Event().wait()
+
+    async def take(self, producer: AsyncProducer) -> None:
+        assert self.receiver is not None
+        async for item in self.receiver:
+            with item:
+                number, request = read_item(item)
+            if request is None:
+                if number in self.running:
+                    self.running.pop(number).cancel()
+            elif self.deaths.get("request") == "refuse" and request.seed % 2:
+                self.control.send({"failed": number, "error": f"seed {request.seed} is odd"})
+            else:
+                await self.at("request")
+                self.running[number] = asyncio.ensure_future(self.generate(producer, number, request))
+        await asyncio.Event().wait()  # hung up
+
+    async def generate(self, producer: AsyncProducer, number: int, request: GenerationRequest) -> None:
+        versions = []
+        for _ in range(request.sampling.max_tokens):
+            await asyncio.sleep(self.token_s)
+            versions.append(self.version)
+        tokens = np.array(tokens_of(request), np.int32)
+        logprobs = np.full(tokens.size, -1, np.float32)
+        answer = Generation(tokens, logprobs, logprobs, np.array(versions, np.int32), FinishReason.LENGTH)
+        await producer.put(sequence_plan(number, answer, self.version))
+        del self.running[number]
+
+    async def report(self) -> None:
+        while True:
+            statistics = {"running": len(self.running), "tokens": 1.0}
+            parcel: dict[str, Any] = {"busy": [], "idle": [], "counts": {}, "gauges": {}, "samples": {}}
+            self.control.send({"report": {"statistics": statistics, "closure": self.closure, "parcel": parcel}})
+            await asyncio.sleep(0.05)
+
+    async def obey(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                message = await self.control.receive()
+                await self.at("bound" if self.version < 0 else "weights")
+                self.version = message["weights"]
+                self.control.send({"bound": self.version})
+
+
+async def main(descriptor: int) -> None:
+    control = ControlLine(socket.socket(fileno=descriptor), "the node")
+    try:
+        setup = (await control.receive())["setup"]
+        light = Light(control, setup)
+        await light.at("setup")
+        producer = await AsyncProducer.attach(setup["sequences"])
+        light.receiver = await attach_queue(setup["requests"])
+        tasks = [asyncio.ensure_future(light.report()), asyncio.ensure_future(light.take(producer))]
+        await light.at("ready")
+        control.send({"ready": producer.identity.hex()})
+        obeying = asyncio.ensure_future(light.obey())
+        done, _ = await asyncio.wait([*tasks, obeying], return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        control.close()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    asyncio.run(main(int(sys.argv[1])))

@@ -1,0 +1,353 @@
+"""The engine of real workers: what it answers is what the engine in this process answers, token for token, whoever dies meanwhile.
+
+One engine of two workers serves nearly all tests here, because a worker takes seconds to start; the loop only runs during a test.
+test_generation_worker_faults.py has the ends of every kind, with lighter workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from generation_models import generate_all, plain_logprobs
+
+from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.config.load import load_config
+from asyncrl.errors import EngineClosed, GenerationError
+from asyncrl.generation.embedded.engine import EmbeddedEngine
+from asyncrl.generation.worker.engine import WorkerEngine
+from asyncrl.generation.worker.wire import ABOUT_BYTES
+from asyncrl.models.loading import load_policy
+from asyncrl.models.policy import PolicyModel
+from asyncrl.ports import Engine
+from asyncrl.runtime.placement import Placement
+from asyncrl.runtime.workers import Sampler, open_workers
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from asyncrl.weights.posted import PostedWeights
+
+MODEL = Path(__file__).parents[1] / "runtime" / "runtime_model.py"
+SOON = 60.0  # seconds: a bound for what other processes do, on a busy machine
+CONTEXT = 60
+
+
+class Opened:
+    """An open engine with two workers or one, the policy whose weights they read, and its lane."""
+
+    def __init__(
+        self, engine: WorkerEngine, posted: PostedWeights, policy: PolicyModel, tokenizer: Any, lane: ThreadLane
+    ) -> None:
+        self.engine, self.posted = engine, posted
+        self.policy, self.tokenizer, self.lane = policy, tokenizer, lane
+
+    def pids(self) -> list[int]:
+        return [peer.process.pid for peer in self.engine._peers.values()]
+
+    async def expected(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """What the engine in this process answers with the present weights."""
+        own = EmbeddedEngine(
+            self.policy, self.tokenizer, self.lane, Recorder(nvtx=False), max_sequences=8, max_context=CONTEXT
+        )
+        async with own:
+            return await generate_all(own, requests)
+
+    async def next_version(self, seed: int) -> int:
+        """An optimizer step that matters, and all workers have moved to it."""
+
+        def train() -> int:
+            for _, master in self.policy.flat.named_masters():
+                noise = torch.randn(master.shape, generator=torch.Generator().manual_seed(seed))
+                master.add_(noise, alpha=0.05)
+            return self.policy.advance()
+
+        version = await self.lane.run(train, name="train/finish", priority=1)
+        await self.posted.update_weights(version)
+        return version
+
+
+@asynccontextmanager
+async def opened(folder: Path, workers: int, kv_after_update: str) -> AsyncIterator[Opened]:
+    """As a run opens it."""
+    overrides = [
+        f"run.dir={folder}", f"model.path={MODEL}:build", "model.dtype=float32", f"data.train={MODEL}:rows",
+        f"reward={MODEL}:share", f"data.max_prompt_tokens={CONTEXT - 40}", "rollout.max_tokens=40", "engine.max_sequences=6",
+        "rollout.group_size=4", f"engine.kv_after_update={kv_after_update}", "seed=1",
+    ]  # fmt: skip
+    config = await asyncio.to_thread(load_config, [], overrides)
+    recorder, device = Recorder(nvtx=False), torch.device("cpu")
+    placement = Placement((device,) * workers, 1, 1, "")
+    async with AsyncExitStack() as stack:
+        lane = await stack.enter_async_context(ThreadLane("trainer", recorder))
+        policy, tokenizer = await lane.run(lambda: load_policy(config.model, device, config.seed), name="load")
+        sampler = Sampler(policy, tokenizer, lane, 6 * CONTEXT, None)
+        engine, posted = await open_workers(
+            config, placement, sampler, folder / "workers", recorder, stack, lambda _: None
+        )
+        yield Opened(engine, posted, policy, tokenizer, lane)
+
+
+class Held:
+    """An engine that is held open by a task of its own between tests: it is closed in the task that opened it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runner = asyncio.Runner()
+        self.stop = asyncio.Event()
+        self.holder = self.runner.get_loop().create_task(self._hold(folder))
+        self.runner.run(self._until_open())
+
+    async def _hold(self, folder: Path) -> None:
+        async with opened(folder, 2, "keep") as self.opened:
+            self.ready.set()
+            await self.stop.wait()
+
+    async def _until_open(self) -> None:
+        self.ready = asyncio.Event()
+        waiting = asyncio.ensure_future(self.ready.wait())
+        await asyncio.wait([self.holder, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=SOON)
+        if self.holder.done():
+            self.holder.result()
+
+    def run(self, test: Callable[[Opened], Coroutine[Any, Any, None]]) -> None:
+        self.runner.run(asyncio.wait_for(test(self.opened), SOON))
+
+    def close(self) -> None:
+        async def end() -> None:
+            self.stop.set()
+            await self.holder
+
+        self.runner.run(end())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    made = Held(tmp_path_factory.mktemp("engine"))
+    yield made
+    pids = made.opened.pids()
+    made.close()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert left() == []
+
+
+def left() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name]
+
+
+def request(size: int, seed: int, key: str | None = None, **sampling: Any) -> GenerationRequest:
+    prompt = np.random.default_rng(len(key) if key is not None else seed % 1000).integers(2, 22, size).astype(np.int32)
+    return GenerationRequest(prompt, SamplingParams(**({"max_tokens": 12} | sampling)), seed, key)
+
+
+def many(count: int, first: int = 0) -> list[GenerationRequest]:
+    """Of every kind."""
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 3}, {"ignore_eos": True, "max_tokens": 30},
+        {"stop": ("a", "bc")}, {"stop_token_ids": (5, 6, 7)}, {"max_tokens": 1}, {"stop": ("é\n\"'",)},
+    ]  # fmt: skip
+    made = [request(1 + n % 17, first + n, **kinds[n % len(kinds)]) for n in range(count)]
+    made += [request(9, first + 500 + n, key="group " + "x" * (n // 4), max_tokens=20) for n in range(12)]
+    return [*made, request(3, -5), request(3, 2**63 + 11), request(CONTEXT - 1, 4, max_tokens=1)]
+
+
+def assert_same(answers: list[Generation], expected: list[Generation]) -> None:
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.token_ids.tolist() == other.token_ids.tolist()
+        assert answer.finish_reason is other.finish_reason
+        assert np.allclose(answer.logprobs, other.logprobs, atol=1e-5)
+        assert np.allclose(answer.sampled_logprobs, other.sampled_logprobs, atol=1e-5)
+        assert answer.versions.tolist() == other.versions.tolist()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for what other processes do."""
+    async with asyncio.timeout(SOON):
+        while not condition():  # noqa: ASYNC110  what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+def test_answers_are_those_of_the_engine_in_this_process_and_have_their_form(held: Held) -> None:
+    async def test(made: Opened) -> None:
+        assert isinstance(made.engine, Engine)
+        requests = many(40)
+        answers = await generate_all(made.engine, requests)
+        assert_same(answers, await made.expected(requests))
+        for asked, answer in zip(requests, answers, strict=True):
+            size = answer.token_ids.size
+            assert 1 <= size <= asked.sampling.max_tokens
+            assert answer.token_ids.dtype == answer.versions.dtype == np.int32
+            assert answer.logprobs.dtype == answer.sampled_logprobs.dtype == np.float32
+            assert answer.logprobs.shape == answer.sampled_logprobs.shape == answer.versions.shape == (size,)
+            assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        assert {answer.finish_reason for answer in answers} == {FinishReason.STOP, FinishReason.LENGTH}
+        alone = [await made.engine.generate(asked) for asked in requests[:6]]
+        assert_same(alone, answers[:6])
+        await until(lambda: made.engine.statistics()["running"] == 0)
+        statistics = made.engine.statistics()
+        assert statistics["finished"] == len(requests) + 6 and statistics["waiting"] == 0
+        assert statistics["tokens"] == sum(answer.token_ids.size for answer in [*answers, *alone])
+
+    held.run(test)
+
+
+def test_the_members_of_a_group_share_one_prefill(held: Held) -> None:
+    async def test(made: Opened) -> None:
+        await until(lambda: made.engine.statistics()["running"] == 0)
+        before = made.engine.statistics()["prefill_tokens"]
+        await generate_all(made.engine, [request(17, n, key="shared prompt") for n in range(3)])
+        await until(lambda: made.engine.statistics()["prefill_tokens"] > before)
+        await until(lambda: made.engine.statistics()["running"] == 0)
+        assert made.engine.statistics()["prefill_tokens"] - before == 16  # the last of the prompt begins the decoding
+
+    held.run(test)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (request(0, 0), "prompt is empty"),
+        (request(CONTEXT, 0, max_tokens=5), r"max_tokens=5 are 65 .*max_context=60"),
+        (request(4, 0, temperature=float("nan")), "temperature is nan"),
+        (request(4, 0, top_p=0.0), "top_p is 0"),
+        (replace(request(4, 0), prompt_ids=np.array([3, 23], np.int32)), r"token ids from 3 to 23, .*\[0, 23\)"),
+        (request(4, 0, stop=("x" * ABOUT_BYTES,)), f"stop strings and stop ids are .* at most {ABOUT_BYTES}"),
+        (request(4, 0, key="x" * ABOUT_BYTES), f"its prefix key, .* at most {ABOUT_BYTES}"),
+        (request(4, 0, stop=("\ud800",)), "this request cannot be served: .*surrogates"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(held: Held, asked: GenerationRequest, text: str) -> None:
+    async def test(made: Opened) -> None:
+        with pytest.raises(GenerationError, match=text):
+            await made.engine.generate(asked)
+
+    held.run(test)
+
+
+def test_numbers_of_numpy_are_numbers(held: Held) -> None:
+    """As an environment may compute them."""
+
+    async def test(made: Opened) -> None:
+        plain = request(4, 3, temperature=0.5, max_tokens=9, stop_token_ids=(5,))
+        sampling = SamplingParams(
+            temperature=np.float64(0.5),  # type: ignore[arg-type]
+            max_tokens=np.int64(9),  # type: ignore[arg-type]
+            stop_token_ids=(np.int32(5),),  # type: ignore[arg-type]
+        )
+        given = replace(plain, sampling=sampling, seed=np.int64(3))  # type: ignore[arg-type]
+        assert_same([await made.engine.generate(given)], [await made.engine.generate(plain)])
+
+    held.run(test)
+
+
+def test_who_gives_up_frees_a_place_and_hundreds_at_once_do(held: Held) -> None:
+    async def test(made: Opened) -> None:
+        long = {"max_tokens": 40, "ignore_eos": True}
+        tasks = [asyncio.ensure_future(made.engine.generate(request(9, n, **long))) for n in range(300)]
+        await until(lambda: any(task.done() for task in tasks))  # running and waiting ones are left
+        before = made.engine.statistics()["aborted"]
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        given_up = sum(isinstance(each, asyncio.CancelledError) for each in results)
+        assert given_up > 100 and made.engine.statistics()["aborted"] - before == given_up
+        assert made.engine.statistics()["reserved_positions"] == 0
+        requests = many(10, first=50)
+        assert_same(await generate_all(made.engine, requests), await made.expected(requests))
+        await until(lambda: made.engine.statistics()["running"] == made.engine.statistics()["waiting"] == 0)
+
+    held.run(test)
+
+
+def test_a_version_that_comes_while_they_run_is_on_the_tokens(held: Held) -> None:
+    async def test(made: Opened) -> None:
+        old = made.policy.version
+        requests = [request(5, n, max_tokens=20 + n % 20, ignore_eos=True) for n in range(60)]
+        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
+        await until(lambda: any(task.done() for task in tasks))
+        version = await made.next_version(seed=1)
+        late = many(4, first=90)
+        answers = await generate_all(made.engine, late)
+        assert_same(answers, await made.expected(late))
+        assert all((answer.versions == version).all() for answer in answers)
+        moved = [answer.versions for answer in await asyncio.gather(*tasks)]
+        assert all((np.diff(versions) >= 0).all() and set(versions.tolist()) <= {old, version} for versions in moved)
+        assert any(versions[0] == old and versions[-1] == version for versions in moved)
+
+    held.run(test)
+
+
+def test_workers_that_are_killed_cost_no_answer_and_change_none(held: Held) -> None:
+    """Their successors begin with the present version, which is not the first."""
+
+    async def test(made: Opened) -> None:
+        requests = many(150, first=200)
+        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
+        await until(lambda: sum(task.done() for task in tasks) > 20)
+        pids = made.pids()
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: sum(task.done() for task in tasks) > 60)
+        os.kill(pids[1], signal.SIGKILL)
+        assert_same(await asyncio.gather(*tasks), await made.expected(requests))
+        async with asyncio.timeout(SOON):
+            await made.engine.all_serve()
+        version = await made.next_version(seed=2)
+        again = many(10, first=300)
+        answers = await generate_all(made.engine, again)
+        assert_same(answers, await made.expected(again))
+        assert all((answer.versions == version).all() for answer in answers)
+        assert not set(pids) & set(made.pids())
+
+    held.run(test)
+
+
+async def test_one_worker_recomputes_and_closing_or_failing_leaves_nothing(tmp_path: Path) -> None:
+    """`kv_after_update: recompute`: each token after the move is what the new weights say of the whole sequence."""
+    before = left()
+    async with opened(tmp_path, 1, "recompute") as made:
+        requests = [request(5, n, max_tokens=20 + n % 20, ignore_eos=True) for n in range(40)]
+        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
+        await until(lambda: any(task.done() for task in tasks))
+        version = await made.next_version(seed=3)
+        answers = await asyncio.gather(*tasks)
+        mixed = [n for n, answer in enumerate(answers) if answer.versions[0] == 0 and answer.versions[-1] == version]
+        assert mixed
+
+        def check() -> None:
+            plain = load_plain(made.policy)
+            for n in mixed:
+                told = plain_logprobs(plain, requests[n], answers[n])
+                new = answers[n].versions == version
+                assert np.allclose(answers[n].logprobs[new], told[new], atol=1e-4)
+                assert not np.allclose(answers[n].logprobs[~new], told[~new], atol=1e-3)
+
+        await asyncio.to_thread(check)
+        pids = made.pids()
+        waiting = [asyncio.ensure_future(made.engine.generate(request(4, n, max_tokens=40))) for n in range(50)]
+        await until(lambda: made.engine._router.sent > 0)
+    failures = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sum(type(each) is EngineClosed for each in failures) > 40
+    assert not [pid for pid in pids if psutil.pid_exists(pid)] and left() == before
+
+
+def load_plain(policy: PolicyModel) -> Any:
+    """Transformers' own model with the policy's present weights."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("runtime_model_plain", MODEL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    plain = module.build(0)[0].eval()
+    own = dict(policy.module.named_parameters())
+    for name, parameter in plain.named_parameters():
+        parameter.data.copy_(own[name].data)
+    return plain
