@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -120,13 +121,15 @@ class Life:
             self.process.wait(ENDED_S)
         except subprocess.TimeoutExpired:
             yield f"did not end within {ENDED_S:g} s"
-        _, left = psutil.wait_procs(family, timeout=5.0)
+        _, left = psutil.wait_procs(family, timeout=10.0)
         if left:
             yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
         for each in left:
             each.kill()
-        numbers = [str(each.pid) for each in family]
-        if names := [name for name in set(os.listdir("/dev/shm")) - self.shared if any(n in name for n in numbers)]:
+        numbers = {str(each.pid) for each in family}
+        if names := [
+            name for name in set(os.listdir("/dev/shm")) - self.shared if numbers & set(re.split(r"\W", name))
+        ]:
             yield f"left in /dev/shm: {names}"
 
     def judge(self) -> Iterator[str]:

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class WorkersLife(Life):
             time.sleep(LOOK_S)
         return None
 
-    def blow(self, signals: tuple[str, ...] = ("KILL", "STOP")) -> str | None:
+    def blow(self, signals: Sequence[str]) -> str | None:
         """To a worker that has not had one."""
         time.sleep(self.chance.choice((0.0, self.chance.uniform(0.0, 2.0))))
         fresh = [each for each in self.workers() if each.pid not in self.hit]
@@ -140,7 +140,7 @@ class WorkersLife(Life):
             yield f"trained more than once: {again[:5]}"
 
 
-def lead(life: WorkersLife, blows: int, counts: Counter[str], strangers: list[str]) -> Iterator[str]:
+def lead(life: WorkersLife, options: argparse.Namespace, counts: Counter[str], strangers: list[str]) -> Iterator[str]:
     """One life to its last signal; what is wrong with it. `strangers`: dead segments that were there before."""
     if life.how == "START":
         if wrong := life.until(lambda: len(life.workers()) == WORKERS, "its workers", STARTED_S):
@@ -151,8 +151,8 @@ def lead(life: WorkersLife, blows: int, counts: Counter[str], strangers: list[st
         return
     if left := set(dead_segments()) - set(strangers):
         yield f"not swept by its start: {left}"
-    while len(life.hit) < blows and not life.ended:
-        how = life.blow()
+    while len(life.hit) < options.blows and not life.ended:
+        how = life.blow(options.signals)
         if how is None:
             time.sleep(LOOK_S)
             continue
@@ -193,18 +193,18 @@ def finish(life: WorkersLife) -> Iterator[str]:
         yield f"left in /dev/shm: {left_names}"
 
 
-def attack(lives: int, blows: int, ends: list[str], seed: int, keep: Path, seconds: float) -> Counter[str]:
+def attack(options: argparse.Namespace, keep: Path) -> Counter[str]:
     """What was done how often, and how many lives of each end were wrong ("broken ...")."""
-    chance, counts, began = random.Random(seed), Counter[str](), time.monotonic()
+    lives, chance, counts, began = options.lives, random.Random(options.seed), Counter[str](), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-workers-"))
     strangers, last = dead_segments(), False
     for number in range(lives):
-        last = number == lives - 1 or time.monotonic() - began > seconds
-        how = "TERM" if last and lives > 1 else chance.choice(ends)  # whom nobody follows must leave nothing
+        last = number == lives - 1 or time.monotonic() - began > options.seconds
+        how = "TERM" if last and lives > 1 else chance.choice(options.ends)  # whom nobody follows must leave nothing
         life = WorkersLife(folder, how, chance)
         try:
-            found = [*lead(life, blows, counts, strangers)]
-            end = "worker killed in its first start: ended by itself" if life.ended else f"node, {ENDS[how]}"
+            found = [*lead(life, options, counts, strangers)]
+            end = "run ended by itself, the worker named" if life.ended else f"node, {ENDS[how]}"
             found += [*finish(life)]
         finally:
             if not life.ended:  # this program is being ended itself
@@ -231,11 +231,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further life but one begins")
     parser.add_argument("--blows", type=int, default=6, help="to the workers of a life")
     parser.add_argument("--ends", nargs="+", choices=ENDS, default=list(ENDS))
+    parser.add_argument("--signals", nargs="+", choices=("KILL", "STOP"), default=["KILL", "STOP"])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-workers-kept-"))
     began = time.monotonic()
-    counts = attack(options.lives, options.blows, options.ends, options.seed, keep, options.seconds)
+    counts = attack(options, keep)
     code = table(counts, "what was hit, and how", "times")
     print(f"\n{time.monotonic() - began:.0f} s")
     return code

@@ -1,4 +1,4 @@
-"""Spoilt records and requests against a live run, in the short form of `tools/attack_records.py`."""
+"""Spoilt records and requests against a live run, and killed workers, in the short forms of the tools that attack."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -
     assert result["wrong"] == {} and result["runs"] >= 1 and result["steps"] >= 100
     assert min(result["sent"][door] for door in ("ring", "http", "submit")) > 100
     assert min(result["refused"][door] for door in ("ring", "http", "submit")) > 100
+
+
+def test_a_run_outlives_its_workers_and_nothing_outlives_the_run() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "attack_workers.py")]
+    command += ["--lives", "1", "--blows", "1", "--signals", "KILL", "--ends", "TERM"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| node, SIGTERM | 1 | 0 |" in done.stdout and "| worker, SIGKILL | 1 | 0 |" in done.stdout
