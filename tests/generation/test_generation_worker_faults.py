@@ -370,7 +370,7 @@ async def test_wrong_weights_end_it_for_everybody(monkeypatch: pytest.MonkeyPatc
             engine._peers[0].process.control._received += b'{"wrong": "bucket 3"}\n'
             await anyio.sleep_forever()
     failures = [each for each in await asked.failures() if not isinstance(each, Generation)]
-    assert failures and all(type(each) is GenerationError and "bucket 3" in str(each) for each in failures)
+    assert failures and all(type(each) is EngineClosed and "bucket 3" in str(each) for each in failures)
 
 
 async def test_several_wait_until_all_serve() -> None:
