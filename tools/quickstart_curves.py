@@ -1,6 +1,7 @@
 """The quickstart with three seeds, and once with advantages forced to zero: does it learn, and only from its reward?
 
     python tools/quickstart_curves.py            # writes tools/results/quickstart.json and .png; exit 1 if a goal is missed
+    python tools/quickstart_curves.py --placements shared worker --name quickstart_placements      # both, on one picture
 
 Goals: last five steps' mean of `reward/mean` at least 0.9 for every seed; `staleness/max` at least 1; at least 20 % of the
 trained tokens in sequences that span two versions; with zero advantages the last ten steps stay near the first ten.
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,15 +25,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
 SEEDS = (0, 1, 2)
+PLACED = {  # as examples/two_devices.yaml says it
+    "shared": ["generation.placement=shared"],
+    "worker": ["generation.placement=worker", "generation.workers=1", "generation.threads=1"],
+}
 
 
 def run(name: str, overrides: list[str], directory: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "asyncrl.main", str(ROOT / "examples" / "quickstart.yaml")]
-    options = [f"run.dir={directory}", f"run.name={name}", "telemetry.live=off", *overrides]
+    options = [f"run.dir={directory}", f"run.name={name.replace(' ', '_')}", "telemetry.live=off", *overrides]
     started = time.perf_counter()
     subprocess.run([*command, *options], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - started
-    text = (Path(directory) / name / "metrics.jsonl").read_text()
+    text = (Path(directory) / name.replace(" ", "_") / "metrics.jsonl").read_text()
     steps = [line for line in map(json.loads, text.splitlines()) if "reward/mean" in line]
     tokens = sum(line["train/tokens"] for line in steps)
     spanning = sum(line["staleness/spanning_token_share"] * line["train/tokens"] for line in steps)
@@ -37,6 +45,7 @@ def run(name: str, overrides: list[str], directory: str) -> dict[str, Any]:
         "name": name,
         "overrides": overrides,
         "seconds_whole_process": round(seconds, 1),
+        "load_at_the_end": [round(each, 1) for each in os.getloadavg()],
         "reward": [round(line["reward/mean"], 4) for line in steps],
         "last_five": round(mean([line["reward/mean"] for line in steps[-5:]]), 4),
         "staleness_max": max(line["staleness/max"] for line in steps),
@@ -69,11 +78,12 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    placements = list(dict.fromkeys(result["placement"] for result in results))
     for result in results:
-        style = {"color": "0.5", "linestyle": "--"} if result["name"] == "zero" else {}
-        label = (
-            "advantages forced to zero" if result["name"] == "zero" else f"{result['name']}: {result['last_five']:.2f}"
-        )
+        zero = result["name"] == "zero"
+        color = f"C{placements.index(result['placement'])}" if len(placements) > 1 else None
+        style = {"color": "0.5", "linestyle": "--"} if zero else {"color": color, "alpha": 0.8}
+        label = "advantages forced to zero" if zero else f"{result['name']}: {result['last_five']:.2f}"
         axes.plot(range(1, len(result["reward"]) + 1), result["reward"], label=label, **style)
     axes.axhline(0.9, color="0.8", linewidth=0.8)
     axes.set(xlabel="policy version", ylabel="reward/mean", ylim=(0, 1.02), title="examples/quickstart.yaml")
@@ -81,17 +91,38 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def planned(given: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
+    """Name, placement and settings of each run, in turns: what else the machine does meets all placements."""
+    several = len(given.placements) > 1
+    for seed in given.seeds:
+        for placement in given.placements:
+            name = f"{placement} seed{seed}" if several else f"seed{seed}"
+            yield name, placement, [f"seed={seed}", *PLACED[placement]]
+    if not several:
+        yield "zero", given.placements[0], ["algorithm.advantage=zero", *PLACED[given.placements[0]]]
+
+
+def write(results: list[dict[str, Any]], command: str, name: str) -> None:
+    """What there is so far."""
+    RESULTS.mkdir(exist_ok=True)
+    record = {"date": date.today().isoformat(), "command": command, "runs": results}
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw(results, RESULTS / f"{name}.png")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="a.b=c, passed on to every run")
-    given = parser.parse_args()
+    parser.add_argument("--placements", nargs="+", choices=PLACED, default=["shared"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--name", default="quickstart", help="of the files")
+    given = parser.parse_intermixed_args()
+    results: list[dict[str, Any]] = []
+    command = shlex.join(["python", "tools/quickstart_curves.py", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as directory:
-        results = [run(f"seed{seed}", [f"seed={seed}", *given.overrides], directory) for seed in SEEDS]
-        results.append(run("zero", ["algorithm.advantage=zero", *given.overrides], directory))
-    RESULTS.mkdir(exist_ok=True)
-    record = {"date": date.today().isoformat(), "command": "python tools/quickstart_curves.py", "runs": results}
-    (RESULTS / "quickstart.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(results, RESULTS / "quickstart.png")
+        for name, placement, options in planned(given):
+            results.append({"placement": placement, **run(name, [*options, *given.overrides], directory)})
+            write(results, command, given.name)
     failed = False
     for result in results:
         complaints = missed(result)
