@@ -5,7 +5,8 @@
     train.py      training alone                                     its runs follow each other, and what is counted
     generate.py   generation alone; sweep.py: decode steps by sequences and context
     head.py       the LM head alone: memory and time
-    overlap.py    dry runs on two devices: the runtime by itself (in this process: nothing is computed)
+    overlap.py    real lanes on one core each: a step against either side alone; what hand-overs of weights cost
+    overlap_dry.py  dry runs on two devices: the runtime by itself (in this process: nothing is computed)
     transport.py  handing groups over; transport_report.py: its medians, goals, tables, plot
 
     command.py    one call: options, the folder that it works in, its children, the files that it writes

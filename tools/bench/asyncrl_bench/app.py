@@ -10,7 +10,7 @@ from asyncrl.telemetry.machine import describe_cpu
 
 from .command import run
 
-BENCHES = ("step", "generate", "train", "head", "overlap", "transport")  # each a module with its BENCH
+BENCHES = ("step", "generate", "train", "head", "overlap", "overlap-dry", "transport")  # each a module with its BENCH
 USAGE = f"""\
 usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
 
@@ -18,7 +18,8 @@ usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
   generate    generation alone, against vLLM on the CPU (--peer vllm); --sweep: decode steps by sequences and context
   train       training alone: share of the GEMM rate, and where the time of a step goes
   head        log-probs, entropy and gradients of the LM head: memory and time against full logits and TRL's head
-  overlap     a dry run on two devices of equal cost: step time against the longer of the two
+  overlap     generation and training on one core each: step time against either side alone, hand-over of weights, timeline
+  overlap-dry a dry run on two devices of equal cost: step time against the longer of the two
   transport   handing a group of trajectories to another process: the record ring, the tensor queue,
               multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] not in BENCHES:
         print(f"asyncrl bench: there is no {given[0]!r}; there is: {', '.join(BENCHES)}\n\n{USAGE}", file=sys.stderr)
         return 2
-    code = run(import_module(f"asyncrl_bench.{given[0]}").BENCH, given[1:])
+    code = run(import_module(f"asyncrl_bench.{given[0].replace('-', '_')}").BENCH, given[1:])
     if code == 0:
         print(f"measured on {describe_cpu()}")
     return code

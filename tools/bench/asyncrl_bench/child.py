@@ -18,6 +18,8 @@ COMMANDS: dict[str, tuple[type[jobs.Job], str, str]] = {
     "model": (jobs.ModelJob, "models", "make_model"),
     "rates": (jobs.RatesJob, "machine", "rates"),
     "step": (jobs.StepJob, "child_step", "run_steps"),
+    "sides": (jobs.StepJob, "child_overlap", "run_sides"),
+    "overlap": (jobs.StepJob, "child_overlap", "run_overlap"),
     "train": (jobs.TrainJob, "child_train", "run_training"),
     "generate": (jobs.GenerateJob, "child_generate", "run_generation"),
     "sweep": (jobs.SweepJob, "child_generate", "run_sweep"),
