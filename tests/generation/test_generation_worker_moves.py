@@ -130,7 +130,10 @@ class Restless(ThreadLane):
 
 
 @pytest.mark.parametrize("bucket", [0, -1])
-async def test_every_bucket_is_checked_in_the_end_although_versions_are_faster(boards: Boards, bucket: int) -> None:
+async def test_every_bucket_is_checked_in_the_end_although_versions_are_faster(
+    boards: Boards, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.generation.worker.main._CHECK_S", 0.0)  # one bucket a closure
     async with opened(boards, Restless) as made, plain_task_group() as tasks:
         lane: Any = made.server._lane
         buckets = made.owner.buckets
