@@ -6,6 +6,8 @@
     check      a reader's look at one bucket, the largest of all buckets' medians
     bind       the modules of a reader move to a half
     proof      what the trainer compares at every version before it writes, and in the half behind it
+    refresh    bfloat16: from the masters to a half with its checksums, over a working copy (cast, then write), and with the working
+               copy in the half (cast into it, then complete), as a run does it
 
 All sides take turns in one process; what is printed are medians, and of ratios the median of those of a turn. ASYNCRL_NATIVE=0
 measures what runs without the native copy.
@@ -57,7 +59,7 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
     found: dict[str, list[float]] = {}
     with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
         reader = Board.attach(board.description, os.dup(board.fd), board.layout)
-        source = weights.working
+        source, master = weights.working, trainer.flat.master
         for turn in range(repeat + 1):
             half = turn % 2
             target = board.half(half)
@@ -70,7 +72,13 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
                 "compare": lambda target=target: proof.compare(target, 0),
                 "bind": lambda half=half, turn=turn: read_from_board(served, reader.half(half), turn),
             }
-            order = list(sides) if turn % 2 else ["write", "copy_", "memcpy", "proof", "compare", "bind"]
+            if trainer.flat.has_working_copy:
+                sides |= {
+                    "cast": lambda: source.copy_(master),
+                    "cast into": lambda target=target: target.copy_(master),
+                    "complete": lambda half=half, turn=turn: board.complete(half, turn),
+                }
+            order = list(sides) if turn % 2 else sorted(sides, reverse=True)
             for name in order:
                 took = timed(sides[name])
                 if turn:  # the first warms up
@@ -87,6 +95,14 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
     print(f"  check  {max(checks):8.3f} ms   of one bucket; {sum(checks):.1f} ms of all")
     print(f"  bind   {median(found['bind']):8.2f} ms   {median(found['bind']) / median(found['memcpy']):.3f} x memcpy")
     print(f"  proof  {median(found['proof']):8.2f} ms   of the modules; {median(found['compare']):.2f} ms of the half")
+    if "cast" in found:
+        show_refresh({name: median(times) for name, times in found.items()})
+
+
+def show_refresh(took: dict[str, float]) -> None:
+    copied, in_place = took["cast"] + took["write"], took["cast into"] + took["complete"]
+    print(f"  refresh {copied:7.2f} ms   over a working copy: {took['cast']:.2f} and {took['write']:.2f}")
+    print(f"          {in_place:7.2f} ms   into the half: {took['cast into']:.2f} and {took['complete']:.2f}")
 
 
 def main() -> int:

@@ -63,7 +63,14 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement) -> 
     if any(device.type != "cpu" for device in placement.devices):
         return {"weight_board": board, "kv_cache": 0}
     each = parts["packed_weights"] + _PROCESS
-    return {"weight_board": board, "workers": placement.workers * each}
+    apart = (
+        config.model.lora.rank or config.distributed.sharding == "fsdp"
+    )  # else it is a half of the board (weights/posted.py)
+    return {
+        "weight_board": board,
+        "workers": placement.workers * each,
+        "working_copy": parts["working_copy"] if apart else 0,
+    }
 
 
 def batch_tokens(config: Config) -> int:

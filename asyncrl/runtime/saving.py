@@ -372,6 +372,8 @@ class Checkpointer:
             )
         state = await offload(saved.checkpoint.trainer, "restore")
         await self._built.lanes[0].run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
+        for sink in self._built.ports.sinks:  # engines of their own have started with the weights of model.path
+            await sink.update_weights(core.version)
         if prompts is not None:
             rank = str(self._world.rank)
             prompts.load_state_dict(run["prompts"][rank])

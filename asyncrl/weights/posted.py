@@ -6,6 +6,12 @@ there; then the readers are told.
 
 A half is free only while no reader can look at it. A move that was not seen to its end (cancelled, or an error of the readers)
 leaves some on one half and some on the other: nothing is written then, and the next update first asks for that move again.
+
+Where the trainer has a working copy (bfloat16), that copy *is* a half. The optimizer's closure casts the masters into the free one
+and lets the modules read it there, as often as steps follow each other without an update; an update then computes the checksums
+of what lies there. After a move that was not seen to its end there is no free half: the closure casts into memory of its own,
+and the next update copies that. It is copied always in float32, where the modules read the masters; with adapters, whose merge
+writes a part of the weights alone; and of a cut model, whose ranks gather into one place.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import DivergenceError, LifecycleError
@@ -64,6 +71,11 @@ class PostedWeights:
         self._proof = Proof(policy, shards)
         self._current: Posted | None = None  # all readers have left the other half
         self._announced: Posted | None = None  # told, and not yet answered by all
+        in_place = policy.flat is policy.weights and policy.flat.has_working_copy
+        self._halves = {half: board.half(half) for half in (0, 1)} if in_place else {}
+        # The half that a refresh may write; None: there is none. The lane takes it back before a version is named, and only a move
+        # that all readers have answered gives one: a closure never sees one that is not free.
+        self._free: int | None = None
         self._one_at_a_time = asyncio.Lock()
         self._asked, self._cost = -math.inf, 0.0  # the last time that outputs were computed, and how long that took
 
@@ -79,8 +91,13 @@ class PostedWeights:
         async with self._one_at_a_time:
             if self._current is not None:
                 raise LifecycleError("the weight board has its first version already")
-            self._current = await self._write(self._policy.version, 0)
+            self._current = await self._lane.run(self._post_first_on_lane, name="publish/write", priority=1)
         return self._current
+
+    def close(self) -> None:
+        """Once no reader is left: the trainer goes on in the half where its weights are, which lasts as long as they do."""
+        self._policy.flat.next_working = None
+        self._halves.clear()
 
     async def update_weights(self, version: int) -> None:
         """Errors: DivergenceError where modules or board hold other weights than `version`'s; those of the readers."""
@@ -93,16 +110,38 @@ class PostedWeights:
     async def _move(self, to: Posted) -> None:
         self._announced = to
         await self._engine.update_weights(*to)
-        self._current, self._announced = to, None
+        self._current, self._announced, self._free = to, None, 1 - to.half
 
     async def _write(self, version: int, half: int) -> Posted:
         """What was written: the policy may be further than what is asked for, and the board must not lie."""
         return await self._lane.run(lambda: self._write_on_lane(version, half), name="publish/write", priority=1)
 
+    def _post_first_on_lane(self) -> Posted:
+        flat = self._policy.flat
+        first = self._write_on_lane(self._policy.version, 0)
+        if self._halves:
+            flat.move_to(self._halves[0])
+            flat.next_working = self._next_working
+        self._free = 1
+        return first
+
+    def _next_working(self) -> Tensor:
+        """Where the optimizer's closure casts the masters to."""
+        half, working = self._free, self._policy.weights.working
+        if half is not None:
+            self._board.clear(half)
+            return self._halves[half]
+        return torch.empty_like(working) if any(working is each for each in self._halves.values()) else working
+
     def _write_on_lane(self, version: int, half: int) -> Posted:
         policy, board = self._policy, self._board
         self._proof.prove(version)
-        board.write(half, policy.version, policy.weights.working, torch.get_num_threads())
+        self._free = None
+        working, threads = policy.weights.working, torch.get_num_threads()
+        if working is self._halves.get(half):
+            board.complete(half, policy.version, threads)
+        else:
+            board.write(half, policy.version, working, threads)
         try:
             self._proof.compare(board.half(half), policy.version)
             if board.version(half) != policy.version:

@@ -14,10 +14,13 @@ from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import PlatformError
+from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import PACKED, PLAIN
+from asyncrl.models.policy import DTYPES
 from asyncrl.runtime import memory
 from asyncrl.runtime.dry import ByteTokenizer
 from asyncrl.runtime.memory import check_memory, kv_positions, predicted
+from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.prompts import measure_prompts
 from asyncrl.runtime.runtime import Runtime
@@ -78,6 +81,21 @@ def test_the_path_and_the_device_are_part_of_a_prediction(tmp_path: Path) -> Non
     config = with_file(tmp_path, [3])
     sizes = [predicted(config, path=path)["activations"] for path in (None, PACKED, PLAIN[1])]
     assert sizes[0] < sizes[1] < sizes[2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "apart"),
+    [("float32", (), 0), ("bfloat16", (), 0), ("bfloat16", ("model.lora.rank=2",), 1)],
+)
+def test_beside_a_weight_board_only_adapters_have_a_working_copy(
+    tmp_path: Path, dtype: str, more: tuple[str, ...], apart: int
+) -> None:
+    config = with_file(tmp_path, [3], f"model.dtype={dtype}", "generation.placement=worker", *more)
+    device = torch.device("cpu")
+    alone, beside = predicted(config), predicted(config, placement=Placement((device,) * 2, 1, 1, "two workers"))
+    assert (alone["working_copy"] > 0) == (dtype == "bfloat16")
+    assert beside["working_copy"] == apart * alone["working_copy"]
+    assert beside["weight_board"] == 2 * parameter_count(config.model) * DTYPES[dtype].itemsize
 
 
 def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

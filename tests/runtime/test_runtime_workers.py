@@ -44,7 +44,7 @@ async def run(
 
 
 def configured(folder: Path, *overrides: str, base: dict[str, Any]) -> Config:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     return config_of(folder, *overrides, base=base)
 
 
@@ -82,6 +82,20 @@ async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(tmp_
     ):
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert mine["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=1e-4)
+    assert not left()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_run_that_goes_on_samples_from_the_restored_weights(tmp_path: Path, dtype: str) -> None:
+    """From the first token on, and what it writes is what a run that nobody stopped has written."""
+    sync = ("preset=sync", f"model.dtype={dtype}", "checkpoint.every=1", "generation.workers=1")
+    rollouts = "telemetry.rollouts_per_step=64"
+    await run(tmp_path / "whole", *sync, rollouts, "train.max_steps=4")
+    await run(tmp_path / "parts", *sync, rollouts, "train.max_steps=2")
+    summary = await run(tmp_path / "parts", *sync, rollouts, "train.max_steps=4", "resume=true")
+    assert summary.version == 4
+    whole, parts = (rollouts_of(tmp_path / name / "runs/run") for name in ("whole", "parts"))
+    assert len(whole) == 4 * 16 and parts == whole
     assert not left()
 
 

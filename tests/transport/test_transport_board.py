@@ -154,6 +154,30 @@ def test_a_reader_in_this_process_sees_the_same_and_changes_nothing(board: Board
             other.write(1, 2, values(2))
         with pytest.raises(LifecycleError, match="created"):
             other.clear(0)
+        with pytest.raises(LifecycleError, match="created"):
+            other.complete(0, 2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_the_owner_puts_there_by_itself_is_as_if_it_was_written(backend: str, board: Board, threads: int) -> None:
+    board.write(0, 3, values(1))
+    board.write(1, 4, values(2))
+    with reader(board) as child:
+        line(child)
+        board.clear(1)
+        board.half(1).copy_(values(1))
+        say(child, "look")
+        assert line(child).split()[3:5] == ["None", "0"]  # nobody takes it for version 4 any more
+        board.complete(1, 5, threads)
+        say(child, "look")
+        assert line(child).split()[3:5] == ["5", str(board.buckets)]
+        say(child, "end")
+        assert finish(child) == 0
+    assert np.array_equal(board._sums[0], board._sums[1])
+    board.half(1)[-3] += 1
+    assert not board.check(1, board.buckets - 1)
+    with pytest.raises(ValueError, match="negative"):
+        board.complete(1, -1)
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------

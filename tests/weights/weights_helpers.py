@@ -7,14 +7,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import LoraConfig
+from asyncrl.data.packing import pack_groups
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel
+from asyncrl.types import FinishReason, Group, Microbatch, Prompt, Ticket, Trajectory
 
 KINDS = ("float32", "bfloat16", "lora float32", "lora bfloat16", "cut bfloat16")
 _SIZES: dict[str, Any] = dict(
@@ -74,6 +77,28 @@ def trained(kind: str) -> Trained:
         return Trained(PolicyModel(module, dtype, served=True), rows)
     lora = LoraConfig(rank=4, alpha=6) if what == "lora" else None
     return Trained(PolicyModel(module, dtype, lora=lora, seed=5))
+
+
+def batch_of(seed: int, members: int = 4) -> Microbatch:
+    """A group of random tokens behind one prompt, with random log-probs and advantages."""
+    rng = np.random.default_rng(seed)
+    tokens, prompt = [rng.integers(0, 96, 12).astype(np.int32) for _ in range(members)], 5
+    for each in tokens:
+        each[:prompt] = tokens[0][:prompt]
+    mask = np.arange(12) >= prompt
+    trajectories = []
+    for member, ids in enumerate(tokens):
+        logprobs = np.where(mask, -rng.random(12) * 4 - 0.1, 0).astype(np.float32)
+        trajectories.append(
+            Trajectory(
+                group_id=seed, member=member, group_size=members, prompt_length=prompt, tokens=ids, mask=mask,
+                logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32),
+                temperature=1.0, finish_reason=FinishReason.STOP,
+            )
+        )  # fmt: skip
+    group = Group(Ticket(seed, 0, 1), Prompt(seed, tokens[0][:prompt], ""), tuple(trajectories))
+    (batch,) = pack_groups([(group, rng.standard_normal(members))], 1000)
+    return batch
 
 
 @asynccontextmanager

@@ -4,7 +4,8 @@
 * matmul dtype == master dtype: module parameters are views of the master buffer and their `.grad` are views of the
   gradient buffer, so autograd accumulates in place.
 * matmul dtype narrower (bfloat16): module parameters are views of one working buffer, refreshed once per version; a hook
-  adds each gradient to the float32 buffer as soon as autograd has accumulated it, and frees it.
+  adds each gradient to the float32 buffer as soon as autograd has accumulated it, and frees it. Where other processes read
+  the weights, the working copy lies in memory that they see, and each refresh may go to another place (`next_working`).
 
 Parameters lie in registration order, so q/k/v and gate/up are adjacent and can be read as one matrix each.
 """
@@ -93,6 +94,16 @@ class FlatWeights:
         self.bound = buffer
         self._generation += 1
 
+    def move_to(self, buffer: Tensor) -> None:
+        """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go."""
+        if (buffer.shape, buffer.dtype, buffer.device) != (self.working.shape, self.working.dtype, self.working.device):
+            raise ValueError(
+                f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; found {tuple(buffer.shape)} x "
+                f"{buffer.dtype} on {buffer.device}"
+            )
+        self.working = buffer
+        self.bind(buffer)
+
     def layout_digest(self) -> str:
         """Of names, shapes, places and dtype: two processes with the same one may read each other's buffers."""
         places = list(zip(self.names, self.shapes, self.offsets, strict=True))
@@ -119,6 +130,7 @@ class FlatParameters(FlatWeights):
     """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
 
     grad: Tensor
+    next_working: Callable[[], Tensor] | None = None  # the buffer that a refresh writes and moves to; None: in place
 
     def __init__(self, module: nn.Module | Sequence[tuple[str, nn.Parameter]], matmul_dtype: torch.dtype) -> None:
         """`module`, or its parameters by name."""
@@ -155,7 +167,10 @@ class FlatParameters(FlatWeights):
     def refresh(self) -> None:
         """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
         if self.has_working_copy:
-            self.working.copy_(self.master)
+            buffer = self.working if self.next_working is None else self.next_working()
+            buffer.copy_(self.master)
+            if buffer is not self.working:
+                self.move_to(buffer)
         self._generation += 1
 
     def zero_grad(self) -> None:
@@ -210,14 +225,9 @@ class ServedParameters(FlatParameters):
         return self.view(self.working if buffer is None else buffer, self._index[name])
 
     def move_to(self, buffer: Tensor) -> None:
-        """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go."""
-        if (buffer.shape, buffer.dtype, buffer.device) != (self.working.shape, self.working.dtype, self.working.device):
-            raise ValueError(
-                f"the modules read {self.size} x {self.working.dtype} on {self.working.device}; found {tuple(buffer.shape)} x "
-                f"{buffer.dtype} on {buffer.device}"
-            )
-        self.master = self.working = buffer
-        self.bind(buffer)
+        """See FlatWeights."""
+        super().move_to(buffer)
+        self.master = buffer
 
     def write(self, name: str, values: Tensor) -> None:
         """Overwrite one parameter, cast to the matmul dtype. Call `refresh` after the last one."""

@@ -25,7 +25,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ...errors import LifecycleError, OutOfMemory, PlatformError, TransportError
 from . import checksum
-from .checksum import STEP, Bytes
+from .checksum import STEP, Bytes, Sums
 from .segment import check_platform
 from .words import Words, fault
 
@@ -154,16 +154,26 @@ class Board:
                 f"the weight board holds {self.elements} x {self.dtype} on the CPU; found {tuple(source.shape)} x "
                 f"{source.dtype} on {source.device}"
             )
-        if version < 0 or not source.is_contiguous():
-            raise ValueError(f"version {version} must not be negative, and its weights must be contiguous")
-        self._versions.store(index, 0)
+        if not source.is_contiguous():
+            raise ValueError("the weights for the board must be contiguous")
         values = source.detach().view(torch.uint8).numpy()
-        self._sums[index] = checksum.copy(values, self._halves[index], BUCKET_BYTES, threads)
+        self._name(index, version, lambda: checksum.copy(values, self._halves[index], BUCKET_BYTES, threads))
+
+    def complete(self, index: int, version: int, threads: int = 1) -> None:
+        """As `write`, of weights that the owner has put into `half(index)` by itself, after `clear`: nothing is copied. Blocks."""
+        self._require_owner("complete")
+        self._name(index, version, lambda: checksum.sums(self._halves[index], BUCKET_BYTES, threads))
+
+    def _name(self, index: int, version: int, fill: Callable[[], Sums]) -> None:
+        if version < 0:
+            raise ValueError(f"version {version} must not be negative")
+        self._versions.store(index, 0)
+        self._sums[index] = fill()
         fault("board.written")
         self._versions.store(index, version + 1)
 
     def clear(self, index: int) -> None:
-        """What the half holds is not to be used: it says that it holds no version."""
+        """What the half holds is not to be used: it says that it holds no version. From then on the owner may write into it."""
         self._require_owner("clear")
         self._versions.store(index, 0)
 

@@ -65,15 +65,26 @@ def sums_of(data: Bytes) -> tuple[int, int]:
 def copy(source: Bytes, target: Bytes, size: int, threads: int = 1) -> Sums:
     """Copy `source` to `target`, both contiguous, `target` at a multiple of 64 bytes; the checksum of what was read, for each
     `size` bytes: [buckets, 2]. `size` and the whole are multiples of 64. Whoever sees a later store sees the whole copy."""
+    return _through(source, target, size, threads)
+
+
+def sums(data: Bytes, size: int, threads: int = 1) -> Sums:
+    """As `copy`, of what lies there already."""
+    return _through(data, None, size, threads)
+
+
+def _through(source: Bytes, target: Bytes | None, size: int, threads: int) -> Sums:
     buckets = -(-source.nbytes // size)
     found = np.empty((buckets, 2), np.uint64)
     if _library is not None:
-        _library.asyncrl_copy(source.ctypes.data, target.ctypes.data, source.nbytes, size, found.ctypes.data, threads)
+        into = None if target is None else target.ctypes.data
+        _library.asyncrl_copy(source.ctypes.data, into, source.nbytes, size, found.ctypes.data, threads)
         return found
     for bucket in range(buckets):
         part = source[bucket * size : (bucket + 1) * size]
         found[bucket] = _sums(part)
-        target[bucket * size : (bucket + 1) * size] = part
+        if target is not None:
+            target[bucket * size : (bucket + 1) * size] = part
     return found
 
 
