@@ -77,7 +77,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
 
     engine = WorkerEngine(limits, setup, site.recorder, say=site.say)
     posted = PostedWeights(policy, board, engine, sampler.lane, sampler.shards)
-    stack.callback(posted.close)  # after the engine, whose workers read the board
+    site.stack.callback(posted.close)  # after the engine, whose workers read the board
     engine.begin_with(*await posted.post_first())
     await site.stack.enter_async_context(engine)
     with site.recorder.wait("runtime", "the workers", on="their models", cause="start"):
