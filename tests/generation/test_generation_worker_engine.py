@@ -23,6 +23,7 @@ from generation_models import generate_all, plain_logprobs
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.load import load_config
+from asyncrl.distributed.world import World
 from asyncrl.errors import EngineClosed, GenerationError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.worker.engine import WorkerEngine
@@ -30,6 +31,7 @@ from asyncrl.generation.worker.wire import ABOUT_BYTES
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import Engine
+from asyncrl.runtime.parts import Site
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.workers import Sampler, open_workers
 from asyncrl.telemetry.recorder import Recorder
@@ -90,9 +92,8 @@ async def opened(folder: Path, workers: int, kv_after_update: str) -> AsyncItera
         lane = await stack.enter_async_context(ThreadLane("trainer", recorder))
         policy, tokenizer = await lane.run(lambda: load_policy(config.model, device, config.seed), name="load")
         sampler = Sampler(policy, tokenizer, lane, 6 * CONTEXT, None)
-        engine, posted = await open_workers(
-            config, placement, sampler, folder / "workers", recorder, stack, lambda _: None
-        )
+        site = Site(config, World.from_env(), device, recorder, stack, lambda _: None, folder / "workers")
+        engine, posted = await open_workers(site, placement, sampler)
         yield Opened(engine, posted, policy, tokenizer, lane)
 
 
