@@ -73,7 +73,7 @@ class SealedStore:
         while not self.check(keys):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S)  # callers are threads; torch's only other way to wait is the one that prints
         return True
 
     def delete_key(self, key: str) -> None:

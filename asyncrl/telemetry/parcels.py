@@ -1,7 +1,8 @@
 """What a recorder in another process has recorded, for the one of the run. Both clocks are the machine's monotonic one.
 
-A parcel is JSON: {"busy": [[name, start, end]], "idle": [[cause, start, end]], "counts": {}, "gauges": {}, "samples": {}}.
-Spans and waits that are still open come whole with a later parcel.
+A parcel is JSON: {"busy": [[name, start, end]], "idle": [[cause, start, end]], "counts": {}, "samples": {}}.
+Spans and waits that are still open come whole with a later parcel. Gauges stay behind: the last of several processes to speak
+would be taken for all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from .samples import Samples
 def pack(recorder: Recorder) -> dict[str, Any]:
     """What `recorder`, which keeps no trace and has one lane, has recorded since the last time."""
     window = recorder.take_window()
-    counts, gauges, samples = recorder.take_metrics()
+    counts, _, samples = recorder.take_metrics()
     return {
         "busy": [[each.label, each.start, each.end] for each in window.busy if each.end < window.end],
         "idle": [[each.label, each.start, each.end] for each in window.idle if each.end < window.end],
         "counts": counts,
-        "gauges": gauges,
         "samples": {name: entry.state() for name, entry in samples.items()},
     }
 
@@ -34,7 +34,5 @@ def unpack(recorder: Recorder, parcel: Mapping[str, Any], lane: str) -> None:
         recorder.book_idle(lane, cause, start, end)
     for name, by in parcel["counts"].items():
         recorder.count(name, by)
-    for name, value in parcel["gauges"].items():
-        recorder.gauge(name, value)
     for name, state in parcel["samples"].items():
         recorder.merge(name, Samples.of(state))

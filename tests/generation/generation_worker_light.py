@@ -90,7 +90,7 @@ class Light:
     async def report(self) -> None:
         while True:
             statistics = {"running": len(self.running), "tokens": 1.0}
-            parcel: dict[str, Any] = {"busy": [], "idle": [], "counts": {}, "gauges": {}, "samples": {}}
+            parcel: dict[str, Any] = {"busy": [], "idle": [], "counts": {}, "samples": {}}
             self.control.send({"report": {"statistics": statistics, "closure": self.closure, "parcel": parcel}})
             await asyncio.sleep(0.05)
 

@@ -27,6 +27,7 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import EngineClosed, GenerationError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.worker.engine import WorkerEngine
+from asyncrl.generation.worker.peer import Peer
 from asyncrl.generation.worker.wire import ABOUT_BYTES
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
@@ -52,8 +53,11 @@ class Opened:
         self.engine, self.posted = engine, posted
         self.policy, self.tokenizer, self.lane = policy, tokenizer, lane
 
+    def peers(self) -> list[Peer]:
+        return list(self.engine._peers.values())
+
     def pids(self) -> list[int]:
-        return [peer.process.pid for peer in self.engine._peers.values()]
+        return [peer.process.pid for peer in self.peers()]
 
     async def expected(self, requests: list[GenerationRequest]) -> list[Generation]:
         """What the engine in this process answers with the present weights."""
@@ -176,6 +180,15 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def reported(made: Opened) -> None:
+    """Wait until every worker has said what it did up to now. (The first word that comes may be an old one.)"""
+    for peer in made.peers():
+        for _ in range(3):
+            known = peer.said.statistics
+            while peer.said.statistics is known:  # noqa: ASYNC110  it has no event
+                await asyncio.sleep(0.01)
+
+
 def test_answers_are_those_of_the_engine_in_this_process_and_have_their_form(held: Held) -> None:
     async def test(made: Opened) -> None:
         assert isinstance(made.engine, Engine)
@@ -202,8 +215,16 @@ def test_answers_are_those_of_the_engine_in_this_process_and_have_their_form(hel
 
 def test_the_members_of_a_group_share_one_prefill(held: Held) -> None:
     async def test(made: Opened) -> None:
+        await reported(made)
         before = made.engine.statistics()
-        answers = await generate_all(made.engine, [request(17, n, key="shared prompt") for n in range(3)])
+        for pid in made.pids():  # so that all three are there before the first is served
+            os.kill(pid, signal.SIGSTOP)
+        requests = [request(17, n, key="shared prompt") for n in range(3)]
+        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
+        await until(lambda: made.engine._router.sent == 3 and not any(each._outbox for each in made.peers()))
+        for pid in made.pids():
+            os.kill(pid, signal.SIGCONT)
+        answers = await asyncio.gather(*tasks)
         tokens = before["tokens"] + sum(answer.token_ids.size for answer in answers)
         await until(lambda: made.engine.statistics()["tokens"] == tokens)
         # The last token of the prompt begins the decoding.
@@ -268,18 +289,31 @@ def test_who_gives_up_frees_a_place_and_hundreds_at_once_do(held: Held) -> None:
     held.run(test)
 
 
+async def moved_while_they_run(made: Opened, seed: int) -> tuple[int, list[GenerationRequest], list[Generation]]:
+    """(next version, requests, answers). As many requests as it takes until the workers have moved: of different lengths, so that
+    some are under way at any moment, however fast the worker and however slow the move is."""
+    requests, tasks = list[GenerationRequest](), list[asyncio.Future[Generation]]()
+    moving: asyncio.Future[int] | None = None
+    while moving is None or not moving.done():
+        while sum(not task.done() for task in tasks) < 24:
+            requests.append(request(5, len(tasks), max_tokens=20 + len(tasks) % 20, ignore_eos=True))
+            tasks.append(asyncio.ensure_future(made.engine.generate(requests[-1])))
+        if moving is None and any(task.done() for task in tasks):
+            moving = asyncio.ensure_future(made.next_version(seed))
+        pending = [task for task in tasks if not task.done()]
+        await asyncio.wait([*pending, *([moving] if moving else [])], return_when=asyncio.FIRST_COMPLETED)
+    return moving.result(), requests, await asyncio.gather(*tasks)
+
+
 def test_a_version_that_comes_while_they_run_is_on_the_tokens(held: Held) -> None:
     async def test(made: Opened) -> None:
         old = made.policy.version
-        requests = [request(5, n, max_tokens=20 + n % 20, ignore_eos=True) for n in range(60)]
-        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
-        await until(lambda: any(task.done() for task in tasks))
-        version = await made.next_version(seed=1)
+        version, _, running = await moved_while_they_run(made, seed=1)
         late = many(4, first=90)
         answers = await generate_all(made.engine, late)
         assert_same(answers, await made.expected(late))
         assert all((answer.versions == version).all() for answer in answers)
-        moved = [answer.versions for answer in await asyncio.gather(*tasks)]
+        moved = [answer.versions for answer in running]
         assert all((np.diff(versions) >= 0).all() and set(versions.tolist()) <= {old, version} for versions in moved)
         assert any(versions[0] == old and versions[-1] == version for versions in moved)
 
@@ -314,11 +348,7 @@ async def test_one_worker_recomputes_and_closing_or_failing_leaves_nothing(tmp_p
     """`kv_after_update: recompute`: each token after the move is what the new weights say of the whole sequence."""
     before = left()
     async with opened(tmp_path, 1, "recompute") as made:
-        requests = [request(5, n, max_tokens=20 + n % 20, ignore_eos=True) for n in range(40)]
-        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
-        await until(lambda: any(task.done() for task in tasks))
-        version = await made.next_version(seed=3)
-        answers = await asyncio.gather(*tasks)
+        version, requests, answers = await moved_while_they_run(made, seed=3)
         mixed = [n for n, answer in enumerate(answers) if answer.versions[0] == 0 and answer.versions[-1] == version]
         assert mixed
 

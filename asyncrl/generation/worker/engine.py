@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -74,7 +74,7 @@ class _Update:
 class WorkerEngine(EngineLife):
     """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring.
 
-    setup: of worker `n`; the name of the ring is added. say: hears how the start goes on.
+    setup: of worker `n`. say: hears how the start goes on.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class WorkerEngine(EngineLife):
             peer: Peer | None = None
             before = self._finishes[number]
             try:
-                async with Peer.start(number, self._own_setup(number)) as peer:
+                async with Peer.start(number, self._setup(number), self._ring_name) as peer:
                     self._peers[number] = peer
                     try:
                         await self._serve(peer)
@@ -242,10 +242,6 @@ class WorkerEngine(EngineLife):
                 )
                 self.recorder.count("engine/worker_deaths")
 
-    def _own_setup(self, number: int) -> Setup:
-        setup = self._setup(number)
-        return replace(setup, message={**setup.message, "sequences": self._ring_name})
-
     async def _serve(self, peer: Peer) -> None:
         """Until the process has ended. Errors: WorkerDied."""
         async with plain_task_group() as tasks:
@@ -254,6 +250,10 @@ class WorkerEngine(EngineLife):
             await peer.hear(self.recorder, self._heard)
 
     def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
+        if "report" in message:
+            now = self.statistics()
+            self.recorder.gauge("engine/running", now["running"])
+            self.recorder.gauge("engine/waiting", now["waiting"])
         if "stage" in message:
             self._say(f"worker {peer.number}: {message['stage']}")
         if "ready" in message:

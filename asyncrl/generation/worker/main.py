@@ -23,9 +23,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import anyio
 import torch
@@ -124,7 +123,7 @@ class Server:
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
         ours = await self._lane.run(lambda: fixed_logprobs(self._policy), name="engine/outputs")
         found = distance(ours, [math.nan if each is None else each for each in outputs])  # JSON has no NaN
-        self._recorder.gauge("weights/outputs_nats", found)
+        self._recorder.observe("weights/outputs_nats", found, reduce="max")
         if not found <= BOUNDS[self._policy.dtype]:
             await self._say_wrong(
                 f"with the weights of version {version} it computes log-probs of a fixed row that are {found:.3g} nats off the "
@@ -146,7 +145,7 @@ class Server:
                 if text is not None:
                     return await self._say_wrong(text)
             if not left:
-                self._recorder.gauge("weights/checked_version", version)
+                self._recorder.observe("weights/checked_version", version, reduce="min")
             await moved.wait()
 
     async def _say_wrong(self, text: str) -> None:
@@ -168,12 +167,6 @@ class Server:
                 break
         return count, None
 
-    async def report(self) -> None:
-        """For ever: what the node shows, and what it watches."""
-        while True:
-            self._control.send({"report": report(self._lane, self._recorder, self._engine.statistics())})
-            await anyio.sleep(_REPORT_S)
-
     async def obey(self) -> None:
         """Until the node hangs up."""
         with contextlib.suppress(EOFError):
@@ -183,11 +176,21 @@ class Server:
                     await self.move(int(message["weights"]), int(message["half"]), message["outputs"])
 
 
-def report(lane: ThreadLane, recorder: Recorder, statistics: Mapping[str, float]) -> dict[str, Any]:
-    """What the node hears regularly. `closure`: what the lane computes, and for how long."""
-    current = lane.current()
-    closure = None if current is None else [current[0], time.monotonic() - current[1]]
-    return {"statistics": statistics, "closure": closure, "parcel": pack(recorder)}
+async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, engines: Sequence[EmbeddedEngine]) -> None:
+    """For ever, from the start on: what the node shows, and what it watches. `closure`: what the lane computes, and for how long.
+    `engines`: the one, once it is there."""
+    while True:
+        current = lane.current()
+        control.send(
+            {
+                "report": {
+                    "statistics": engines[0].statistics() if engines else {},
+                    "closure": current and [current[0], time.monotonic() - current[1]],
+                    "parcel": pack(recorder),
+                }
+            }
+        )
+        await anyio.sleep(_REPORT_S)
 
 
 async def serve(control: ControlLine) -> None:
@@ -204,8 +207,8 @@ async def serve(control: ControlLine) -> None:
             torch.cuda.set_device(device)
 
     async with ThreadLane(f"worker{setup['number']}", recorder, on_start) as lane, plain_task_group() as tasks:
-        starting = anyio.CancelScope()
-        spawn(tasks, "reports of the start", _report_start, control, lane, recorder, starting)
+        engines: list[EmbeddedEngine] = []
+        spawn(tasks, "reports", report, control, lane, recorder, engines)
         control.send({"stage": "loading the model"})
         path = ModelPath(**setup["path"])
         policy, tokenizer = await lane.run(
@@ -228,20 +231,12 @@ async def serve(control: ControlLine) -> None:
         requests = await attach_queue(setup["requests"])
         async with engine, producer:
             server = Server(control, engine, lane, board, producer)
-            starting.cancel()
+            engines.append(engine)
             spawn(tasks, "requests", server.take, requests, tasks)
             spawn(tasks, "checks of the weights", server.check)
-            spawn(tasks, "reports", server.report)
             control.send({"ready": producer.identity.hex()})
             await server.obey()
             tasks.cancel_scope.cancel()
-
-
-async def _report_start(control: ControlLine, lane: ThreadLane, recorder: Recorder, scope: anyio.CancelScope) -> None:
-    with scope:
-        while True:
-            control.send({"report": report(lane, recorder, {})})
-            await anyio.sleep(_REPORT_S)
 
 
 async def main(descriptor: int) -> None:

@@ -47,7 +47,7 @@ class Said:
 
 
 class Peer:
-    """See the module docstring. Made by `start`; `serve` runs until the process has ended."""
+    """See the module docstring. Made by `start`; `hear` goes on until the process has ended."""
 
     def __init__(self, number: int, process: WorkerProcess, requests: TensorSender) -> None:
         self.number = number
@@ -65,14 +65,15 @@ class Peer:
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, number: int, setup: Setup) -> AsyncIterator[Peer]:
-        """Process and request queue; both are gone at the end, whatever the end is."""
+    async def start(cls, number: int, setup: Setup, ring: str) -> AsyncIterator[Peer]:
+        """Process and request queue; both are gone at the end, whatever the end is. `ring`: for what it finishes."""
         name = segment_name("requests", number)
         size = setup.capacity * (4 * setup.longest + ABOUT_BYTES + _ALIGNMENT)
         async with share_queue(name, setup.capacity, size, linger_s=0) as sender:
             process = await WorkerProcess.start(number, fds=setup.fds, log=setup.log, environment=setup.environment)
             try:
-                process.control.send({"setup": {**setup.message, "number": number, "requests": name}})
+                edges = {"number": number, "requests": name, "sequences": ring}
+                process.control.send({"setup": {**setup.message, **edges}})
                 yield cls(number, process, sender)
             finally:
                 await process.aclose(_LEAVE_S)
