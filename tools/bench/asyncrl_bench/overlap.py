@@ -55,7 +55,7 @@ def measure(place: Place) -> Measured:
             found[name] = place.own("overlap", own, f"{name}-{number}")
             place.say(f"{name}: {found[name]['seconds'] / job.steps:.2f} s a step")
         runs.append({**found, "figures": figures(found, job.steps)})
-        place.write(max_sequences=sequences, summary=summarise(runs), runs=[untimed(run) for run in runs])
+        place.write(max_sequences=sequences, summary=summarise(runs), runs=runs)
     summary = summarise(runs)
     return Measured(report(summary, runs, sequences), partial(draw, runs[-1]["worker"]["timeline"]))
 
@@ -173,14 +173,6 @@ def hand_overs(moves: Mapping[str, float], size: int) -> list[str]:
     }
     rows = [[text, f"{moves[name]:.2f}"] for name, text in texts.items() if name in moves]
     return markdown([f"hand-over of {size / 2**20:,.0f} MiB, medians", "ms"], rows, 1)
-
-
-def untimed(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run without its timelines, which are for the picture: thousands of closures."""
-    return {
-        name: {key: each for key, each in found.items() if key != "timeline"} if isinstance(found, dict) else found
-        for name, found in run.items()
-    }
 
 
 def draw(timeline: Mapping[str, Any], path: Path) -> None:
