@@ -316,7 +316,7 @@ def test_a_store_that_goes_away_is_heard_by_those_who_wait() -> None:
 
 
 PROCESS = """
-import asyncio, sys
+import asyncio, contextlib, sys
 import torch.distributed as dist
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.store_ledger import StoreLedger
@@ -357,7 +357,8 @@ async def main():
         print("trained", len(mine), "of", s.trained, "in", ledger.turn, flush=True)
     store.set(f"bye/{rank}", "x")
     if rank:
-        store.check(["bye/1"])  # its answer: the store has it
+        with contextlib.suppress(RuntimeError):  # rank 0 has heard it and left before it could answer
+            store.check(["bye/1"])  # its answer: the store has it
     else:
         store.wait(["bye/1"])  # rank 0 hosts the store: it leaves last
 
