@@ -236,6 +236,7 @@ class ShardedTrainer(TorchTrainer):
             if self._queue:
                 self._run(step, self._queue.popleft())
             else:
+                self._zero_once(step)
                 self.sharded.run_empty(step.loss.needs_entropy_grad)
         self._broken = False
 

@@ -65,6 +65,7 @@ class TrainStep:
     metrics: Metrics
     counts: Counts
     microbatches: int = 0
+    zeroed: bool = False  # the gradients of the step before are gone
     losses: list[tuple[Tensor, Int64Array]] = field(default_factory=list)  # of each microbatch, with its groups
     state: StepState = StepState.OPEN
 
@@ -116,8 +117,8 @@ class TorchTrainer:
     # -- the four calls ----------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:
-        """Open a step with zeroed gradients. Errors: TrainStepError where one is open, and where `loss` has a second normaliser
-        but there is neither a survey of the step nor a second gradient buffer."""
+        """Open a step. Errors: TrainStepError where one is open, and where `loss` has a second normaliser but there is neither
+        a survey of the step nor a second gradient buffer."""
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
         loss = self._controlled(loss)
@@ -128,7 +129,6 @@ class TorchTrainer:
             )
         if self._empty is None or self._empty[0] is not loss:
             self._empty = loss, empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
-        self._zero_grad()
         self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
@@ -150,6 +150,7 @@ class TorchTrainer:
 
     def _run(self, step: TrainStep, batch: Microbatch) -> None:
         """Forward and backward, gradients enabled; the sums of metrics."""
+        self._zero_once(step)
         inputs, sums = self._evaluate(step.loss, batch)
         sums.total.backward()
         if sums.extra is not None:
@@ -194,6 +195,7 @@ class TorchTrainer:
         loss = totals.loss / denominator + totals.extra / by_extra
         if not math.isfinite(loss):
             raise _diverged(step, f"the loss of the step after version {self.version} is {loss}")
+        self._zero_once(step)  # no microbatch of this rank had a scored token
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
         if step.loss.extra_normaliser is not None and self.second is not None:
@@ -328,6 +330,12 @@ class TorchTrainer:
         if self.control is None:
             self.control = replace(loss.control, **self._saved_control)
         return loss.at(self.control)
+
+    def _zero_once(self, step: TrainStep) -> None:
+        """Before the first gradient is added, not in begin: publishing the weights of the step before queues behind that."""
+        if not step.zeroed:
+            self._zero_grad()
+            step.zeroed = True
 
     def _zero_grad(self) -> None:
         self.parameters.zero_grad()
