@@ -65,13 +65,15 @@ class SamplingParams:
 class GenerationRequest:
     """One sequence to sample. Equal `prefix_key`s promise equal `prompt_ids`: the engine prefills such a prompt once.
 
-    `seed` alone decides the random numbers of this request: never its arrival or its neighbours in the batch.
+    `seed` alone decides the random numbers of this request: never its arrival or its neighbours in the batch. Of those that
+    wait, a smaller `priority` runs first, equal ones in the order of their arrival; one that runs is not stopped for another.
     """
 
     prompt_ids: Int32Array  # [P]
     sampling: SamplingParams
     seed: int
     prefix_key: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """What the engines of this process share: one owner task (`life.py`), waiting requests, admission and delivery.
 
-    generate() --> waiting --admit (arrival order, while there is room)--> running --closures--> result to the caller
+    generate() --> waiting --admit (by priority, while there is room)--> running --closures--> result to the caller
                       \\_____ caller cancelled: taken out at once _____/  \\__ or at the next boundary __/
 
 Room is a row, and positions of the cache: the rows of a batch are as long as its longest sequence (prompt + max_tokens), and
-all of them together are within `kv_positions`. One sequence always fits, and nobody overtakes the first that waits, so
-everybody is served.
+all of them together are within `kv_positions`. Among equal priorities the order is that of arrival. One sequence always fits,
+and nobody overtakes the first that waits, so everybody is served before what comes with a larger `priority`.
 
 Only the owner task touches the running batch. Between two closures on the lane the owner drops aborted
 sequences, answers weight updates, admits and delivers.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class OwnedEngine(EngineLife):
         self.kv_positions = kv_positions
         self.max_sequences = max_sequences
         self.max_context = max_context
-        self._waiting: deque[Job] = deque()
+        self._waiting: list[Job] = []  # by priority, then arrival
         self._running: dict[int, Job] = {}  # by slot
         self._aborted: list[Job] = []
         self._updates: list[_Update] = []
@@ -116,7 +116,7 @@ class OwnedEngine(EngineLife):
         self._require_open()
         self.check(request)
         job = Job(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(job)
+        insort(self._waiting, job, key=lambda each: each.request.priority)
         self._wake.set()
         try:
             return await job.future
@@ -208,7 +208,7 @@ class OwnedEngine(EngineLife):
             longest = max(longest, self._waiting[0].room)
             if (len(self._running) + 1) * longest > self.kv_positions:
                 break
-            job = self._waiting.popleft()
+            job = self._waiting.pop(0)
             job.slot = self._add(job)
             self._running[job.slot] = job
         self.recorder.gauge("engine/running", len(self._running))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 
 from asyncrl.errors import GenerationError
@@ -19,8 +21,9 @@ class Episodes:
         self._recorder = recorder
         self._limit_s = limit_s
 
-    async def play(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
-        """Errors: GenerationError at the end of its time; those of the environment and of `generate`."""
+    async def play(self, prompt: Prompt, member: int, group_size: int, generate: Generate, priority: int) -> Trajectory:
+        """`priority`: of all its requests. Errors: GenerationError at the end of its time; those of the environment and of
+        `generate`."""
         asked = open_requests = tokens = 0
         who = f"member {member} of group {prompt.group_id}"
 
@@ -29,7 +32,7 @@ class Episodes:
             asked, open_requests = asked + 1, open_requests + 1
             place.turn("the engine")
             try:
-                generation = await generate(request)
+                generation = await generate(replace(request, priority=priority))
             finally:
                 open_requests -= 1
                 if not open_requests:

@@ -20,6 +20,8 @@ from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
 from .episode import Episodes
 
+_BEFORE_ROLLOUTS = -1  # their priorities are turns: the next optimizer step waits for an evaluation
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluateParts:
@@ -68,7 +70,8 @@ class EvaluatePump:
     async def _one(self, prompt: Prompt, row: int, sample: int, scored: dict[tuple[int, int], Trajectory]) -> None:
         parts = self._parts
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
-        trajectory = await parts.environment.play(prompt, sample, parts.settings.samples, self._generate)
+        samples = parts.settings.samples
+        trajectory = await parts.environment.play(prompt, sample, samples, self._generate, _BEFORE_ROLLOUTS)
         if trajectory.reward is None:
             [trajectory] = await parts.reward.score(prompt, [trajectory])
         scored[row, sample] = trajectory

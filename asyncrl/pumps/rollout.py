@@ -124,19 +124,22 @@ class RolloutPump:
                 self._playing.release()
 
     async def _member(self, ticket: Ticket, prompt: Prompt, member: int, done: dict[int, Trajectory]) -> None:
-        trajectory = await self._episode(prompt, member)
+        trajectory = await self._episode(ticket, prompt, member)
         if self._parts.whole_groups:
             done[member] = trajectory
         else:  # an error here is the score pump's end, not ours
             await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
 
-    async def _episode(self, prompt: Prompt, member: int) -> Trajectory:
+    async def _episode(self, ticket: Ticket, prompt: Prompt, member: int) -> Trajectory:
         """Errors: EngineClosed, as the run is ending then; _EpisodeError, with the environment's own as its cause."""
         parts, group_id = self._parts, prompt.group_id
         group_size = parts.rollout.group_size
         try:
             with parts.recorder.span("rollout", track="rollout", group=group_id, member=member):
-                trajectory = await parts.environment.play(prompt, member, group_size, parts.engine.generate)
+                # What has to be trained first goes first: the second round of an old group before the first of a new one.
+                trajectory = await parts.environment.play(
+                    prompt, member, group_size, parts.engine.generate, ticket.deadline
+                )
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
                 raise GenerationError(
                     f"the environment was asked for member {member} of {group_size} of group {group_id} and returned "

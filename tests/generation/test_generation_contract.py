@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -129,6 +130,22 @@ async def test_at_most_max_sequences_run_and_they_are_admitted_in_order(kind: st
             await made.steps(2)
             assert made.engine.statistics()["running"] == 1
     assert ended == [0, 1, 2, 3, 4]
+
+
+async def test_of_those_that_wait_the_smaller_priority_runs_first(kind: str) -> None:
+    ended: list[int] = []
+    async with bench(kind, max_sequences=1) as made, made.engine:
+
+        async def one(seed: int, priority: int) -> None:
+            await made.engine.generate(replace(request(3, seed, max_tokens=5), priority=priority))
+            ended.append(seed)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one, 0, 9)
+            await made.steps(1)
+            for seed, priority in enumerate((3, 1, 3, -1, 1), start=1):  # all of them wait for the one that runs
+                tasks.start_soon(one, seed, priority)
+    assert ended == [0, 4, 2, 5, 1, 3]
 
 
 @pytest.mark.parametrize(

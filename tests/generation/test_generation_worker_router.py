@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,4 +131,21 @@ def test_in_any_order_of_events_every_request_is_at_one_place(seed: int) -> None
         assert all(len(workers) == 1 for workers in homes.values())
     assert ended > 100
     assert len(router.forget()) == len(open_jobs) and router.forget() == []
+    routed.loop.close()
+
+
+def test_a_smaller_priority_goes_first_also_after_a_death() -> None:
+    routed = Routed(1, capacity=3)
+    router = routed.router
+    asked = [replace(request(), priority=priority) for priority in (2, 1, 2, 1, 0, 1)]
+    jobs = [router.add(each, routed.loop.create_future()) for each in asked]
+    assert [job.number for job in router.assign()] == [4, 1, 3]
+    router.end(jobs[1])
+    assert [job.number for job in router.assign()] == [5]
+    router.close(0)
+    router.open(0)
+    assert [job.number for job in router.assign()] == [4, 3, 5]
+    for job in (jobs[3], jobs[4], jobs[5]):
+        router.end(job)
+    assert [job.number for job in router.assign()] == [0, 2]
     routed.loop.close()

@@ -14,9 +14,10 @@ from virtual_time import run_virtual
 from asyncrl.concurrency.describe import culprit
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.errors import GenerationError, LifecycleError
+from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.episode import Episodes
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import Prompt, Trajectory
+from asyncrl.types import GenerationRequest, Prompt, SamplingParams, Trajectory
 
 
 def sabotaged(at_s: float, which: int) -> tuple[House, str | None]:
@@ -89,7 +90,7 @@ class Endless:
 
     async def run(self, prompt: Prompt, member: int, group_size: int, generate: Any) -> Trajectory:
         while self.samples:
-            await generate(None)
+            await generate(ASKED)
         return await self.tool()
 
     async def tool(self) -> Trajectory:
@@ -102,6 +103,7 @@ class Sampled:
 
 
 PROMPT = make_prompt(7)
+ASKED = GenerationRequest(PROMPT.ids, SamplingParams(), 0, priority=5)
 
 
 def test_an_episode_that_samples_for_ever_ends_at_its_limit_and_says_how_far_it_came() -> None:
@@ -115,7 +117,7 @@ def test_an_episode_that_samples_for_ever_ends_at_its_limit_and_says_how_far_it_
             GenerationError,
             match=r"group 7 did not end within .* = 10.5 s: it asked the engine 11 times and got 30 tokens",
         ):
-            await Episodes(Endless(samples=True), recorder, 10.5).play(PROMPT, 1, 2, sample)
+            await Episodes(Endless(samples=True), recorder, 10.5).play(PROMPT, 1, 2, sample, 0)
         assert recorder.active_waits() == []
 
     run_virtual(main)
@@ -141,6 +143,24 @@ def test_a_run_with_an_endless_episode_counts_its_group_as_failed() -> None:
     assert "member 1 of group 3 did not end within rollout.timeout_s = 3600 s" in reason
 
 
+def test_requests_of_older_groups_go_before_those_of_newer_ones_and_an_evaluation_before_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The priority is the turn that the group has to be trained in."""
+    priorities: list[int] = []
+    generate = DryRunEngine.generate
+
+    def heard(engine: DryRunEngine, request: GenerationRequest) -> Any:
+        priorities.append(request.priority)
+        return generate(engine, request)
+
+    monkeypatch.setattr(DryRunEngine, "generate", heard)
+    plan = Plan(engine=True, groups_per_step=2, max_staleness=1, max_steps=3, held_out=1, evaluate_every=3)
+    assert live(plan).error is None
+    rollouts = [each for each in priorities if each >= 0]
+    assert rollouts == sorted(rollouts) and set(rollouts) == {1, 2} and min(priorities) == -1
+
+
 def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other() -> None:
     async def main() -> None:
         recorder = Recorder(asyncio.get_running_loop().time, nvtx=False)
@@ -156,7 +176,7 @@ def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other()
                 pump.__enter__()
             assert culprit(recorder.active_waits(), 5.0).startswith("publish pump waits for an item")  # nobody else
             await anyio.sleep(2.0)
-            tasks.start_soon(Episodes(Endless(samples=False), recorder, 100.0).play, PROMPT, 1, 2, None)
+            tasks.start_soon(Episodes(Endless(samples=False), recorder, 100.0).play, PROMPT, 1, 2, None, 0)
             await anyio.sleep(3.0)
             said = culprit(recorder.active_waits(), asyncio.get_running_loop().time())
             assert said.startswith("member 1 of group 7 waits for its episode from the environment since 3.0 s in ")

@@ -2,8 +2,8 @@
 
 Requests that share a prompt (`prefix_key`) go to one worker, as long as any of them is there: the prompt is prefilled once. Any
 other goes to the worker with the fewest reserved tokens (prompt + max_tokens of what it has). A worker is sent what it can run
-and a small reserve, so that it never waits for the node; the rest stays here, in the order of arrival, and can still go to
-whoever is free first, or lives longest.
+and a small reserve, so that it never waits for the node; the rest stays here, by priority and then in the order of arrival, and
+can still go to whoever is free first, or lives longest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Router:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._numbers = itertools.count()
-        self._waiting: dict[int, Job] = {}  # by number, which is their order
+        self._waiting: dict[int, Job] = {}  # by number; in the order in which they are to be sent
         self._loads: dict[int, _Load] = {}  # workers in service
         self._homes: dict[str, tuple[int, int]] = {}  # prefix key -> its worker, and how many of its requests are there
 
@@ -77,7 +77,10 @@ class Router:
     def add(self, request: GenerationRequest, future: asyncio.Future[Generation]) -> Job:
         """A new request; it waits."""
         job = Job(next(self._numbers), request, future)
+        last = next(reversed(self._waiting.values()), job)
         self._waiting[job.number] = job
+        if last.request.priority > request.priority:
+            self._sort(self._waiting)
         return job
 
     def open(self, worker: int) -> None:
@@ -97,11 +100,11 @@ class Router:
         for job in load.jobs.values():
             job.worker = None
             self._leave_home(job)
-        self._waiting = dict(sorted((load.jobs | self._waiting).items()))
+        self._sort(load.jobs | self._waiting)
         return len(load.jobs)
 
     def assign(self) -> Iterator[Job]:
-        """Give waiting requests to workers, oldest first; yields each with its `worker` set. Whose home is full waits for it."""
+        """Give waiting requests to workers, in their order; yields each with its `worker` set. Whose home is full waits for it."""
         for job in list(self._waiting.values()):
             if not any(self._has_room(load) for load in self._loads.values()):
                 return
@@ -141,6 +144,9 @@ class Router:
         self._loads.clear()
         self._homes.clear()
         return jobs
+
+    def _sort(self, waiting: dict[int, Job]) -> None:
+        self._waiting = dict(sorted(waiting.items(), key=lambda item: (item[1].request.priority, item[0])))
 
     def _place(self, job: Job) -> int | None:
         home = self._homes.get(job.request.prefix_key or "")

@@ -55,7 +55,7 @@ def read_item(item: Mapping[str, Any]) -> tuple[int, GenerationRequest | None]:
     for name in ("stop", "stop_token_ids"):
         sampling[name] = tuple(sampling[name])
     request = GenerationRequest(
-        item["prompt"].copy(), SamplingParams(**sampling), about["seed"], prefix_key=about["prefix_key"]
+        item["prompt"].copy(), SamplingParams(**sampling), about["seed"], about["prefix_key"], about["priority"]
     )
     return int(about["number"]), request
 
@@ -90,6 +90,7 @@ def _about(number: int, request: GenerationRequest) -> Any:
             "number": number,
             "seed": int(request.seed) & _SEEDS,
             "prefix_key": request.prefix_key,
+            "priority": request.priority,
             "sampling": asdict(request.sampling),
         }
     )
