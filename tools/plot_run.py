@@ -1,6 +1,7 @@
-"""The curve of a run as a picture and its numbers as JSON, under tools/results/.
+"""The curves of one run, or of several together, as a picture and their numbers as JSON, under tools/results/.
 
 python tools/plot_run.py runs/smollm2_addition
+python tools/plot_run.py runs/smollm2_shared runs/smollm2_worker --name smollm2_placements
 """
 
 from __future__ import annotations
@@ -36,31 +37,40 @@ def record(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def draw(name: str, numbers: dict[str, Any], path: Path) -> None:
+def draw(title: str, runs: dict[str, dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(numbers["steps"], numbers["reward/mean"], label="training: reward/mean")
-    for metric in sorted({m for values in numbers["evaluations"].values() for m in values if "@" in m}):
-        points = [(step, values[metric]) for step, values in numbers["evaluations"].items() if metric in values]
-        axes.plot(*zip(*points, strict=True), "o--", label=f"held out: {metric}")
-    axes.set(xlabel="policy version", ylabel="reward", ylim=(0, 1.02), title=name)
-    axes.legend(frameon=False, loc="lower right")
+    for index, (name, numbers) in enumerate(runs.items()):
+        of = f"{name}, " if len(runs) > 1 else ""
+        axes.plot(numbers["steps"], numbers["reward/mean"], f"C{index}", label=f"{of}training: reward/mean")
+        evaluated = sorted({m for values in numbers["evaluations"].values() for m in values if "@" in m})
+        for metric, marker in zip(evaluated, "os^v", strict=False):
+            points = [(step, values[metric]) for step, values in numbers["evaluations"].items() if metric in values]
+            axes.plot(*zip(*points, strict=True), f"C{index}{marker}--", label=f"{of}held out: {metric}")
+    axes.set(xlabel="policy version", ylabel="reward", ylim=(0, 1.02), title=title)
+    axes.legend(frameon=False, loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories")
+    parser.add_argument("--name", help="of the files; the run's where there is one")
     given = parser.parse_args()
-    numbers = record(read(given.run))
+    if len(given.runs) > 1 and given.name is None:
+        parser.error("several runs need a --name for the files")
+    runs = {run.name: record(read(run)) for run in given.runs}
+    name = given.name or given.runs[0].name
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{given.run.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    draw(given.run.name, numbers, RESULTS / f"{given.run.name}.png")
-    print(json.dumps({k: v for k, v in numbers.items() if not isinstance(v, list)}, indent=1))
+    kept = runs if len(runs) > 1 else runs[given.runs[0].name]
+    (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    draw(name, runs, RESULTS / f"{name}.png")
+    for run, numbers in runs.items():
+        print(run, json.dumps({k: v for k, v in numbers.items() if not isinstance(v, list)}, indent=1))
     return 0
 
 
