@@ -1,7 +1,7 @@
 """The nouns that cross room borders: prompts, generations, trajectories, groups, microbatches, step results.
 
 Torch-free on purpose: an environment or a reward is written on a laptop without torch, and other processes build these
-records with numpy alone. Arrays are one-dimensional numpy arrays on the host; the lane turns them into tensors.
+objects with numpy alone. Arrays are one-dimensional numpy arrays on the host; the lane turns them into tensors.
 
 Shape legend: L tokens of one trajectory, C tokens of one completion, P tokens of a prompt, G trajectories of a group,
 T packed tokens of a microbatch, S scored tokens (loss mask 1) of a microbatch, B sequences of a microbatch.

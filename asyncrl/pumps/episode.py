@@ -30,13 +30,13 @@ class Episodes:
         async def counted(request: GenerationRequest) -> Generation:
             nonlocal asked, open_requests, tokens
             asked, open_requests = asked + 1, open_requests + 1
-            place.turn("the engine")
+            place.passes_to("the engine")
             try:
                 generation = await generate(replace(request, priority=priority))
             finally:
                 open_requests -= 1
                 if not open_requests:
-                    place.turn("the environment")
+                    place.passes_to("the environment")
             tokens += len(generation.token_ids)
             return generation
 

@@ -103,7 +103,7 @@ class Watched(WaitSpan):
         super().__init__(recorder, who, what, on, "")
         self.task = asyncio.current_task()
 
-    def turn(self, on: str) -> None:
+    def passes_to(self, on: str) -> None:
         """From now on it is with `on`."""
         self.on, self.since = on, self._recorder.clock()
 

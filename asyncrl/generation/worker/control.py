@@ -21,7 +21,7 @@ from ...errors import TransportError
 
 LONGEST = 16 << 20  # bytes of one message: some MiB of trace spans, several times
 UNREAD = 64 << 20  # bytes that wait for the other side to read
-_CHUNK = 1 << 18  # bytes read or written in one turn of the loop
+_CHUNK = 1 << 18  # bytes read or written in one iteration of the loop
 _SHOWN = 80  # bytes of what is no message
 
 

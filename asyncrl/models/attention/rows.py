@@ -1,4 +1,4 @@
-"""Attention over packed prefix trees by batched matrix products: one padded row per segment, its prefix in front.
+"""Attention over packed prefix trees by batched matrix products: one padded row per span, its prefix in front.
 
 For rows as short as those of most training (hundreds of tokens) a row's scores fit the cache, so plain products, one
 softmax and its backward beat torch's flash kernel on a CPU, above all in bfloat16, whose flash backward runs at a fifth

@@ -54,7 +54,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Bin:
-    """Segments padded to one length. Rows of padding repeat a real token and get a zero gradient."""
+    """Spans of tokens padded to one length. Rows of padding repeat a real token and get a zero gradient."""
 
     count: int
     length: int
@@ -259,7 +259,7 @@ class TreePlan:
     # -- any device: one masked call over padded rows ---------------------------------------------------------------
 
     def attend_masked(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """The same through `scaled_dot_product_attention` with a mask: one row per segment, its prefix in front."""
+        """The same through `scaled_dot_product_attention` with a mask: one row per span, its prefix in front."""
         if query.device not in self._rows:
             self._rows[query.device] = self._make_rows(query.device)
         query_index, key_index, mask, back = self._rows[query.device]
@@ -344,7 +344,7 @@ def _slice(tensor: Tensor, span: _Span) -> Tensor:
 
 
 def _take(tensor: Tensor, block: _Span | _Bin, zero_padding: bool = False) -> Tensor:
-    """[T, X, Y] -> [rows, X, length, Y] of one block; a view where the block is a single segment."""
+    """[T, X, Y] -> [rows, X, length, Y] of one block; a view where the block is a single span."""
     if isinstance(block, _Span):
         return _slice(tensor, block).transpose(0, 1).unsqueeze(0)
     rows = tensor.index_select(0, block.gather)
