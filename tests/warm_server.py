@@ -116,8 +116,11 @@ def _become(program: Program, descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in program.ignored:
-        signal.signal(number, signal.SIG_IGN)
+    for number in signal.valid_signals():
+        if number in program.ignored:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is signal.SIG_IGN:  # the server's, who may have been started under nohup
+            signal.signal(number, signal.SIG_DFL)
     before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ.clear()
     os.environ.update(program.environment)
