@@ -83,8 +83,8 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
     with run:
         os.close(slave)
-        seen = b""
-        while b"step" not in seen or b"reward" not in seen:  # the bar is there
+        seen, committed = b"", lines_at_least(run.directory, 1)
+        while b"step" not in seen or b"reward" not in seen or not committed():  # the bar is there
             seen += os.read(master, 4096)
         os.close(master)
         run.popen.send_signal(signal.SIGHUP)
