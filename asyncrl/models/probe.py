@@ -31,6 +31,7 @@ _WINDOWS = (  # and the chunks in which layers with a state go through a row
 _WIDTHS = (  # of an MLP's hidden layer: a number of equal units, of which a part computes what all do
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size",
 )  # fmt: skip
+_NOT_OF_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Module())}
 _NARROW = 64
 _NOISE = 0.2
 _SEED = 0
@@ -46,8 +47,8 @@ def build_probe(
     Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    probe = _build(module, narrow)
     source = dict(module.named_parameters()) | dict(module.named_buffers())
+    probe = _build(module, source, narrow)
     with torch.no_grad():
         for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
             _copy(source.get(name), target)
@@ -60,7 +61,7 @@ def build_probe(
     return probe
 
 
-def _build(module: PreTrainedModel, narrow: bool) -> PreTrainedModel:
+def _build(module: PreTrainedModel, source: dict[str, Tensor], narrow: bool) -> PreTrainedModel:
     """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
     then twice as many."""
     few = layer_kinds(module)
@@ -70,16 +71,15 @@ def _build(module: PreTrainedModel, narrow: bool) -> PreTrainedModel:
         if narrow:
             _narrow(config.get_text_config())
         try:
-            return _of_config(module, config)
+            return _of_config(module, source, config)
         except (ValueError, IndexError, KeyError):
             if layers == total or layers > few:
                 raise
     raise AssertionError("the second number of layers returns or raises")
 
 
-def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """With random weights only where those of `module` cannot be copied: to draw them takes longer than all else."""
-    source = dict(module.named_parameters())
+def _of_config(module: PreTrainedModel, source: dict[str, Tensor], config: PretrainedConfig) -> PreTrainedModel:
+    """With random weights only where those of `source` cannot be copied: to draw them takes longer than all else."""
     with no_init_weights():
         probe = _empty(module, config)
     probe.tie_weights()
@@ -134,14 +134,16 @@ def _shrink_contexts(text: PretrainedConfig) -> None:
 
 def _narrow(text: PretrainedConfig) -> None:
     """Fewer heads of the same size over a stream as much narrower, and narrower MLPs: what a layer computes does not depend on
-    how many of equal parts it has. At least two key heads stay, and as many query heads to each."""
+    how many of equal parts it has. Two key heads stay, and two query heads to each."""
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     keys = getattr(text, "num_key_value_heads", None) or heads
-    if isinstance(heads, int) and isinstance(keys, int) and isinstance(hidden, int):
-        part = max((n for n in range(1, keys // 2 + 1) if not (keys % n or heads % n or hidden % n)), default=1)
-        text.num_attention_heads, text.hidden_size = heads // part, hidden // part
-        if getattr(text, "num_key_value_heads", None) is not None:
-            text.num_key_value_heads = keys // part
+    if isinstance(heads, int) and isinstance(keys, int) and isinstance(hidden, int) and not heads % keys:
+        group = heads // keys
+        kept = min(keys, 2) * min(group, 2)
+        if not hidden * kept % heads:
+            text.num_attention_heads, text.hidden_size = kept, hidden * kept // heads
+            if getattr(text, "num_key_value_heads", None) is not None:
+                text.num_key_value_heads = min(keys, 2)
     for name in _WIDTHS:
         value = getattr(text, name, None)
         if isinstance(value, int) and value >= 2 * _NARROW:
@@ -201,9 +203,9 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
         settings = sorted(
             (key, value)
             for key, value in vars(part).items()
-            if isinstance(value, (bool, int, str, type(None))) and key not in ("layer_idx", "layer_id", "layer_number")
+            if key not in _NOT_OF_A_KIND and isinstance(value, (bool, int, str, type(None)))
         )
-        shapes = tuple((key, tuple(value.shape)) for key, value in part.named_parameters(recurse=False))
+        shapes = tuple((key, value.shape) for key, value in part._parameters.items() if value is not None)
         parts.append((name, type(part).__qualname__, tuple(settings), shapes))
     return tuple(parts)
 

@@ -120,7 +120,7 @@ def check_model(
     started = time.perf_counter()
     name = type(module).__name__
     refuse_unsupported(module)
-    with _quiet():
+    with _quiet(), _one_thread():
         try:
             say("checking the model: its own eager pass")
             trial = _trial(module, device, lora, checkpointing)
@@ -212,6 +212,18 @@ def _verdict(module: PreTrainedModel, trial: Trial, results: list[Result], start
 
 def _layers(module: PreTrainedModel) -> int:
     return int(module.config.get_text_config().num_hidden_layers)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A probe is too small to be shared: threads would wait for each other longer than they compute, on a busy machine
+    for seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

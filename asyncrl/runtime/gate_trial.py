@@ -44,9 +44,9 @@ from asyncrl.types import (
 )
 
 # (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
-_GROUPS = ((7, (13, 4)), (2, (26,)), (5, (3,)))
+_GROUPS = ((7, (13, 4)), (2, (26,)))
 # (prompt, completion, shares the prompt of the row before it)
-_REQUESTS = ((7, 3, False), (7, 5, True), (12, 6, False), (21, 2, False))
+_REQUESTS = ((7, 6, False), (7, 5, True), (21, 2, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 _PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and one leaves it before the others
 _NEW_VERSION = 4  # after so many tokens
@@ -87,19 +87,17 @@ class Trial:
         limits = [longest_row(probe.config), getattr(text, "max_position_embeddings", None)]
         self._longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=1 << 30)
         self._vocabulary = int(text.vocab_size)
-        self.temperature = self._measure_temperature()
+        # Tokens repeat, because a layer that chooses keys may have to choose among equal ones.
+        self._open_tokens = self._tokens(6)[self._random.integers(0, 6, min(40, self._longest))]
+        with torch.no_grad():
+            self._open_logits_LV = self._logits(self._open_tokens)
+        # At which the next token is open: of logits far apart, rounding and the choice of a token hide everything else.
+        self.temperature = max(1.0, round(float(self._open_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
         self._weight_S = torch.from_numpy(self._random.standard_normal(self.batch.scored)).float()
 
     # -- the eager side -----------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _measure_temperature(self) -> float:
-        """At which the next token is open: of logits far apart, rounding and the choice of a token hide everything else."""
-        tokens = torch.from_numpy(self._tokens(min(28, self._longest)).astype(np.int64)).to(self.probe.device)
-        logits = self.probe(input_ids=tokens.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
-        return max(1.0, round(float(logits.std(-1).mean()) / 2, 1))
 
     @cached_property
     def eager(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -121,19 +119,24 @@ class Trial:
         probe.requires_grad_(False)
         return found, gradients
 
-    def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int) -> Tensor:
-        """[L] tokens -> [L - prompt]."""
+    def _logits(self, tokens: Int32Array | Int64Array) -> Tensor:
+        """[L] tokens -> [L, V]."""
         row = torch.from_numpy(tokens.astype(np.int64)).to(self.probe.device)
         logits_LV: Tensor = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
-        return (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1).gather(1, row[prompt:, None]).squeeze(1)
+        return logits_LV
+
+    def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int, logits_LV: Tensor | None = None) -> Tensor:
+        """[L] tokens -> [L - prompt]. `logits_LV`: of these tokens, where they are known."""
+        logits_LV = self._logits(tokens) if logits_LV is None else logits_LV
+        targets = torch.from_numpy(tokens[prompt:].astype(np.int64)).to(logits_LV.device)
+        logp_LV = (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1)
+        return logp_LV.gather(1, targets[:, None]).squeeze(1)
 
     @torch.no_grad()
     def check_causal(self) -> None:
-        """Errors: ConfigError where what follows a token moves its log-probs: no sampler can know that. Tokens repeat, because a
-        layer that chooses keys may have to choose among equal ones."""
-        length = min(40, self._longest)
-        tokens = self._tokens(6)[self._random.integers(0, 6, length)]
-        whole = self._logprobs(tokens, 1)
+        """Errors: ConfigError where what follows a token moves its log-probs: no sampler can know that."""
+        tokens, length = self._open_tokens, self._open_tokens.size
+        whole = self._logprobs(tokens, 1, self._open_logits_LV)
         for part in (length // 4, length - 3):
             distance = _largest(self._logprobs(tokens[:part], 1) - whole[: part - 1])
             if not distance <= NATS:

@@ -75,8 +75,13 @@ def test_the_first_path_that_agrees_is_used() -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model = llama()
     before = copy.deepcopy(model.state_dict()), model.config.to_dict(), model.config._attn_implementation
-    random = torch.random.get_rng_state()
-    check_model(model)
+    random, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        check_model(model)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
     after = model.state_dict(), model.config.to_dict(), model.config._attn_implementation
     assert after[1:] == before[1:] and all(torch.equal(after[0][name], before[0][name]) for name in before[0])
     assert torch.equal(torch.random.get_rng_state(), random)
@@ -108,6 +113,8 @@ def test_the_probe_of_a_wide_model_is_narrow() -> None:
         own / own.norm(), whole[:64, :64] / whole[:64, :64].norm()
     )  # scaled up, and nothing else
     assert check_model(model).path == FUSED
+    uneven = build_probe(llama(hidden_size=144, num_attention_heads=9, num_key_value_heads=3), narrow=True)  # SmolLM2
+    assert (uneven.config.num_attention_heads, uneven.config.num_key_value_heads, uneven.config.head_dim) == (4, 2, 16)
 
 
 def test_what_cannot_be_narrow_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
