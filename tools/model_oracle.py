@@ -67,7 +67,8 @@ _TINY = 1e-3  # of the largest gradient: what is smaller is measured by this
 
 def open_policy(config: Config) -> PolicyModel:
     """As a run does (runtime/real.py). Errors: ConfigError."""
-    return load_policy(config.model, "cpu", config.seed, lambda module: check_for(config, module).path)[0]
+    longest = MAX_PROMPT + MAX_COMPLETION
+    return load_policy(config.model, "cpu", config.seed, lambda module: check_for(config, module).path, longest)[0]
 
 
 def examine(name: str) -> Measured:
@@ -196,7 +197,7 @@ def _own(eager: PreTrainedModel, rows: list[Trajectory], weights_S: Tensor) -> t
     try:
         parts = []
         for row in rows:
-            logits_LV = eager(input_ids=torch.from_numpy(row.tokens.astype(np.int64))[None], use_cache=False).logits[0]
+            logits_LV = _logits(eager, row.tokens)
             parts.append(_picked(logits_LV, row.tokens, np.flatnonzero(row.mask), row.temperature))
         logp_S = torch.cat(parts)
         (logp_S * weights_S.to(logp_S.dtype)).sum().backward()
@@ -207,6 +208,16 @@ def _own(eager: PreTrainedModel, rows: list[Trajectory], weights_S: Tensor) -> t
     }
     eager.zero_grad(set_to_none=True)
     return logp_S.detach(), gradients
+
+
+def _logits(eager: PreTrainedModel, tokens: np.ndarray) -> Tensor:
+    """[L, V] by the class itself. Where it chooses rotary frequencies by the length of a row, of a row that is continued to the
+    longest length that the settings allow."""
+    row = torch.from_numpy(tokens.astype(np.int64))
+    rope = str(getattr(eager.config.get_text_config(), "rope_parameters", None))
+    if "'longrope'" in rope or "'dynamic'" in rope:
+        row = torch.cat([row, row.new_full((MAX_PROMPT + MAX_COMPLETION - len(row),), 3)])
+    return eager(input_ids=row[None], use_cache=False).logits[0, : len(tokens)]  # type: ignore[no-any-return]  # transformers: Any
 
 
 def _picked(logits_LV: Tensor, tokens: np.ndarray, places: np.ndarray, temperature: float) -> Tensor:
@@ -347,9 +358,7 @@ def _distance(models: dict[int, PreTrainedModel], asked: GenerationRequest, answ
     places = np.arange(asked.prompt_ids.size, tokens.size)
     worst = 0.0
     for version in {int(v) for v in answer.versions}:
-        logits_LV = models[version](input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[
-            0
-        ]
+        logits_LV = _logits(models[version], tokens)
         own = answer.versions == version
         expected = _picked(logits_LV, tokens, places[own], 1.0)
         worst = max(worst, _apart(torch.from_numpy(answer.logprobs[own]), expected))

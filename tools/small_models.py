@@ -172,6 +172,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama llama3": ("llama", _rotary("llama3", **_ORIGINAL, low_freq_factor=1.0, high_freq_factor=4.0)),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "phi3 longrope": ("phi3", _rotary("longrope", **_LONG)),
+    "phimoe longrope": ("phimoe", _rotary("longrope", **_LONG, short_mscale=1.1, long_mscale=1.3)),
+    "gemma3_text longrope layers": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "longrope", "rope_theta": 10000.0, **_LONG}, "sliding_attention": _DEFAULT_ROTARY,
+            }
+        },
+    ),
+    "deepseek_v3 longrope": (
+        "deepseek_v3", _rotary("longrope", **_LONG | {name: _LONG[name][: HEAD // 4] for name in ("short_factor", "long_factor")}),
+    ),
     "mistral without window": ("mistral", {"sliding_window": None}),
     "qwen2 windowed": ("qwen2", _WINDOWED),
     "qwen3 windowed": ("qwen3", _WINDOWED),

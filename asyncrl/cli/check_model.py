@@ -30,28 +30,34 @@ def main(arguments: Sequence[str]) -> int:
     from asyncrl.config.schema import LoraConfig, ModelConfig
     from asyncrl.errors import CheckpointError, ConfigError
     from asyncrl.models.loading import load_module
-    from asyncrl.models.probe import longest_row
+    from asyncrl.models.rotary import original_context
     from asyncrl.runtime.gate import check_model
 
     try:
         config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
         require_whole_model(Path(given.path), "PATH")
         module, _ = load_module(config)
-        verdict = check_model(
-            module,
-            lora=LoraConfig(rank=given.lora_rank),
-            checkpointing=given.gradient_checkpointing,
-            sharded=given.fsdp,
-            every=True,
-        )
-        limit = longest_row(module.config)
-        _ = verdict.path
+        context = original_context(module.config)
+        rows = (
+            [None] if context is None else [context, context + 1]
+        )  # the longest one, of which each choice is compared
+        verdicts = [
+            check_model(
+                module,
+                longest=longest,
+                lora=LoraConfig(rank=given.lora_rank),
+                checkpointing=given.gradient_checkpointing,
+                sharded=given.fsdp,
+                every=True,
+            )
+            for longest in rows
+        ]
+        _ = [verdict.path for verdict in verdicts]
     except (ConfigError, CheckpointError) as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2
-    print("\n".join(verdict.lines()))
-    print("compared:", *(f"  {result}" for result in verdict.results), sep="\n")
-    if limit is not None:
-        print(f"rows of at most {limit} tokens: past them the rotary frequencies of a row depend on its length")
-    print(f"in {verdict.seconds:.2f} s")
+    for verdict in verdicts:
+        print("\n".join(verdict.lines()))
+        print("compared:", *(f"  {result}" for result in verdict.results), sep="\n")
+    print(f"in {sum(verdict.seconds for verdict in verdicts):.2f} s")
     return 0

@@ -57,6 +57,11 @@ def staleness_bound(config: Config) -> int:
     return updates * turns_bound(config) + (updates - 1)
 
 
+def row_limit(config: Config) -> int:
+    """Most tokens of a row: of a prompt and its completion."""
+    return config.data.max_prompt_tokens + config.rollout.max_tokens
+
+
 def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, submitted: bool = False) -> Config:
     """The configuration with presets and derived values filled in, checked as a whole.
 

@@ -24,6 +24,7 @@ from .parameters.lora import find_targets, require_peft
 from .parameters.source import is_builder, model_source, tokenizer_source
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
+from .rotary import hold_frequencies, not_held
 
 Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
 # Of transformers, for what it cannot read.
@@ -31,41 +32,52 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 
 
 def load_policy(
-    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0, choose: Choose | None = None
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    choose: Choose | None = None,
+    longest: int | None = None,
 ) -> tuple[PolicyModel, Any]:
     """(policy, tokenizer). `seed` keys the random weights of `random_init`. Errors: ConfigError.
 
     `model.path` may also be `file.py:function` or `module:function`: it is called with the seed and returns both. `choose`:
-    see there; without it, the path is what the model's parts allow, and nothing but its head is compared.
+    see there; without it, the path is what the model's parts allow, and nothing but its head is compared. `longest`: tokens of
+    the longest row of a run, for rotary frequencies that follow it (rotary.py); None: each row has its own.
     """
     if config.lora.rank:
         require_peft()
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
+    if longest is not None:
+        _hold_rotary(module, longest)
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel, path=path)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
 def load_served(
-    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0, choose: Choose | None = None
+    config: ModelConfig, device: torch.device | str, seed: int, choose: Choose | None, longest: int
 ) -> tuple[PolicyModel, PreTrainedModel, Any]:
     """(policy, model, tokenizer) of a sharded run: a policy on `device` that only reads, in the matmul dtype, and the same
     model once more, on the host and in float32, to be cut over the ranks. Errors: ConfigError."""
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
+    _hold_rotary(module, longest)
     twin = copy.deepcopy(module)
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel, path=path)
     return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
 
 
-def load_reader(config: ModelConfig, device: torch.device | str, seed: int, path: ModelPath) -> tuple[PolicyModel, Any]:
+def load_reader(
+    config: ModelConfig, device: torch.device | str, seed: int, path: ModelPath, longest: int
+) -> tuple[PolicyModel, Any]:
     """(policy, tokenizer) of a process that only generates: the policy reads weights that somebody else writes, and is run on the
     path that was found for them. Errors: ConfigError."""
     module, tokenizer = load_module(config, seed)
+    _hold_rotary(module, longest)
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, served=True, head_kernel="torch", path=path)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
@@ -90,6 +102,11 @@ def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]
         )
     module, tokenizer = built
     return module.float(), tokenizer
+
+
+def _hold_rotary(module: PreTrainedModel, longest: int) -> None:
+    if not hold_frequencies(module, longest):
+        raise ConfigError(f"model.path: {type(module).__name__} is refused: {not_held(module.config, longest)}")
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from .rotary import depends_on_length, rope_parts
+
 WINDOW = 8  # tokens that a window of the probe spans
 CONTEXT = 16  # "original" context of the probe's rotary scaling
 VOCABULARY = 256
@@ -38,17 +40,19 @@ _SEED = 0
 
 
 def build_probe(
-    module: PreTrainedModel, device: torch.device | str = "cpu", *, narrow: bool = False
+    module: PreTrainedModel, device: torch.device | str = "cpu", *, narrow: bool = False, outgrown: bool = False
 ) -> PreTrainedModel:
     """A small float32 model of the class of `module`, whose weights may lie on the meta device: then the probe's are random.
 
     `narrow`: with fewer heads and units, so that its size hardly depends on that of the model; not every class can be built so.
+    `outgrown`: rows of the run pass the original context of rotary frequencies that follow their length (rotary.py); those of the
+    probe do so too, if they have more than CONTEXT tokens.
 
     Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
     """
     generator = torch.Generator().manual_seed(_SEED)
     source = dict(module.named_parameters()) | dict(module.named_buffers())
-    probe = _build(module, source, narrow)
+    probe = _build(module, source, narrow, outgrown)
     with torch.no_grad():
         for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
             _copy(source.get(name), target)
@@ -61,7 +65,7 @@ def build_probe(
     return probe
 
 
-def _build(module: PreTrainedModel, source: dict[str, Tensor], narrow: bool) -> PreTrainedModel:
+def _build(module: PreTrainedModel, source: dict[str, Tensor], narrow: bool, outgrown: bool) -> PreTrainedModel:
     """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
     then twice as many."""
     few = layer_kinds(module)
@@ -70,6 +74,8 @@ def _build(module: PreTrainedModel, source: dict[str, Tensor], narrow: bool) -> 
         config = probe_config(module, layers=layers)
         if narrow:
             _narrow(config.get_text_config())
+        if outgrown:
+            _shrink_original(config.get_text_config())
         try:
             return _of_config(module, source, config)
         except (ValueError, IndexError, KeyError):
@@ -124,12 +130,24 @@ def _shrink_contexts(text: PretrainedConfig) -> None:
         value = getattr(text, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
             setattr(text, name, WINDOW)
-    rope = getattr(text, "rope_parameters", None)
-    for part in [rope, *(rope.values() if isinstance(rope, dict) else ())]:
-        if not isinstance(part, dict) or depends_on_length(part):
-            continue
-        if int(part.get("original_max_position_embeddings") or 0) > CONTEXT:
+    for part in rope_parts(text):
+        if (
+            not depends_on_length(part["rope_type"])
+            and int(part.get("original_max_position_embeddings") or 0) > CONTEXT
+        ):
             part["original_max_position_embeddings"] = CONTEXT
+
+
+def _shrink_original(text: PretrainedConfig) -> None:
+    for part in rope_parts(text):
+        if "dynamic" in part["rope_type"]:
+            text.max_position_embeddings = CONTEXT
+        elif depends_on_length(part["rope_type"]):
+            part["original_max_position_embeddings"] = CONTEXT
+            if (
+                getattr(text, "original_max_position_embeddings", None) is not None
+            ):  # Phi-3's, which goes before the other
+                text.original_max_position_embeddings = CONTEXT
 
 
 def _narrow(text: PretrainedConfig) -> None:
@@ -148,29 +166,6 @@ def _narrow(text: PretrainedConfig) -> None:
         value = getattr(text, name, None)
         if isinstance(value, int) and value >= 2 * _NARROW:
             setattr(text, name, _NARROW + value % _NARROW)
-
-
-def depends_on_length(rope: dict[str, Any]) -> bool:
-    """Whether these rotary parameters give frequencies that follow the length of the row."""
-    return rope.get("rope_type") in ("dynamic", "longrope")
-
-
-def longest_row(config: PretrainedConfig) -> int | None:
-    """Most tokens of a row for which rotary frequencies do not depend on its length; None: any.
-
-    Beyond it, with `longrope` and `dynamic` scaling, transformers computes all tokens of a row with other frequencies: what
-    was sampled before a row grew past it was sampled by another model, and no cache survives it.
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None)
-    limits = []
-    for part in [rope, *(rope.values() if isinstance(rope, dict) else ())]:
-        if isinstance(part, dict) and depends_on_length(part):
-            original = part.get("original_max_position_embeddings")
-            if part["rope_type"] == "dynamic" or not original:
-                original = text.max_position_embeddings
-            limits.append(int(original))
-    return min(limits, default=None)
 
 
 def layer_kinds(module: PreTrainedModel) -> int:

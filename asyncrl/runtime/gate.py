@@ -16,15 +16,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
-from asyncrl.models.probe import build_probe, longest_row
+from asyncrl.models.probe import build_probe
+from asyncrl.models.rotary import describe, not_held, outgrows
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
 
@@ -58,6 +61,7 @@ class Verdict:
     total: int
     results: tuple[Result, ...]
     seconds: float
+    rotary: str = ""  # which frequencies were chosen, where a choice is to be made
 
     @property
     def chosen(self) -> Result | None:
@@ -83,6 +87,8 @@ class Verdict:
         found = [
             f"model: {self.name} on the {chosen.path.name} path; {chosen.distance} from itself, {self._compared()}"
         ]
+        if self.rotary:
+            found.append(self.rotary)
         if chosen.path.name == "plain":
             found.append(
                 "note: on the plain path nothing is shared in a group, and all caches are rebuilt after an update"
@@ -104,6 +110,7 @@ def check_model(
     module: PreTrainedModel,
     device: torch.device | str = "cpu",
     *,
+    longest: int | None = None,
     lora: LoraConfig | None = None,
     checkpointing: bool = False,
     sharded: bool = False,
@@ -111,7 +118,8 @@ def check_model(
     every: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Compare on `device`. `module`: as loaded, or on the meta device, where the weights are random.
+    """Compare on `device`. `module`: as loaded, or on the meta device, where the weights are random. `longest`: tokens of the
+    longest row that the run can have; None: its rows stay within the original context.
 
     `sharded`: trained by transformers' own layers cut over the ranks, which is the packed path; the plain one is not. `every`:
     go on after the first path that agrees. `say` hears what is compared. Errors: ConfigError where the model cannot be built
@@ -123,9 +131,12 @@ def check_model(
     with _quiet(), _one_thread():
         try:
             say("checking the model: its own eager pass")
-            trial = _trial(module, device, lora, checkpointing)
+            outgrown = longest is not None and outgrows(module.config, longest)
+            trial = _trial(module, device, outgrown=outgrown, lora=lora, checkpointing=checkpointing)
             layers = f"{_layers(trial.probe)} of {_layers(module)} layers"
             trial.check_causal()
+            if longest is not None and not trial.holds():
+                raise ConfigError(not_held(module.config, longest))
         except ConfigError as error:
             raise ConfigError(f"model.path: {name} is refused: {error}") from error
         except Exception as error:
@@ -138,20 +149,20 @@ def check_model(
             paths = [path for path in paths if path.name != "plain"]
             packed = _compare(trial, PACKED, sampler=False)
             if not packed.agrees:
-                return _verdict(module, trial, [packed], started)
+                return _verdict(module, trial, [packed], started, longest)
         for number, path in enumerate(paths, 1):
             say(f"checking the model: path {number} of {len(paths)} ({path.name}), {layers}")
             results.append(_compare(trial, path))
             if results[-1].agrees and not every:
                 break
-    return _verdict(module, trial, results, started)
+    return _verdict(module, trial, results, started, longest)
 
 
-def _trial(module: PreTrainedModel, device: torch.device | str, lora: LoraConfig | None, checkpointing: bool) -> Trial:
+def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: bool, **given: Any) -> Trial:
     """On narrow layers, or on whole ones where the class cannot be built narrow."""
     for narrow in (True, False):
         try:
-            trial = Trial(build_probe(module, device, narrow=narrow), lora=lora, checkpointing=checkpointing)
+            trial = Trial(build_probe(module, device, narrow=narrow, outgrown=outgrown), outgrown=outgrown, **given)
             _ = trial.eager
             return trial
         except Exception:
@@ -167,10 +178,10 @@ def check_for(
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """What the run of `config` needs, asked of `module`. Errors: ConfigError for settings that the path does not serve."""
-    check_rows(config, module)
     verdict = check_model(
         module,
         device,
+        longest=row_limit(config),
         lora=config.model.lora,
         checkpointing=config.train.gradient_checkpointing,
         sharded=config.distributed.sharding == "fsdp",
@@ -184,18 +195,6 @@ def check_for(
     return verdict
 
 
-def check_rows(config: Config, module: PreTrainedModel) -> None:
-    """Errors: ConfigError where a row may grow past the length at which the model's rotary frequencies change."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    limit = longest_row(module.config)
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_tokens = {longest}, and past {limit} tokens {type(module).__name__} turns "
-            "all tokens of a row by other rotary frequencies (longrope or dynamic scaling): what was sampled before would "
-            f"belong to another model. Lower them to {limit} together, or choose another rope_type in the model's configuration"
-        )
-
-
 def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
     try:
         return Result(path, trial.run(path, sampler=sampler))
@@ -205,9 +204,17 @@ def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
         return Result(path, None, first_line(error))
 
 
-def _verdict(module: PreTrainedModel, trial: Trial, results: list[Result], started: float) -> Verdict:
-    seconds = time.perf_counter() - started
-    return Verdict(type(module).__name__, _layers(trial.probe), _layers(module), tuple(results), seconds)
+def _verdict(
+    module: PreTrainedModel, trial: Trial, results: list[Result], started: float, longest: int | None
+) -> Verdict:
+    return Verdict(
+        name=type(module).__name__,
+        layers=_layers(trial.probe),
+        total=_layers(module),
+        results=tuple(results),
+        seconds=time.perf_counter() - started,
+        rotary=describe(module.config, longest),
+    )
 
 
 def _layers(module: PreTrainedModel) -> int:

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.probe import longest_row
+from asyncrl.models.rotary import hold_frequencies, original_context
 from asyncrl.training.passes import Forward
 from asyncrl.types import (
     FinishReason,
@@ -46,10 +46,11 @@ from asyncrl.types import (
 # (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
 _GROUPS = ((7, (13, 4)), (2, (26,)))
 # (prompt, completion, shares the prompt of the row before it)
-_REQUESTS = ((7, 6, False), (7, 5, True), (21, 2, False))
+_REQUESTS = ((12, 6, False), (12, 5, True), (21, 2, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 _PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and one leaves it before the others
 _NEW_VERSION = 4  # after so many tokens
+_LONGEST = 40  # tokens of a row
 NATS = 1e-4  # most that a log-prob may differ, training or sampler
 RELATIVE = 1e-4  # most that a gradient may
 
@@ -76,19 +77,27 @@ class Distance:
 class Trial:
     """The eager side, computed once, and the comparison of a path with it."""
 
-    def __init__(self, probe: PreTrainedModel, *, lora: LoraConfig | None = None, checkpointing: bool = False) -> None:
-        """`probe`: of models/probe.py. `lora`, `checkpointing`: as the run has them."""
+    def __init__(
+        self,
+        probe: PreTrainedModel,
+        *,
+        outgrown: bool = False,
+        lora: LoraConfig | None = None,
+        checkpointing: bool = False,
+    ) -> None:
+        """`probe`, `outgrown`: of models/probe.py. `lora`, `checkpointing`: as the run has them."""
         self.probe = probe
         self._untouched = copy.deepcopy(probe)  # some models keep what they computed last
         self._lora = lora
         self._checkpointing = checkpointing
         self._random = np.random.default_rng(0)
+        self._outgrown = outgrown
         text = probe.config.get_text_config()
-        limits = [longest_row(probe.config), getattr(text, "max_position_embeddings", None)]
-        self._longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=1 << 30)
+        limits = [] if outgrown else [original_context(probe.config), getattr(text, "max_position_embeddings", None)]
+        self._longest = min([_LONGEST, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
         self._vocabulary = int(text.vocab_size)
         # Tokens repeat, because a layer that chooses keys may have to choose among equal ones.
-        self._open_tokens = self._tokens(6)[self._random.integers(0, 6, min(40, self._longest))]
+        self._open_tokens = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
             self._open_logits_LV = self._logits(self._open_tokens)
         # At which the next token is open: of logits far apart, rounding and the choice of a token hide everything else.
@@ -120,10 +129,13 @@ class Trial:
         return found, gradients
 
     def _logits(self, tokens: Int32Array | Int64Array) -> Tensor:
-        """[L] tokens -> [L, V]."""
+        """[L] tokens -> [L, V]. Where rows outgrow their original context, of a row that is continued to the longest length: by
+        that the class chooses its rotary frequencies, and what follows changes nothing else (`check_causal`)."""
         row = torch.from_numpy(tokens.astype(np.int64)).to(self.probe.device)
+        if self._outgrown:
+            row = torch.cat([row, row[-1:].expand(self._longest - row.numel())])
         logits_LV: Tensor = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
-        return logits_LV
+        return logits_LV[: tokens.size]
 
     def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int, logits_LV: Tensor | None = None) -> Tensor:
         """[L] tokens -> [L - prompt]. `logits_LV`: of these tokens, where they are known."""
@@ -145,11 +157,17 @@ class Trial:
                     f"{length - part} more follow"
                 )
 
+    def holds(self) -> bool:
+        """Whether one choice of rotary frequencies holds for all rows."""
+        return not self._outgrown or hold_frequencies(copy.deepcopy(self._untouched), self._longest)
+
     # -- a path -------------------------------------------------------------------------------------------------------
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
         """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
-        policy = PolicyModel(copy.deepcopy(self._untouched), "float32", path=path, lora=self._lora)
+        module = copy.deepcopy(self._untouched)
+        hold_frequencies(module, self._longest)
+        policy = PolicyModel(module, "float32", path=path, lora=self._lora)
         logprobs, gradients, parameter = self._training(policy)
         return Distance(logprobs, gradients, self._sampler(policy) if sampler else 0.0, parameter)
 

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
-from asyncrl.config.resolve import versions_per_batch
+from asyncrl.config.resolve import row_limit, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
@@ -80,7 +80,7 @@ async def _open_shared(site: Site, sampler: Sampler) -> tuple[Engine, WeightSink
         sampler.lane,
         site.recorder,
         max_sequences=config.engine.max_sequences,
-        max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+        max_context=row_limit(config),
         kv_positions=sampler.kv_positions,
         prefill_tokens=config.engine.prefill_tokens,
         kv_after_update=config.engine.kv_after_update or "keep",
@@ -109,7 +109,7 @@ def _load(
 
 
 def _build(config: Config, world: World, device: torch.device, choose: Choose) -> tuple[PolicyModel, Any, TorchTrainer]:
-    policy, tokenizer = load_policy(config.model, device, config.seed, choose)
+    policy, tokenizer = load_policy(config.model, device, config.seed, choose, row_limit(config))
     core = TorchTrainer(
         policy,
         config.train,
@@ -125,7 +125,7 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
 def _build_sharded(
     config: Config, world: World, device: torch.device, choose: Choose
 ) -> tuple[PolicyModel, Any, TorchTrainer]:
-    policy, model, tokenizer = load_served(config.model, device, config.seed, choose)
+    policy, model, tokenizer = load_served(config.model, device, config.seed, choose, row_limit(config))
     core = ShardedTrainer(
         policy,
         model,

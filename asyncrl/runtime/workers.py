@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.concurrency.offload import offload
+from asyncrl.config.resolve import row_limit
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.policy import PolicyModel
@@ -43,7 +44,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     )
     site.stack.callback(board.close)
     assert config.engine.max_sequences is not None
-    context = config.data.max_prompt_tokens + config.rollout.max_tokens
+    context = row_limit(config)
     limits = Limits(
         workers=placement.workers,
         max_sequences=placement.share(config.engine.max_sequences),

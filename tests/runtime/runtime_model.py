@@ -39,6 +39,15 @@ def build_stateful(seed: int) -> tuple[Any, Any]:
     return seeded(Lfm2ForCausalLM, Lfm2Config, seed, **layers), make_tokenizer()
 
 
+def build_stretched(seed: int) -> tuple[Any, Any]:
+    """Its rotary frequencies are others for rows of more than eight tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, "factor": 8.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+    return seeded(LlamaForCausalLM, LlamaConfig, seed, num_hidden_layers=1, rope_parameters=rope), make_tokenizer()
+
+
 def build_windowed(seed: int) -> tuple[Any, Any]:
     """Both layers see the last four tokens only."""
     from transformers import MistralConfig, MistralForCausalLM

@@ -22,6 +22,7 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     MixtralConfig,
+    PhimoeConfig,
     PreTrainedModel,
 )
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ForCausalLM, Lfm2Model
@@ -37,6 +38,7 @@ from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import build_probe
+from asyncrl.runtime import gate_trial
 from asyncrl.runtime.gate import RELATIVE, check_for, check_model
 from asyncrl.runtime.gate_trial import Trial
 from asyncrl.runtime.plan import plan
@@ -333,12 +335,30 @@ def test_a_model_cut_over_ranks_needs_the_packed_path() -> None:
         _ = verdict.path
 
 
-def test_rows_stay_where_rotary_frequencies_do_not_depend_on_their_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_are_those_of_the_longest_row_that_the_run_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     config = resolve(config_of(tmp_path, "data.max_prompt_tokens=12", "rollout.max_tokens=8"), 1)
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert check_for(config, llama(rope_parameters=rope, max_position_embeddings=20)).path == FUSED
-    with pytest.raises(ConfigError, match=r"= 20, and past 19 tokens LlamaForCausalLM turns"):
-        check_for(config, llama(rope_parameters=rope, max_position_embeddings=19))
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]} if kind == "longrope" else {}
+    within = check_for(config, llama(rope_parameters=dict(rope), max_position_embeddings=20))
+    assert within.path == FUSED and f"rotary ({kind}): rows of up to 20 tokens stay within" in within.lines()[1]
+    past = llama(rope_parameters=dict(rope), max_position_embeddings=19)
+    verdict = check_for(config, past)
+    assert verdict.path == FUSED and "rows may grow to 20 tokens, past the original context of 19" in verdict.lines()[1]
+    monkeypatch.setattr(gate_trial, "hold_frequencies", lambda module, longest: True)  # as if each row had its own
+    wrong = check_model(past, longest=20, paths=[FUSED]).results[0].distance
+    assert wrong is not None and max(wrong.logprobs, wrong.sampler) > 1e-3
+
+
+def test_frequencies_that_nobody_can_hold_are_refused_for_rows_past_the_original_context(tmp_path: Path) -> None:
+    config = resolve(config_of(tmp_path, "data.max_prompt_tokens=12", "rollout.max_tokens=8"), 1)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.1, "long_mscale": 1.3}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 19}
+    phimoe = PhimoeConfig(**GATED, num_local_experts=2, max_position_embeddings=64, rope_parameters=rope)
+    with pytest.raises(ConfigError, match="rows of 20 tokens are past its original context of 19; lower data"):
+        check_for(config, built(phimoe))
 
 
 def test_keys_of_old_weights_are_not_kept_on_the_plain_path(tmp_path: Path) -> None:

@@ -99,6 +99,13 @@ async def test_a_run_that_goes_on_samples_from_the_restored_weights(tmp_path: Pa
     assert not left()
 
 
+async def test_workers_turn_rows_past_the_original_context_as_the_trainer_does(tmp_path: Path) -> None:
+    model = ("model.path=" + REAL["model"]["path"].replace(":build", ":build_stretched"), "rollout.ignore_eos=true")
+    await run(tmp_path, *model, "preset=sync", "train.max_steps=2", "generation.workers=1")
+    lines = metrics_of(tmp_path / "runs/run")
+    assert len(lines) == 2 and max(line["mismatch/current_max"] for line in lines) < 1e-4
+
+
 async def test_two_workers_train_every_group_once_with_versions_that_the_books_know(tmp_path: Path) -> None:
     pids: list[int] = []
     summary = await run(tmp_path / "two", at={3: lambda runtime: pids.extend(workers_of(runtime))})

@@ -212,7 +212,7 @@ async def serve(control: ControlLine) -> None:
         control.send({"stage": "loading the model"})
         path = ModelPath(**setup["path"])
         policy, tokenizer = await lane.run(
-            lambda: load_reader(config.model, device, config.seed, path), name="engine/load"
+            lambda: load_reader(config.model, device, config.seed, path, setup["max_context"]), name="engine/load"
         )
         layout = policy.weights.layout_digest()
         board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], layout), name="engine/board")

@@ -31,7 +31,7 @@ from ..attention.tree import TreePlan
 from ..head.output import decoder_of
 from ..parameters.flat import FlatWeights
 from ..parameters.lora import AdaptedLinear
-from ..probe import longest_row
+from ..rotary import original_context
 from .layers import Heard, Layer, RotaryCall, Rotation, RotationKind, make_rotation, read_layer
 
 Compute = Callable[[Layer, Tensor, AttentionPlan, Rotation], Tensor]
@@ -127,7 +127,7 @@ def _positions(config: Any) -> Tensor:
     rope = getattr(config, "rope_parameters", None) or {}
     known = [part.get("original_max_position_embeddings") for part in (rope, *rope.values()) if isinstance(part, dict)]
     contexts = [int(length) for length in (*known, getattr(config, "max_position_embeddings", None)) if length]
-    end = longest_row(config) or 4 * max(contexts, default=1024)
+    end = original_context(config) or 4 * max(contexts, default=1024)
     return torch.linspace(0, math.log(end), _TOKENS, dtype=torch.float64).exp().sub_(1).round_().long()
 
 

@@ -1,0 +1,122 @@
+"""Rotary frequencies that follow the length of a row, `longrope` and `dynamic` scaling, chosen once for a run.
+
+transformers chooses them in every forward, by the longest row in it: all tokens of a row that grows past the original context
+are turned otherwise than before, so what was sampled until then was sampled by another model, no cache survives, and a short
+row depends on the rows beside it. Here the longest row that a run can have decides, for every row of it:
+
+| `rope_type` | rows of the run stay within the original context | they may grow past it                                 |
+|-------------|--------------------------------------------------|-------------------------------------------------------|
+| `longrope`  | the short factors                                | the long factors (vLLM: by `max_model_len`)           |
+| `dynamic`   | the base of the configuration                    | the base that transformers computes for a row so long |
+
+The configuration stays as it is: what is written loads elsewhere as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+HELD = "held"  # as `rope_type`: transformers changes the frequencies of `longrope` and dynamic ones alone
+
+
+def depends_on_length(kind: Any) -> bool:
+    """Whether frequencies of this `rope_type` follow the length of the row."""
+    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def rope_parts(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters of a configuration: one, or one for each type of layer."""
+    rope = getattr(text, "rope_parameters", None)
+    found = [rope, *(rope.values() if isinstance(rope, dict) else ())]
+    return [part for part in found if isinstance(part, dict) and "rope_type" in part]
+
+
+def original_context(config: PretrainedConfig) -> int | None:
+    """Most tokens of a row for which the model's own frequencies do not depend on its length; None: any."""
+    text = config.get_text_config()
+    limits = []
+    for part in rope_parts(text):
+        if depends_on_length(part["rope_type"]):
+            original = None if "dynamic" in part["rope_type"] else part.get("original_max_position_embeddings")
+            limits.append(int(original or text.max_position_embeddings))
+    return min(limits, default=None)
+
+
+def outgrows(config: PretrainedConfig, longest: int) -> bool:
+    """Whether rows of `longest` tokens are past the original context."""
+    context = original_context(config)
+    return context is not None and longest > context
+
+
+def describe(config: PretrainedConfig, longest: int | None) -> str:
+    """Which frequencies a run takes whose longest row has `longest` tokens; empty where there is nothing to choose."""
+    context = original_context(config)
+    if context is None or longest is None:
+        return ""
+    kinds = {part["rope_type"] for part in rope_parts(config.get_text_config())}
+    names = ", ".join(sorted(filter(depends_on_length, kinds)))
+    if longest <= context:
+        return f"rotary ({names}): rows of up to {longest} tokens stay within the original context of {context}"
+    return (
+        f"rotary ({names}): rows may grow to {longest} tokens, past the original context of {context}: each is turned by the "
+        "frequencies of a row so long"
+    )
+
+
+def not_held(config: PretrainedConfig, longest: int) -> str:
+    """Why no run can have rows of `longest` tokens, where `hold_frequencies` gives False."""
+    return (
+        "it chooses rotary frequencies by the length of each row, in a way that is not known here, and rows of "
+        f"{longest} tokens are past its original context of {original_context(config)}; lower data.max_prompt_tokens and "
+        "rollout.max_tokens until their sum is within it"
+    )
+
+
+@torch.no_grad()
+def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
+    """From now on every row is turned by the frequencies that the model's own code takes for a row of `longest` tokens.
+
+    Nothing changes where they do not depend on the length, or nothing is allocated. False where rows of the run are past the
+    original context, and the frequencies would go on to follow each row: no run may start so.
+    """
+    if original_context(module.config) is None or module.device.type == "meta":
+        return True
+    held = []
+    for part in module.modules():
+        kinds: Any = getattr(part, "rope_type", None)
+        if depends_on_length(kinds):
+            held.append(_hold(part, longest, None, HELD))
+        elif isinstance(kinds, dict):
+            for layer in [layer for layer, kind in kinds.items() if depends_on_length(kind)]:
+                held.append(_hold(part, longest, layer, {**kinds, layer: HELD}))
+                kinds = part.rope_type
+    return (bool(held) and all(held)) or not outgrows(module.config, longest)
+
+
+def _hold(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
+    """Whether `part` is held now. `layer`: the type of the layers that these frequencies are for, where it has several;
+    `kinds`: what its `rope_type` becomes."""
+    before: Any = part.rope_type
+    try:
+        expected = _turn(part, longest - 1, layer)
+        part.rope_type = kinds
+        found = [_turn(part, last, layer) for last in (0, longest - 1, 4 * longest)]
+        if all(torch.equal(own, other) for each in found for own, other in zip(each, expected, strict=True)):
+            return True
+    except Exception:  # of a class that is called in another way
+        pass
+    part.rope_type = before
+    return False
+
+
+def _turn(part: nn.Module, last: int, layer: str | None) -> list[Tensor]:
+    """cos and sin of the first positions of a row that ends at `last`."""
+    device = next((buffer.device for buffer in part.buffers()), torch.device("cpu"))
+    positions = torch.tensor([[0, 1, 2, last]], device=device)
+    named = {} if layer is None else {"layer_type": layer}
+    turned = part(torch.zeros(1, positions.shape[1], 1, device=device), positions, **named)
+    return [part[..., :-1, :].clone() for part in turned]
