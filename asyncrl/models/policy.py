@@ -30,6 +30,7 @@ from .parameters.lora import LoraParameters
 from .parameters.packed import JoinedLinear, packing_works
 from .paths import FUSED, PACKED, ModelPath
 from .plain import PlainForward
+from .routing import Routing, has_experts
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # By a top-k over scores of which many are exactly 0 (DeepSeek-V3.2's indexer and what came of it).
@@ -65,7 +66,7 @@ class PolicyModel:
         Errors: ConfigError for a model that is not supported, and for a `head_kernel` that cannot be had (liger_head.py)."""
         refuse_unsupported(module)
         self.transform = head_transform(module)  # asked before anything is replaced
-        prepare(module, path or PACKED)
+        prepare(module, path or PACKED, DTYPES[dtype])
         self.module = module
         self.dtype = DTYPES[dtype]
         self.version = 0
@@ -100,6 +101,9 @@ class PolicyModel:
             raise ConfigError(f"model.path: {type(module).__name__} has layers that the fused decoder does not know")
         self.path = path or (PACKED if self.fused is None else FUSED)
         self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
+        self.routing = (
+            Routing.of(module) if self.path == PACKED else None
+        )  # of experts; on other paths nobody asks routers
         # Multiply-adds of one token's forward, attention's own left out: an embedding that is only looked up has none.
         looked_up = None if embedding.weight is self.head.weight else embedding.weight
         self.matmul_parameters = sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not looked_up)
@@ -234,10 +238,12 @@ def decode(decoder: nn.Module, inputs: Tensor, positions_T: Tensor, plan: Attent
     return hidden_TE
 
 
-def prepare(module: PreTrainedModel, path: ModelPath = PACKED) -> None:
+def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtype = torch.float32) -> None:
     """A model whose weights are float32 or wider, trainable; with our attention and norms, except on the plain path, where
-    nothing is replaced. Errors: ConfigError."""
+    nothing is replaced. `dtype`: of the matrix products. Errors: ConfigError."""
     refuse_unsupported(module)
+    if dtype == torch.float64 and has_experts(module) is not None:
+        module.set_experts_implementation("eager")  # torch's grouped products know no float64
     module.eval()
     module.requires_grad_(True)
     for buffer in module.buffers():  # rotary tables stay float32: they were computed so

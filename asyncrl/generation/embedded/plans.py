@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.general import attend_seen, cut, visible
-from asyncrl.models.attention.interface import PLAIN, AttentionTerms
+from asyncrl.models.attention.interface import PLAIN, AttentionTerms, Routed
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
@@ -60,7 +60,7 @@ class _Run:
     mask: Tensor | None
 
 
-class DecodePlan:
+class DecodePlan(Routed):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int]) -> None:
@@ -176,7 +176,7 @@ class Piece:
     length: int
 
 
-class ExtendPlan:
+class ExtendPlan(Routed):
     """Packed pieces one after another: each writes its keys and values and attends causally over its own row.
 
     Neighbouring pieces that start at 0 and have equal length share one attention call: sort them so.

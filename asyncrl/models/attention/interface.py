@@ -25,6 +25,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from asyncrl.errors import ConfigError
 
+from ..routes import Routes
+
 IMPLEMENTATION = "asyncrl"
 PLAN_ARGUMENT = "attention_plan"
 
@@ -67,8 +69,16 @@ class AttentionTerms:
 PLAIN = AttentionTerms()
 
 
+class Routed:
+    """A plan that can carry the routes of its forward."""
+
+    routes: Routes | None = None
+
+
 class AttentionPlan(Protocol):
-    """The layout of the tokens of one forward: who sees whom."""
+    """The layout of the tokens of one forward: who sees whom; and which experts they go to, where somebody asks."""
+
+    routes: Routes | None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN

@@ -34,7 +34,7 @@ from asyncrl.types import Microbatch
 
 from ..native import library as native
 from .general import GeneralAttention
-from .interface import PLAIN, AttentionTerms
+from .interface import PLAIN, AttentionTerms, Routed
 from .rows import Row, RowAttention, fits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -64,7 +64,7 @@ class _Bin:
     target: Tensor  # packed index of `real`
 
 
-class TreePlan:
+class TreePlan(Routed):
     """The geometry of one packed sequence, as `types.Microbatch` describes it. Arrays of ints; suffixes may be absent.
 
     Requires that the packed tokens are exactly the prefixes and suffixes, and that the suffixes of a tree are adjacent

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-from ..attention.interface import PLAIN, PLAN_ARGUMENT, AttentionPlan, AttentionTerms
+from ..attention.interface import PLAIN, PLAN_ARGUMENT, AttentionPlan, AttentionTerms, Routed
 from ..attention.tree import TreePlan
 from ..head.output import decoder_of
 from ..parameters.flat import FlatWeights
@@ -52,7 +52,7 @@ class Listening:
     multiplier: float  # of the embedded tokens, by the decoder
 
 
-class _Ear:
+class _Ear(Routed):
     """Attention that notes what it is given."""
 
     def __init__(self, plan: TreePlan | None = None) -> None:

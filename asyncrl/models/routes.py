@@ -1,0 +1,52 @@
+"""What the routers of one forward are told, and what they say: it travels with the plan of the forward's attention.
+
+A layer that is computed again in backward (activation checkpointing) is handed the same plan, finds here what it chose the
+first time, and chooses it again. So nothing about a forward stays in the model.
+
+Shape legend: T tokens of a forward, k experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.records.routes import MISSING
+
+
+class Routes:
+    """Of one forward. Layers are counted from 0, those with experts alone."""
+
+    def __init__(self, given_TLk: Tensor | None = None, *, keep_logits: bool = False) -> None:
+        """`given_TLk`: int64, what to choose; in rows of -1 the router chooses. Routing.replay checks it. `keep_logits`: for the
+        balance of the experts, with their graph."""
+        self._given_TLk = given_TLk
+        self._keep_logits = keep_logits
+        self.chosen: dict[int, Tensor] = {}  # [T, k] int64, by layer, in the router's order
+        self.logits: dict[int, Tensor] = {}  # [T, E], by layer, where they are kept
+
+    def choose(self, layer: int, own_Tk: Tensor) -> Tensor:
+        """What the layer takes where it would choose `own_Tk`."""
+        if layer in self.chosen:  # computed again
+            return self.chosen[layer]
+        found = own_Tk
+        if self._given_TLk is not None:
+            given_Tk = self._given_TLk[:, layer]
+            if given_Tk.shape != own_Tk.shape:
+                raise ValueError(
+                    f"layer {layer} chooses {list(own_Tk.shape)} experts, but the routes given are {list(given_Tk.shape)}"
+                )
+            found = torch.where(given_Tk[:, :1] == MISSING, own_Tk, given_Tk)
+        self.chosen[layer] = found.detach()
+        return found
+
+    def keep(self, layer: int, logits_TE: Tensor) -> None:
+        """The router's logits, where they are asked for; those of the first time."""
+        if self._keep_logits:
+            self.logits.setdefault(layer, logits_TE)
+
+    def numpy(self, kind: np.dtype[np.signedinteger[npt.NBitBase]]) -> npt.NDArray[np.signedinteger[npt.NBitBase]]:
+        """What was chosen, on the host: [T, layers, k]."""
+        return torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1).cpu().numpy().astype(kind)

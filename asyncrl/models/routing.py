@@ -1,0 +1,195 @@
+"""Recording and replaying which experts a model's routers choose (R3: Ma et al., arXiv:2510.11370), around transformers' own code.
+
+A router takes the top k of its scores with `torch.topk`, once. In its forward that one call is answered by us: the indices are
+those that were recorded, the values those that the current scores have there, `scores.gather(indices)`. All before and after is
+the model's own, so the weights are normalised as ever and gradients flow through the scores of the experts that were chosen.
+With the router's own choice this is what `topk` returns, bit for bit.
+
+Which modules are routers is not guessed: each candidate is run once on a few rows, and has to choose so (`_reads_choice`).
+
+Shape legend: T tokens of a forward, L layers with experts, k experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.records.routes import check_routes, narrowest
+
+from .attention.interface import PLAN_ARGUMENT
+from .head.output import decoder_of
+from .routes import Routes
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesShape:
+    """Of the routes of a model: layers with experts, experts a token, experts."""
+
+    layers: int
+    k: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest signed integers."""
+        return narrowest(self.experts)
+
+
+class _Answer(TorchFunctionMode):
+    """Answers `torch.topk` inside a router's forward."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._choose = choose
+        self.scores: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.topk and func is not Tensor.topk:
+            return result
+        scores: Tensor = args[0] if args else kwargs["input"]
+        self.scores.append(scores)
+        index = self._choose(result.indices)
+        return torch.return_types.topk((scores.gather(-1, index), index))
+
+
+class _Router:
+    """Stands in the place of the forward of one router."""
+
+    def __init__(self, router: nn.Module, layer: int, owner: Routing) -> None:
+        self._native = router.forward
+        self._layer = layer
+        self._owner = owner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the router's own."""
+        routes, self._owner.current = self._owner.current, None
+        if routes is None:
+            return self._native(*args, **kwargs)
+        with _Answer(lambda own: routes.choose(self._layer, own)):
+            found = self._native(*args, **kwargs)
+        routes.keep(self._layer, found[0])
+        return found
+
+
+class Routing:
+    """The routers of one model instance. Two instances share nothing."""
+
+    def __init__(self, module: PreTrainedModel, routers: list[tuple[nn.Module, nn.Module]], shape: RoutesShape) -> None:
+        """`routers`: (layer, its router), in order; `Routing.of` finds them."""
+        self.shape = shape
+        self.current: Routes | None = None  # from a layer's attention to its router
+        for number, (layer, router) in enumerate(routers):
+            # The attention of a layer is computed again when its router is, and is handed the plan. Hooks of the layer itself
+            # are not called then.
+            for child in layer.children():
+                if hasattr(child, "layer_idx"):
+                    child.register_forward_pre_hook(self._enter, with_kwargs=True)
+            router.forward = _Router(router, number, self).forward
+        decoder = decoder_of(module)
+        decoder.register_forward_pre_hook(self._clear)
+        decoder.register_forward_hook(self._clear, always_call=True)
+
+    @classmethod
+    def of(cls, module: PreTrainedModel) -> Routing | None:
+        """Takes the routers of `module` over; None where it has none that we can."""
+        found = find_routers(module)
+        return None if found is None else cls(module, *found)
+
+    def _enter(self, child: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        plan = kwargs.get(PLAN_ARGUMENT)
+        self.current = None if plan is None else plan.routes
+
+    def _clear(self, *_: Any) -> None:
+        self.current = None
+
+    def replay(self, routes_TLk: npt.NDArray[Any], device: torch.device, *, keep_logits: bool = False) -> Routes:
+        """For one forward. Errors: ValueError for what no router of this model chooses, with row and layer."""
+        if routes_TLk.shape[1:] != (self.shape.layers, self.shape.k):
+            raise ValueError(
+                f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "
+                f"[{self.shape.layers}, {self.shape.k}]"
+            )
+        check_routes(routes_TLk, self.shape.experts)
+        return Routes(torch.from_numpy(routes_TLk.astype(np.int64)).to(device), keep_logits=keep_logits)
+
+
+def has_experts(module: PreTrainedModel) -> str | None:
+    """The setting of its configuration that says so; None for a model without experts."""
+    config = module.config.get_text_config()
+    return next(
+        (name for name in EXPERTS if isinstance(getattr(config, name, None), int) and getattr(config, name)), None
+    )
+
+
+def require_routing(routing: Routing | None, module: PreTrainedModel, what: str) -> Routing:
+    """Errors: ConfigError where `what`, a setting, needs routers that are not there."""
+    if routing is not None:
+        return routing
+    why = (
+        "has no experts"
+        if has_experts(module) is None
+        else "chooses its experts in a way that this runtime cannot repeat"
+    )
+    raise ConfigError(f"{what}, but {type(module).__name__} {why}, or is on the plain path; switch it off")
+
+
+def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Module]], RoutesShape] | None:
+    """(layer, router) of every layer with experts, and what their routes look like; None where there are none, or one of them
+    chooses in another way. Runs each candidate once, on a few rows."""
+    if has_experts(module) is None:
+        return None
+    layers = getattr(decoder_of(module), "layers", None)
+    found: list[tuple[nn.Module, nn.Module]] = []
+    shapes: set[tuple[int, int]] = set()
+    for layer in layers if isinstance(layers, nn.ModuleList) else ():
+        experts = any("expert" in name for name, _ in layer.named_modules())
+        candidates = [part for part in layer.modules() if isinstance(getattr(part, "top_k", None), int)]
+        routers = [(part, shape) for part in candidates if (shape := _reads_choice(part)) is not None]
+        if len(routers) != int(experts):
+            return None
+        found += [(layer, part) for part, _ in routers]
+        shapes |= {shape for _, shape in routers}
+    if len(shapes) != 1:
+        return None
+    ((k, experts_),) = shapes
+    return found, RoutesShape(len(found), k, experts_)
+
+
+@torch.no_grad()
+def _reads_choice(part: nn.Module) -> tuple[int, int] | None:
+    """(k, E) of a router: [T, hidden] in; (logits [T, E], weights [T, k], indices [T, k]) out, by one `topk` over its scores,
+    whose answer is its indices. None for any other module."""
+    weight = dict(part.named_parameters(recurse=False)).get("weight")
+    if weight is None or weight.ndim != 2:
+        return None
+    rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    experts, k = weight.shape[0], int(part.top_k)  # type: ignore[arg-type]  # an attribute of Module: Tensor or Module
+    asked = torch.arange(experts, device=weight.device).flip(0)[:k].expand(3, k)
+    mode = _Answer(lambda own: asked)
+    try:
+        with mode:
+            found = part.forward(rows)
+    except Exception:  # whatever a module raises that takes something else
+        return None
+    good = (
+        isinstance(found, tuple)
+        and len(found) == 3
+        and len(mode.scores) == 1
+        and mode.scores[0].shape == (3, experts) == found[0].shape
+        and found[1].shape == (3, k)
+        and torch.equal(found[2], asked)
+    )
+    return (k, experts) if good else None

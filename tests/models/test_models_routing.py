@@ -1,0 +1,234 @@
+"""Which experts routers choose: recorded, and chosen again; against transformers' own forward and a mixture written out by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.errors import ConfigError
+from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.paths import PACKED
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.routes import Routes
+from asyncrl.models.routing import RoutesShape, find_routers, require_routing
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+    num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, initializer_range=0.3, max_position_embeddings=64,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": dict(num_experts=5, norm_topk_prob=True),
+    "Qwen2Moe": dict(num_experts=5, shared_expert_intermediate_size=16),
+    "Mixtral": dict(num_local_experts=5),
+    "Olmoe": dict(num_experts=5),
+    "GptOss": dict(num_local_experts=5, max_position_embeddings=131072),
+    "GraniteMoe": dict(num_local_experts=5),
+}
+TOKENS = torch.arange(12) * 7 % 61
+POSITIONS = torch.arange(12)
+
+
+def module_of(family: str = "Qwen3Moe", **settings: Any) -> PreTrainedModel:
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        for name, parameter in module.named_parameters():
+            if "gate.weight" in name or "router" in name:
+                nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def policy_of(family: str = "Qwen3Moe", dtype: str = "float64", **settings: Any) -> PolicyModel:
+    return PolicyModel(module_of(family, **settings), dtype, path=PACKED)
+
+
+def hidden(policy: PolicyModel, routes: Routes | None = None) -> Tensor:
+    plan = TreePlan([0], [12])
+    plan.routes = routes
+    return policy.hidden(TOKENS, POSITIONS, plan)
+
+
+def recorded(policy: PolicyModel) -> npt.NDArray[Any]:
+    routes = Routes()
+    with torch.no_grad():
+        hidden(policy, routes)
+    assert policy.routing is not None
+    return routes.numpy(policy.routing.shape.dtype)
+
+
+def given(policy: PolicyModel, routes: npt.NDArray[Any], **options: Any) -> Routes:
+    assert policy.routing is not None
+    return policy.routing.replay(routes, policy.device, **options)
+
+
+def backward(policy: PolicyModel, routes: Routes | None) -> dict[str, Tensor]:
+    policy.flat.zero_grad()
+    policy.set_training(True)
+    weight = torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
+    (hidden(policy, routes) * weight).sum().backward()
+    policy.set_training(False)
+    return {name: grad.clone() for name, grad in policy.flat.named_grads()}
+
+
+def gates(policy: PolicyModel) -> list[str]:
+    return [name for name, _ in policy.flat.named_masters() if name.endswith(("gate.weight", "router.weight"))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_own_choice_given_again_changes_no_bit(family: str) -> None:
+    policy = policy_of(family, "float32")
+    assert policy.routing is not None and policy.routing.shape == RoutesShape(2, 2, 5)
+    routes = recorded(policy)
+    assert routes.shape == (12, 2, 2) and routes.dtype == np.int8
+    with torch.no_grad():
+        native = hidden(policy)
+        assert torch.equal(hidden(policy, given(policy, routes)), native)
+        other = (routes + 1) % 5
+        assert not torch.allclose(hidden(policy, given(policy, other)), native)
+        assert torch.equal(hidden(policy), native)
+    own, replayed = backward(policy, None), backward(policy, given(policy, routes))
+    assert all(torch.equal(own[name], replayed[name]) for name in own)
+
+
+@pytest.mark.parametrize("family", ("Qwen3Moe", "Mixtral"))
+def test_what_is_recorded_is_what_transformers_says(family: str) -> None:
+    untouched = module_of(family).eval()
+    routes = recorded(policy_of(family, "float32"))
+    with torch.no_grad():
+        logits = untouched(input_ids=TOKENS[None], output_router_logits=True).router_logits
+    expected = torch.stack([each.softmax(-1).topk(2).indices for each in logits], 1)
+    np.testing.assert_array_equal(routes, expected.numpy())
+
+
+def mixture(block: nn.Module, index_Tk: Tensor) -> Any:
+    """A block of Qwen3's as its paper has it, every expert over every token, with these experts and no `topk`."""
+
+    def forward(hidden_1TE: Tensor) -> Tensor:
+        rows = hidden_1TE[0]
+        scores = (rows @ block.gate.weight.T).softmax(-1, dtype=torch.float32)  # as every router of theirs
+        weights = torch.stack([scores[range(len(rows)), index_Tk[:, i]] for i in range(index_Tk.shape[1])], 1)
+        weights = (weights / weights.sum(1, keepdim=True)).to(rows.dtype)
+        experts = block.experts
+        halves = torch.einsum("te,xoe->txo", rows, experts.gate_up_proj).chunk(2, -1)
+        each = torch.einsum("txo,xeo->txe", nn.functional.silu(halves[0]) * halves[1], experts.down_proj)
+        chosen = each[torch.arange(len(rows))[:, None], index_Tk]
+        return (chosen * weights[..., None]).sum(1)[None]
+
+    return forward
+
+
+def test_gradients_are_those_of_gathered_scores() -> None:
+    policy, other = policy_of(), policy_of()
+    routes = np.random.default_rng(0).permuted(np.tile(np.arange(5, dtype=np.int8), (12, 2, 1)), axis=2)[..., :2]
+    for number, layer in enumerate(other.decoder.layers):  # type: ignore[union-attr, arg-type]
+        layer.mlp.forward = mixture(layer.mlp, torch.from_numpy(routes[:, number].astype(np.int64)))
+    found, expected = backward(policy, given(policy, routes)), backward(other, None)
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-6, atol=1e-8)
+    assert len(gates(policy)) == 2 and all(found[name].abs().sum() > 1 for name in gates(policy))
+
+
+def test_other_scores_leave_the_selection_and_change_the_weights() -> None:
+    policy = policy_of("GptOss", "float32")
+    routes = recorded(policy)
+    with torch.no_grad():
+        before = hidden(policy, given(policy, routes))
+        for name, master in policy.flat.named_masters():
+            if name.endswith("router.bias"):
+                master += torch.linspace(-3, 3, 5)
+    policy.flat.refresh()
+    assert not np.array_equal(recorded(policy), routes)
+    replayed = given(policy, routes)
+    with torch.no_grad():
+        after = hidden(policy, replayed)
+    np.testing.assert_array_equal(replayed.numpy(np.dtype(np.int8)), routes)
+    assert not torch.allclose(before, after)
+
+
+def test_rows_that_are_missing_are_the_routers_own() -> None:
+    policy = policy_of()
+    with torch.no_grad():
+        native, own = hidden(policy), recorded(policy)
+        routes = own.copy()
+        routes[::2, 0] = routes[:, 1] = -1
+        assert torch.equal(hidden(policy, given(policy, routes)), native)
+        routes[3, 0] = own[3, 0, ::-1]
+        routes[3, 0, 0] = next(each for each in range(5) if each not in own[3, 0])
+        replayed = given(policy, routes)
+        assert not torch.equal(hidden(policy, replayed), native)
+    chosen = replayed.numpy(np.dtype(np.int8))
+    np.testing.assert_array_equal(chosen[:, 0], np.where(routes[:, 0] == -1, own[:, 0], routes[:, 0]))
+
+
+@pytest.mark.parametrize(
+    ("choice", "what"), (((-1, 2), "partly missing"), ((3, 3), "names an expert twice"), ((0, 5), "out of range"))
+)
+def test_what_no_router_chooses_is_refused(choice: tuple[int, int], what: str) -> None:
+    policy = policy_of()
+    routes = recorded(policy)
+    routes[7, 1] = choice
+    with pytest.raises(ValueError, match=f"row 7, layer 1: the choice .* {what}"):
+        given(policy, routes)
+    with pytest.raises(ValueError, match=r"of \[1, 2\] layers and experts a token were given; this model has \[2, 2\]"):
+        given(policy, routes[:, :1])
+
+
+@pytest.mark.parametrize("missing", (False, True))
+def test_layers_that_are_computed_again_choose_the_same(missing: bool) -> None:
+    policy, plain = policy_of(), policy_of()
+    policy.enable_checkpointing()
+    routes = (recorded(policy) + 1) % 5
+    routes[::3] = -1 if missing else routes[::3]
+    calls = []
+    for layer in policy.decoder.layers:  # type: ignore[union-attr]
+        layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[1].clone()))
+    found, expected = backward(policy, given(policy, routes)), backward(plain, given(plain, routes))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(calls) == 4 and torch.equal(calls[0], calls[3]) and torch.equal(calls[1], calls[2])
+    assert policy.routing is not None and policy.routing.current is None
+
+
+def test_nothing_stays_after_an_error_and_two_instances_share_nothing() -> None:
+    policy = policy_of()
+    other = PolicyModel(copy.deepcopy(policy.module), "float64", path=PACKED)
+    routes = (recorded(policy) + 1) % 5
+    native = hidden(policy).detach()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the middle of a layer")
+
+    handle = policy.decoder.layers[1].post_attention_layernorm.register_forward_pre_hook(fail)  # type: ignore[union-attr, index]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        hidden(policy, given(policy, routes))
+    handle.remove()
+    assert policy.routing is not None and policy.routing.current is None
+    assert torch.equal(hidden(policy), native)
+    replayed = given(policy, routes)
+    hidden(policy, replayed)
+    assert torch.equal(hidden(other), native)
+    fresh = Routes()
+    hidden(other, fresh)
+    assert not torch.equal(fresh.chosen[0], replayed.chosen[0])
+
+
+def test_models_that_choose_otherwise_are_named() -> None:
+    dense = PolicyModel(module_of("Qwen3"), path=PACKED)
+    deepseek = module_of(
+        "DeepseekV3", n_routed_experts=5, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    assert dense.routing is None and find_routers(deepseek) is None
+    with pytest.raises(ConfigError, match="router_replay is true, but Qwen3ForCausalLM has no experts"):
+        require_routing(None, dense.module, "algorithm.router_replay is true")
+    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM chooses its experts in a way that"):
+        require_routing(None, deepseek, "algorithm.router_replay is true")
