@@ -21,6 +21,7 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+RoutesArray: TypeAlias = npt.NDArray[np.signedinteger[Any]]  # [L, layers, k] experts; -1: not known (records/routes.py)
 Messages: TypeAlias = list[dict[str, Any]]
 
 
@@ -85,6 +86,7 @@ class Generation:
     sampled_logprobs: Float32Array  # [C] nats, as really sampled (after top-k and top-p)
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason
+    routed_experts: RoutesArray | None = None  # of [P + C], the prompt's too; -1 for the last token, which ran nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class Trajectory:
     reward: float | None = None
     components: Mapping[str, float | None] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: RoutesArray | None = None  # [L, layers, k] where the sampler sent each token; None: not recorded
 
     @property
     def oldest_version(self) -> int:
@@ -195,6 +198,9 @@ class Microbatch:
     members: Int64Array  # [B]
     old_logprobs: Float32Array | None = None  # [S] None: the training forward's own, detached
     reference_logprobs: Float32Array | None = None  # [S]
+    routes: RoutesArray | None = (
+        None  # [T, layers, k] experts that each packed token is sent to; None: the routers choose
+    )
     keep: BoolArray | None = None  # [S] tokens that the surrogate acts on; None: all. A dropped token still counts in N
     skipped_tokens: int = (
         0  # of groups that are not here because they cannot move a weight: they count in N all the same

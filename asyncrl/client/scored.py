@@ -44,7 +44,7 @@ class Scored:
     versions: Any = None  # [L] policy version of each token, -1 where mask is 0; default: the pushed version
     advantages: Any = None  # [L]
     reference_logprobs: Any = None  # [L] nats
-    routed_experts: Any = None  # [L, layers, k] uint8 or uint16
+    routed_experts: Any = None  # [L, layers, k] signed integers, -1: not known; of a run with algorithm.router_replay
     prompt_length: int | None = None  # at least 1; default: the tokens before the first that `mask` trains
     temperature: float = 1.0  # of sampling, 1e-6 to 1e6
     finish_reason: str = "stop"  # stop, length, abort

@@ -117,6 +117,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "algorithm.advantage": _CURVE,
     "algorithm.old_logprobs": _CURVE,
     "algorithm.force_on_policy": _CURVE,
+    "algorithm.router_replay": _CURVE,
     "algorithm.updates_per_batch": _LEDGER,
     "algorithm.minibatches": _LEDGER,
     "train.kind": _WEIGHTS,

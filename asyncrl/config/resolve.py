@@ -297,6 +297,10 @@ def _check_parts(config: Config) -> Iterator[str]:
             "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
             "set engine.kind=dry_run or train.kind=torch"
         )
+    if config.algorithm.router_replay and "dry_run" in (config.engine.kind, config.train.kind):
+        yield (
+            "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
+        )
     if 0 < (config.evaluate.temperature or 0) < LOWEST_TEMPERATURE:
         yield (
             f"evaluate.temperature is {config.evaluate.temperature}; expected {LOWEST_TEMPERATURE:g} or more, or 0: greedy"

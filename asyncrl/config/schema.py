@@ -161,6 +161,12 @@ class AlgorithmBase(Section):
         "steps_per_generation / gradient_accumulation_steps). A last step with fewer groups is dropped.",
         ge=1,
     )
+    router_replay: bool = field(
+        False,
+        "Models with experts: the sampler says which experts each token went to, prompt too, and the trainer sends it there "
+        "again, with weights of its own (R3); in training and in old log-probs, not in the reference. Trajectories from outside, "
+        "and of environments of your own, then need `routed_experts`.",
+    )
     mismatch_gate: Literal["auto"] | float | None = field(
         "auto",
         "End the run when the mean |trainer - sampler| log-prob of a step, over sequences sampled by the version that trains "

@@ -5,7 +5,8 @@
 A prompt stands once per microbatch that holds completions of its group. A completion keeps only the tokens that have to
 run forward: those up to the last scored one, without that last one itself, which is only predicted. (So the hidden state
 at `source` exists for every target, and nothing else is computed.) A fully masked completion needs no token at all; its
-sequence is still counted, because sequence normalisers count it.
+sequence is still counted, because sequence normalisers count it. Where routes of experts were recorded, a shared prompt has
+those of the first completion behind it: members of a group were sampled behind one prefill of it.
 
 Trees are laid out greedily: groups in the order given, completions longest first, a new microbatch when the budget is
 full. A completion that is longer than the budget gets a microbatch of its own. Which microbatch holds what changes no
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import DataError
+from asyncrl.records.routes import MISSING
 from asyncrl.types import Group, Microbatch, Trajectory
 
 from .store import OLD, REFERENCE, Column
@@ -125,25 +127,29 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
     prefixes: list[tuple[int, int]] = []
     suffixes: list[tuple[int, int, int]] = []
     cursor = scored = 0
+    routes = _empty_routes(rows, packed)
 
-    def lay(part: npt.NDArray[Any], position: int) -> None:
+    def lay(trajectory: Trajectory, start: int, length: int) -> None:
         nonlocal cursor
-        end = cursor + part.size
-        tokens[cursor:end] = part
-        positions[cursor:end] = np.arange(position, position + part.size)
+        end, own = cursor + length, slice(start, start + length)
+        tokens[cursor:end] = trajectory.tokens[own]
+        positions[cursor:end] = np.arange(start, start + length)
+        if routes is not None and trajectory.routed_experts is not None:
+            routes[cursor:end] = trajectory.routed_experts[own]
         cursor = end
 
     for index, tree in enumerate(trees):
         prompt, prefix_start = tree.prefix.size, cursor
         prefixes.append((prefix_start, prompt))
-        lay(tree.prefix, 0)
+        first = next((row for row in tree.rows if row.scored.size), tree.rows[0])
+        lay(first.trajectory, 0, prompt)
         for row in tree.rows:
             suffixes.append((cursor, row.forward, index))
             offset = row.scored - prompt - 1  # of the predicting token inside the suffix; -1: the last prompt token
             last = prefix_start + prompt - 1
             source[scored : scored + offset.size] = np.where(offset >= 0, cursor + offset, last)
             scored += offset.size
-            lay(row.trajectory.tokens[prompt : prompt + row.forward], prompt)
+            lay(row.trajectory, prompt, row.forward)
     prefix_table = np.array(prefixes, np.int64).reshape(-1, 2)
     suffix_table = np.array(suffixes, np.int64).reshape(-1, 3)
     return Microbatch(
@@ -165,7 +171,19 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
         members=np.array([row.trajectory.member for row in rows], np.int64),
         old_logprobs=_written(rows, OLD),
         reference_logprobs=_written(rows, REFERENCE),
+        routes=routes,
     )
+
+
+def _empty_routes(rows: Sequence[_Row], packed: int) -> npt.NDArray[Any] | None:
+    """[T, layers, k] of -1, where a row has routes. Errors: DataError where rows are of different models."""
+    found = [row.trajectory.routed_experts for row in rows if row.trajectory.routed_experts is not None]
+    if not found:
+        return None
+    shapes = sorted({routes.shape[1:] for routes in found})
+    if len(shapes) > 1:
+        raise DataError(f"routes of one model have one shape behind the tokens; found {shapes}")
+    return np.full((packed, *shapes[0]), MISSING, np.result_type(*found))
 
 
 def _scored(rows: Sequence[_Row], name: str, dtype: Any) -> npt.NDArray[Any]:

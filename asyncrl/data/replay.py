@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import DataError
-from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+from asyncrl.types import FinishReason, Group, Prompt, RoutesArray, Ticket, Trajectory
+
+from .store import copied
 
 SMALLEST = 1e-8  # of a priority, where groups are drawn in proportion to it
 _COLUMNS: dict[str, npt.DTypeLike] = {
@@ -156,6 +158,7 @@ def encode(stored: Sequence[Stored]) -> dict[str, Any]:
             for t in rows
         ],
         "columns": columns,
+        "routes": [None if t.routed_experts is None else _packed(t.routed_experts) for t in rows],
     }
 
 
@@ -175,7 +178,8 @@ def decode(state: Mapping[str, Any]) -> list[Stored]:
             trajectories = []
             for member in range(size):
                 place = slice(int(starts[row]), int(starts[row] + lengths[row]))
-                parts = {name: column[place].copy() for name, column in columns.items()}
+                parts: dict[str, Any] = {name: column[place].copy() for name, column in columns.items()}
+                parts["routed_experts"] = _unpacked(state.get("routes", {row: None})[row])
                 trajectories.append(_trajectory(group_id, member, size, state["members"][row], parts))
                 row += 1
             first = trajectories[0]
@@ -184,6 +188,17 @@ def decode(state: Mapping[str, Any]) -> list[Stored]:
         return stored
     except (KeyError, IndexError, ValueError, TypeError, zlib.error) as error:
         raise DataError(f"the saved replay buffer cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _packed(routes: RoutesArray) -> list[Any]:
+    return [routes.dtype.str, list(routes.shape), base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()]
+
+
+def _unpacked(packed: Sequence[Any] | None) -> RoutesArray | None:
+    if packed is None:
+        return None
+    kind, shape, text = packed
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), kind).reshape(shape).copy()
 
 
 def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], parts: dict[str, Any]) -> Trajectory:
@@ -209,7 +224,7 @@ def _stripped(group: Group) -> Group:
             t,
             completion="",
             metadata={_KEPT: True} if t.metadata.get(_KEPT) else {},
-            **{name: getattr(t, name).copy() for name in _COLUMNS},
+            **copied(t),
         )
         for t in group.trajectories
     )

@@ -30,7 +30,7 @@ import anyio
 from asyncrl.errors import DataError, StallError
 from asyncrl.records.quick import quick
 from asyncrl.records.trajectories import whole_group
-from asyncrl.types import Trajectory
+from asyncrl.types import RoutesArray, Trajectory
 
 from .store import nbytes
 
@@ -357,11 +357,19 @@ class Stash(Generic[C]):
 def same(a: Trajectory, b: Trajectory) -> bool:
     """Whether two trajectories of one member say the same, bit for bit (so NaN equals NaN)."""
     scalars = [(t.prompt_length, float(t.temperature).hex(), _hex(t.reward), str(t.finish_reason)) for t in (a, b)]
-    return scalars[0] == scalars[1] and all(
-        getattr(a, column).dtype == getattr(b, column).dtype
-        and getattr(a, column).tobytes() == getattr(b, column).tobytes()
-        for column in ("tokens", "mask", "logprobs", "sampled_logprobs", "versions")
+    return (
+        scalars[0] == scalars[1]
+        and all(
+            getattr(a, column).dtype == getattr(b, column).dtype
+            and getattr(a, column).tobytes() == getattr(b, column).tobytes()
+            for column in ("tokens", "mask", "logprobs", "sampled_logprobs", "versions")
+        )
+        and _bits(a.routed_experts) == _bits(b.routed_experts)
     )
+
+
+def _bits(routes: RoutesArray | None) -> tuple[object, ...] | None:
+    return None if routes is None else (routes.dtype, routes.shape, routes.tobytes())
 
 
 def _hex(value: float | None) -> str | None:

@@ -288,18 +288,21 @@ class Store:
 
 def owned(group: Group) -> Group:
     """With arrays of its own: for whoever keeps a group longer than its lease."""
-    return replace(
-        group,
-        trajectories=tuple(
-            replace(t, **{name: getattr(t, name).copy() for name in TOKEN_DTYPES}) for t in group.trajectories
-        ),
-    )
+    return replace(group, trajectories=tuple(replace(t, **copied(t)) for t in group.trajectories))
+
+
+def copied(trajectory: Trajectory) -> dict[str, Any]:
+    """Its per-token columns, each an array of its own."""
+    columns = {name: getattr(trajectory, name).copy() for name in TOKEN_DTYPES}
+    routes = trajectory.routed_experts
+    return columns if routes is None else columns | {"routed_experts": routes.copy()}
 
 
 def nbytes(trajectory: Trajectory) -> int:
     """Bytes of its per-token columns."""
     t = trajectory
-    return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes
+    routes = 0 if t.routed_experts is None else t.routed_experts.nbytes
+    return t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes + routes
 
 
 def _end(leases: Sequence[Lease]) -> None:
@@ -310,7 +313,7 @@ def _end(leases: Sequence[Lease]) -> None:
 
 
 def _same_arrays(a: Trajectory, b: Trajectory) -> bool:
-    return all(getattr(a, name) is getattr(b, name) for name in TOKEN_DTYPES)
+    return all(getattr(a, name) is getattr(b, name) for name in (*TOKEN_DTYPES, "routed_experts"))
 
 
 def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory:
@@ -326,6 +329,9 @@ def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory
         if copy or given.dtype != kind:
             columns[name] = np.array(given, dtype=kind)
             columns[name].flags.writeable = False
+    if copy and trajectory.routed_experts is not None:
+        columns["routed_experts"] = trajectory.routed_experts.copy()
+        columns["routed_experts"].flags.writeable = False
     return replace(trajectory, **columns) if columns else trajectory
 
 

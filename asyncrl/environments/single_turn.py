@@ -70,6 +70,7 @@ class SingleTurn:
             temperature=self._sampling.temperature,
             finish_reason=generation.finish_reason,
             completion=completion,
+            routed_experts=generation.routed_experts,
         )
 
     def _text(self, generation: Generation) -> str:

@@ -8,12 +8,11 @@ Shape legend: T tokens of a forward, k experts a token, E experts.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from asyncrl.records.routes import MISSING
+from asyncrl.types import Int64Array
 
 
 class Routes:
@@ -33,7 +32,7 @@ class Routes:
             return self.chosen[layer]
         found = own_Tk
         if self._given_TLk is not None:
-            given_Tk = self._given_TLk[:, layer]
+            given_Tk = self._given_TLk[:, layer].to(own_Tk.device)
             if given_Tk.shape != own_Tk.shape:
                 raise ValueError(
                     f"layer {layer} chooses {list(own_Tk.shape)} experts, but the routes given are {list(given_Tk.shape)}"
@@ -47,6 +46,7 @@ class Routes:
         if self._keep_logits:
             self.logits.setdefault(layer, logits_TE)
 
-    def numpy(self, kind: np.dtype[np.signedinteger[npt.NBitBase]]) -> npt.NDArray[np.signedinteger[npt.NBitBase]]:
+    def numpy(self) -> Int64Array:
         """What was chosen, on the host: [T, layers, k]."""
-        return torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1).cpu().numpy().astype(kind)
+        found: Int64Array = torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1).cpu().numpy()
+        return found

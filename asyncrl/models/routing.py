@@ -115,7 +115,7 @@ class Routing:
     def _clear(self, *_: Any) -> None:
         self.current = None
 
-    def replay(self, routes_TLk: npt.NDArray[Any], device: torch.device, *, keep_logits: bool = False) -> Routes:
+    def replay(self, routes_TLk: npt.NDArray[Any], *, keep_logits: bool = False) -> Routes:
         """For one forward. Errors: ValueError for what no router of this model chooses, with row and layer."""
         if routes_TLk.shape[1:] != (self.shape.layers, self.shape.k):
             raise ValueError(
@@ -123,7 +123,7 @@ class Routing:
                 f"[{self.shape.layers}, {self.shape.k}]"
             )
         check_routes(routes_TLk, self.shape.experts)
-        return Routes(torch.from_numpy(routes_TLk.astype(np.int64)).to(device), keep_logits=keep_logits)
+        return Routes(torch.from_numpy(routes_TLk.astype(np.int64)), keep_logits=keep_logits)
 
 
 def has_experts(module: PreTrainedModel) -> str | None:

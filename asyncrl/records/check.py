@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
+from .routes import check_routes
 
 LOWEST_LOGPROB = -87.0  # nats; its negative is the last whole one whose exponential, a ratio, is finite in float32
 MOST_REWARD = 1e9  # either way: without a normalisation it scales the gradient, the square of whose norm is float32
@@ -33,6 +34,9 @@ class Limits:
 
     longest: int | None = None  # tokens of one trajectory
     vocabulary: int | None = None  # token ids are below it
+    routes: tuple[int, int, int] | None = (
+        None  # layers, experts a token, experts: of what is replayed; None: nothing is
+    )
 
 
 def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
@@ -46,6 +50,7 @@ def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
     for name in ("logprobs", "sampled_logprobs"):
         _logprobs(getattr(t, name), t.mask, f"{who}: {name}")
     _versions(t, who)
+    _routes(t, limits.routes, who)
     _rewards(t, who)
     if not isinstance(t.finish_reason, FinishReason):
         raise DataError(f"{who}: finish_reason is {t.finish_reason!r}; expected one of {', '.join(FinishReason)}")
@@ -172,6 +177,32 @@ def _versions(t: Trajectory, who: str) -> None:
             f"{who}: versions holds {trained.min() if trained.min() < -1 else trained.max()} at a trained token; expected the "
             "policy version that sampled it, 0 or more (-1: not known)"
         )
+
+
+def _routes(t: Trajectory, wanted: tuple[int, int, int] | None, who: str) -> None:
+    routes = t.routed_experts
+    if wanted is None:
+        if routes is not None:
+            raise DataError(
+                f"{who}: routed_experts is given, but this run replays no routes; leave it out, or set algorithm.router_replay"
+            )
+        return
+    layers, k, experts = wanted
+    if routes is None:
+        raise DataError(
+            f"{who}: routed_experts is missing, which this run replays: [tokens, {layers}, {k}], as the sampler's `Generation` "
+            "has it (-1: not known); or set algorithm.router_replay to false"
+        )
+    if not isinstance(routes, np.ndarray) or routes.dtype.kind != "i" or routes.shape != (t.tokens.size, layers, k):
+        found = f"{routes.dtype} {list(routes.shape)}" if isinstance(routes, np.ndarray) else type(routes).__name__
+        raise DataError(
+            f"{who}: routed_experts is {found}; expected signed integers [{t.tokens.size}, {layers}, {k}]: tokens, layers with "
+            "experts, experts a token"
+        )
+    try:
+        check_routes(routes, experts)
+    except DataError as error:
+        raise DataError(f"{who}: routed_experts: {error}") from None
 
 
 def _rewards(t: Trajectory, who: str) -> None:

@@ -100,6 +100,8 @@ DTYPES: MappingProxyType[int, np.dtype[Any]] = MappingProxyType(
         5: np.dtype("<i8"),
         6: np.dtype("<u2"),
         7: np.dtype("?"),  # a byte that is 0 or 1
+        8: np.dtype("<i1"),
+        9: np.dtype("<i2"),
     }
 )
 CODES: MappingProxyType[np.dtype[Any], int] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
@@ -129,7 +131,8 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
         Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1 where mask is 0
         Section.ADVANTAGES: _spec(Axis.TOKENS, "<f4"),
         Section.REFERENCE_LOGPROBS: _spec(Axis.TOKENS, "<f4"),
-        Section.ROUTED_EXPERTS: _spec(Axis.TOKENS, "<u2", "<u1", inner=2),  # [T, layers, k]
+        # [T, layers, k], -1: not known. Unsigned ones are of writers before there was a -1.
+        Section.ROUTED_EXPERTS: _spec(Axis.TOKENS, "<i4", "<i2", "<i1", "<u2", "<u1", inner=2),
         Section.REWARDS: _spec(Axis.ROWS, "<f8"),  # [n] NaN: not scored
         Section.COMPONENTS: _spec(Axis.ROWS, "<f8", inner=1),  # [n, m] NaN: does not apply
         Section.COMPONENT_NAMES: _spec(Axis.BYTES, "<u1"),  # JSON {"names": m names, "held": the names each member has}

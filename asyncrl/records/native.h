@@ -20,7 +20,7 @@
 
 enum { ROWS = 1, TOKENS = 2, ROW_BYTES = 3, BYTES = 4 };              // axes
 enum { S_LENGTHS = 1, S_MEMBERS = 2, S_TOKENS = 3 };                  // sections
-enum { KNOWN = 20, USER = 0x8000, USER_END = 0x10000, CODES = 8 };    // section ids below, and dtype codes below
+enum { KNOWN = 20, USER = 0x8000, USER_END = 0x10000, CODES = 10 };   // section ids below, and dtype codes below
 enum { FIELDS = 16, PARTS = 64, MEMBERS = 1024 };                     // records beyond these take the way through Python
 enum { MAGIC = 0x31525241, VERSION = 1 };
 

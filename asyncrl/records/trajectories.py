@@ -5,6 +5,7 @@ Texts travel as JSON. Non-finite rewards are refused (NaN means "not scored" in 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ _TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.
 _SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS), int(Section.REWARDS)
 _TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
 _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section.MESSAGES), int(Section.METADATA)
+_ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
 _trajectories = quick_rows(Trajectory)
@@ -61,6 +63,8 @@ def draft_of(
         Section.MESSAGES: [json_bytes(t.completion, "completion") for t in trajectories],
         Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in trajectories],
     }
+    if any(t.routed_experts is not None for t in trajectories):
+        sections[Section.ROUTED_EXPERTS] = [t.routed_experts for t in trajectories]
     sections.update(component_sections([t.components for t in trajectories]))
     if group_metadata is not None:
         sections[Section.GROUP_METADATA] = json_bytes(dict(group_metadata), "group metadata")
@@ -94,6 +98,7 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
         _rewards(arrays[_REWARDS]) if _REWARDS in arrays else None,
         _components(record) if _COMPONENTS in arrays else dict,  # an empty one for each
         _texts(record, _METADATA, dict) if _METADATA in strings else dict,
+        _routes(record, copy) if _ROUTED_EXPERTS in arrays else None,
     )
     return _trajectories(record.bounds, columns, copy)
 
@@ -133,6 +138,15 @@ def _columns(record: Record) -> tuple[Any, ...]:
         if logprobs is None:
             logprobs = [np.where(mask, np.float32(np.nan), np.float32(0)) for mask in parts]
     return arrays[_TOKENS], masks, logprobs, arrays.get(_SAMPLED, logprobs), versions
+
+
+def _routes(record: Record, copy: bool) -> list[Any]:
+    """Of every member. Unsigned ones become the next wider signed integers, which is a copy."""
+    array = record.arrays[_ROUTED_EXPERTS]
+    wider = {"u1": np.int16, "u2": np.int32}.get(array.dtype.str[1:])
+    array = array if wider is None else array.astype(wider)
+    parts = [array[start:end] for start, end in itertools.pairwise(record.bounds)]
+    return [part.copy() for part in parts] if copy else parts
 
 
 def _rewards(array: Any) -> list[float | None]:

@@ -189,8 +189,9 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
             f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths}, "
             f"found {[len(a) for a in data]}"
         )
-    if spec.inner and len(data) and getattr(data[0], "dtype", None) in spec.dtypes:
-        dtype = data[0].dtype  # the narrower form, where the section allows it
+    kinds = {getattr(array, "dtype", None) for array in data} if spec.inner else set()
+    if kinds and kinds <= set(spec.dtypes):  # a narrower form that holds them all, where the section allows it
+        dtype = np.result_type(*kinds)
     arrays = [conform(a, dtype, section) for a in data]
     inner = _inner(section, spec, arrays)
     return section, spec, dtype, arrays, inner, total * inner[0] * inner[1] * dtype.itemsize

@@ -151,7 +151,7 @@ class Builder:
             replay=ReplayBuffer(replay.size, replay.max_age, self.config.seed) if replay.size else None,
             hooks=hooks,
             store_watch=watch,
-            limits=_limits(parts.policy),
+            limits=_limits(self.config, parts.policy),
         )
         return Built(ports, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)
 
@@ -250,8 +250,12 @@ class Builder:
         return await real.open_real(self.site)  # type: ignore[no-any-return]  # loaded by name
 
 
-def _limits(policy: PolicyModel | None) -> Limits:
-    return Limits() if policy is None else Limits(vocabulary=int(policy.config.get_text_config().vocab_size))
+def _limits(config: Config, policy: PolicyModel | None) -> Limits:
+    if policy is None:
+        return Limits()
+    shape = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
+    routes = None if shape is None else (shape.layers, shape.k, shape.experts)
+    return Limits(vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
 
 
 def check_books(ports: Ports) -> None:

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 REFUSED = {
     Section.ADVANTAGES: "the run computes advantages from the rewards",
     Section.REFERENCE_LOGPROBS: "the run computes them under its own reference",
-    Section.ROUTED_EXPERTS: "routes of experts are not replayed yet",
 }
 
 

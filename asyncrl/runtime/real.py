@@ -19,6 +19,7 @@ from asyncrl.models.loading import Choose, load_policy, load_served
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
+from asyncrl.models.routing import require_routing
 from asyncrl.ports import Engine, WeightSink
 from asyncrl.pumps.rounds import Round
 from asyncrl.training.lane_trainer import LaneTrainer
@@ -84,6 +85,7 @@ async def _open_shared(site: Site, sampler: Sampler) -> tuple[Engine, WeightSink
         kv_positions=sampler.kv_positions,
         prefill_tokens=config.engine.prefill_tokens,
         kv_after_update=config.engine.kv_after_update or "keep",
+        record_routes=config.algorithm.router_replay,
     )
     await site.stack.enter_async_context(engine)
     return engine, SharedWeights(sampler.policy, engine, sampler.lane, sampler.shards)
@@ -105,6 +107,8 @@ def _load(
 
     build = _build_sharded if config.distributed.sharding == "fsdp" else _build
     policy, tokenizer, core = build(config, world, device, choose)
+    if config.algorithm.router_replay:
+        require_routing(policy.routing, policy.module, "algorithm.router_replay is true")
     return policy, tokenizer, core, measure_rates(device, policy.dtype), found[0]
 
 

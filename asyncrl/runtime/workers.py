@@ -45,6 +45,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     site.stack.callback(board.close)
     assert config.engine.max_sequences is not None
     context = row_limit(config)
+    routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     limits = Limits(
         workers=placement.workers,
         max_sequences=placement.share(config.engine.max_sequences),
@@ -54,6 +55,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         start_s=config.watchdog.stage_timeout_s,
         silent_s=config.watchdog.loop_timeout_s,
         closure_s=config.watchdog.lane_timeout_s,
+        route_bytes=routes.layers * routes.k * routes.dtype.itemsize if routes is not None else 0,
     )
     message = {
         "config": config.model_dump(mode="json"),

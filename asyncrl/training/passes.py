@@ -13,6 +13,8 @@ from asyncrl.algorithms.base import LossInputs
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.head.logprobs import Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.routes import Routes
+from asyncrl.models.routing import Routing
 from asyncrl.types import Microbatch
 
 
@@ -27,14 +29,16 @@ class Forward:
         if checkpointing:
             policy.enable_checkpointing()
 
-    def __call__(self, batch: Microbatch, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """(logp_S, entropy_S) at the batch's temperatures; differentiable where gradients are enabled."""
+    def __call__(
+        self, batch: Microbatch, entropy_grad: bool = False, *, routes: Routes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(logp_S, entropy_S) at the batch's temperatures; differentiable where gradients are enabled. `routes`: of it."""
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
         hidden = policy.plain_hidden if self._plain else policy.hidden
-        hidden_TE = hidden(
-            column(batch.tokens, policy.device), column(batch.positions, policy.device), TreePlan.of(batch)
-        )
+        plan = TreePlan.of(batch)
+        plan.routes = routes
+        hidden_TE = hidden(column(batch.tokens, policy.device), column(batch.positions, policy.device), plan)
         return token_logprobs(
             hidden_TE.index_select(0, column(batch.source, policy.device)),
             policy.head.weight,
@@ -49,6 +53,15 @@ class Forward:
             spare=self._spare,
             kernel=policy.head_kernel,
         )
+
+
+def routes_of(batch: Microbatch, routing: Routing | None, *, keep_logits: bool = False) -> Routes | None:
+    """For one forward of the model of `routing`: the experts that were recorded, if they were. Errors: ValueError."""
+    if batch.routes is None:
+        return Routes(keep_logits=True) if keep_logits else None
+    if routing is None:
+        raise ValueError("this microbatch holds routes of experts, but the model has no routers that could be told")
+    return routing.replay(batch.routes, keep_logits=keep_logits)
 
 
 def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]  # numpy says: no scalar type

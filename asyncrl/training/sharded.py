@@ -38,9 +38,11 @@ from asyncrl.models.head.logprobs import HeadKernel, Spare, token_logprobs
 from asyncrl.models.head.output import HeadTransform, decoder_of
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
+from asyncrl.models.routes import Routes
+from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
-from .passes import Forward, column, loss_inputs
+from .passes import Forward, column, loss_inputs, routes_of
 from .reducer import Reducer, sum_over_ranks
 from .trainer import TorchTrainer, local_norm
 
@@ -103,18 +105,20 @@ class ShardedForward:
             layer.training = True  # the layer alone, nothing inside it: see PolicyModel.set_training
         self._scoring = _Scoring(model, transform, kernel)
         self.device = device
+        self.routing = Routing.of(model)
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.")
 
-    def __call__(self, batch: Microbatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        """`entropy_grad`: whether the entropies carry a gradient, too."""
-        device = self.device
+    def __call__(self, batch: Microbatch, entropy_grad: bool, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
+        """`entropy_grad`: whether the entropies carry a gradient, too. `routes`: of this forward."""
+        device, plan = self.device, TreePlan.of(batch)
+        plan.routes = routes
         result: tuple[Tensor, Tensor] = self._scoring(
             column(batch.tokens, device),
             column(batch.positions, device),
             column(batch.source, device),
             column(batch.target, device),
             batch.temperature,
-            TreePlan.of(batch),
+            plan,
             entropy_grad,
         )
         return result
@@ -136,12 +140,16 @@ class ShardedForward:
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers. Errors: ConfigError for a model that is not made of them, or has experts."""
-    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if _number(model.config, name)]
-    if experts:
+    """The decoder's layers: whoever runs one gathers all of it, its experts too. Errors: ConfigError for a model that is not made
+    of them, or whose experts are modules each, of which some would not run on some rank."""
+    lists = [
+        name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and name.endswith("experts")
+    ]
+    if lists:
         raise ConfigError(
-            f"distributed.sharding is fsdp, but {type(model).__name__} has experts ({experts[0]}): which of them run differs "
-            "between ranks, and a rank would wait for ever for the gradients of the others; use distributed.sharding=replicate"
+            f"distributed.sharding is fsdp, but {type(model).__name__} has a module for each expert ({lists[0]}): which of them "
+            "run differs between ranks, and a rank would wait for ever for the gradients of the others; use "
+            "distributed.sharding=replicate"
         )
     layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
@@ -150,11 +158,6 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
             "distributed.sharding=replicate"
         )
     return list(layers)
-
-
-def _number(config: Any, name: str) -> int:
-    value = getattr(config, name, 0)
-    return value if isinstance(value, int) else 0
 
 
 class ShardedTrainer(TorchTrainer):
@@ -273,9 +276,9 @@ class ShardedTrainer(TorchTrainer):
     # -- what differs from a flat layout -----------------------------------------------------------------------------
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums]:
-        logp_S, entropy_S = self.sharded(batch, loss.needs_entropy_grad)
-        inputs = loss_inputs(batch, logp_S, entropy_S)
-        return inputs, loss(inputs)
+        routes = routes_of(batch, self.sharded.routing, keep_logits=self.balance is not None)
+        logp_S, entropy_S = self.sharded(batch, loss.needs_entropy_grad, routes)
+        return self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes)
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
         """Nothing: each backward has summed over ranks."""

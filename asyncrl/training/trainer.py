@@ -37,11 +37,13 @@ from asyncrl.algorithms.entropy_control import EntropyControl
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.routes import Routes
 from asyncrl.types import Float32Array, Int64Array, Microbatch, Normaliser, StepResult
 
 from .accumulators import Counts, Metrics, empty_metrics
+from .balance import METRIC, Balance, balance_of
 from .optimizer import FlatAdamW, Parameters
-from .passes import Forward, loss_inputs, swapped
+from .passes import Forward, loss_inputs, routes_of, swapped
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
 from .second_buffer import SecondBuffer
@@ -102,6 +104,7 @@ class TorchTrainer:
         self.steps_done = 0
         self.optimizer.set_lr(self.schedule.lr(0))
         self.forward = Forward(policy, checkpointing=config.gradient_checkpointing)
+        self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
         self.second = SecondBuffer(policy.flat) if second_buffer else None
         self.control: EntropyControl | None = None  # of the entropy bonus, from the first step on that asks for it
@@ -128,7 +131,8 @@ class TorchTrainer:
                 "survey the whole step first, or build the trainer with a second gradient buffer"
             )
         if self._empty is None or self._empty[0] is not loss:
-            self._empty = loss, empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
+            names = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
+            self._empty = loss, names if self.balance is None else names | {METRIC: loss.normaliser}
         self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
@@ -168,9 +172,17 @@ class TorchTrainer:
         )
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums]:
-        logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad)
-        inputs = loss_inputs(batch, logp_S, entropy_S)
-        return inputs, loss(inputs)
+        routes = routes_of(batch, self.policy.routing, keep_logits=self.balance is not None)
+        logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad, routes=routes)
+        return self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes)
+
+    def _sums(
+        self, loss: Loss, inputs: LossInputs, batch: Microbatch, routes: Routes | None
+    ) -> tuple[LossInputs, LossSums]:
+        """Those of the loss, and the balance of experts where there is one."""
+        if self.balance is None or routes is None:
+            return inputs, loss(inputs)
+        return inputs, self.balance.added(loss, inputs, balance_of(routes, batch))
 
     def finish_train_step(self) -> StepResult:
         """Reduce, rescale, clip, step, tick the version, close.
@@ -241,8 +253,8 @@ class TorchTrainer:
         alone. `reference`: the weights at the start; ValueError where the trainer keeps none."""
         with torch.no_grad():
             if model == "policy":
-                logp_S, _ = self.forward(batch)
-            else:
+                logp_S, _ = self.forward(batch, routes=routes_of(batch, self.policy.routing))
+            else:  # under other weights: where the sampler sent a token says nothing about them
                 if self.reference is None:
                     raise ValueError(
                         "compute_logprobs: the trainer was built without a reference (needs_reference=True)"
@@ -257,7 +269,9 @@ class TorchTrainer:
         if batch.scored == 0:
             return np.zeros(0, np.float32)
         with torch.no_grad():
-            result: Float32Array = self.forward(batch)[1].float().cpu().numpy()
+            result: Float32Array = (
+                self.forward(batch, routes=routes_of(batch, self.policy.routing))[1].float().cpu().numpy()
+            )
         return result
 
     def survey(

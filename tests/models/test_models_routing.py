@@ -63,12 +63,12 @@ def recorded(policy: PolicyModel) -> npt.NDArray[Any]:
     with torch.no_grad():
         hidden(policy, routes)
     assert policy.routing is not None
-    return routes.numpy(policy.routing.shape.dtype)
+    return routes.numpy().astype(policy.routing.shape.dtype)
 
 
 def given(policy: PolicyModel, routes: npt.NDArray[Any], **options: Any) -> Routes:
     assert policy.routing is not None
-    return policy.routing.replay(routes, policy.device, **options)
+    return policy.routing.replay(routes, **options)
 
 
 def backward(policy: PolicyModel, routes: Routes | None) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def test_other_scores_leave_the_selection_and_change_the_weights() -> None:
     replayed = given(policy, routes)
     with torch.no_grad():
         after = hidden(policy, replayed)
-    np.testing.assert_array_equal(replayed.numpy(np.dtype(np.int8)), routes)
+    np.testing.assert_array_equal(replayed.numpy(), routes)
     assert not torch.allclose(before, after)
 
 
@@ -166,7 +166,7 @@ def test_rows_that_are_missing_are_the_routers_own() -> None:
         routes[3, 0, 0] = next(each for each in range(5) if each not in own[3, 0])
         replayed = given(policy, routes)
         assert not torch.equal(hidden(policy, replayed), native)
-    chosen = replayed.numpy(np.dtype(np.int8))
+    chosen = replayed.numpy()
     np.testing.assert_array_equal(chosen[:, 0], np.where(routes[:, 0] == -1, own[:, 0], routes[:, 0]))
 
 

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.types import GenerationRequest, Int64Array
+from asyncrl.models.routes import Routes
+from asyncrl.types import GenerationRequest, Int64Array, RoutesArray
 
 from .cache import KVCache
 from .plans import DecodePlan, ExtendPlan, Piece
@@ -65,6 +66,7 @@ class Prefix:
     length: int  # positions: the prompt less its last token
     holders: set[int] = field(default_factory=set)  # slots
     saved: Tensor | None = None  # [layers, 2, K, length, D], once the last holder is gone
+    routes: RoutesArray | None = None  # [length, layers, k], likewise, where they are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,10 @@ class Core:
             prefix.holders.discard(slot)
             if not prefix.holders and prefix.saved is None:
                 if keep_prefix and prefix.length <= self.prefill_tokens:
+                    if (
+                        columns.routes is not None
+                    ):  # now: the slot may have another sequence before the lane comes to it
+                        prefix.routes = columns.routes[slot, : prefix.length].copy()
                     self._pending.append(lambda: self._save(key, prefix, row))
                 else:
                     del self._prefixes[key]
@@ -189,9 +195,12 @@ class Core:
             if self._ends is None:
                 self._ends = self.cache.runs(position + 1)
             plan = DecodePlan(self.cache, position, self._ends)
+            plan.routes = None if columns.routes is None else Routes()
             device = self.cache.device
             tokens = torch.from_numpy(columns.tokens[slots, position]).to(device)
             hidden = self.policy.hidden(tokens, torch.from_numpy(position).to(device), plan)
+            if columns.routes is not None and plan.routes is not None:
+                columns.routes[slots, position] = plan.routes.numpy()
             sampled = self._sample(hidden, slots)
             stopped, ended = columns.append(slots, sampled, version)
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
@@ -232,10 +241,24 @@ class Core:
         tokens = np.concatenate([columns.tokens[s.slot, s.start : s.start + s.length] for s in pieces])
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in pieces])
         plan = ExtendPlan(self.cache, pieces)
+        plan.routes = None if columns.routes is None else Routes()
         self.policy.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), plan)
+        if plan.routes is not None:
+            self._note(pieces, plan.routes)
         for piece in pieces:
             columns.cached[piece.slot] = piece.start + piece.length
             self._register(piece.slot)
+
+    def _note(self, pieces: list[Piece], routes: Routes) -> None:
+        """Where the tokens of prompts went, in the cache that is there now. What follows keeps the routes that its tokens were
+        sampled with, also where its cache is computed again."""
+        columns, found, start = self.sequences, routes.numpy(), 0
+        assert columns.routes is not None
+        for piece in pieces:
+            own = min(piece.length, int(columns.prompt[piece.slot]) - 1 - piece.start)
+            if own > 0:
+                columns.routes[piece.slot, piece.start : piece.start + own] = found[start : start + own]
+            start += piece.length
 
     def _register(self, slot: int) -> None:
         """The row of `slot` holds its whole prompt under the current version: others may copy it."""
@@ -257,12 +280,17 @@ class Core:
         columns, prefix = self.sequences, self._prefixes[key]
         row = int(columns.row_of[slot])
         if prefix.holders:
-            source = int(columns.row_of[next(iter(prefix.holders))])
-            self.cache.copy_row(source, row, prefix.length)
+            holder = next(iter(prefix.holders))
+            self.cache.copy_row(int(columns.row_of[holder]), row, prefix.length)
+            if columns.routes is not None:
+                columns.routes[slot, : prefix.length] = columns.routes[holder, : prefix.length]
         else:
             assert prefix.saved is not None
             self.cache.restore(prefix.saved, row)
-        prefix.saved = None  # the row is a holder now
+            if columns.routes is not None:
+                assert prefix.routes is not None
+                columns.routes[slot, : prefix.length] = prefix.routes
+        prefix.saved = prefix.routes = None  # the row is a holder now
         prefix.holders.add(slot)
         columns.cached[slot] = prefix.length
         self.tokens_copied += prefix.length

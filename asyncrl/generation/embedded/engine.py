@@ -14,6 +14,7 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.generation.life import WHO
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
+from asyncrl.models.routing import require_routing
 from asyncrl.types import FinishReason, Generation, GenerationRequest
 
 from .cache import CacheShape, KVCache
@@ -57,9 +58,16 @@ def open_core(
     kv_positions: int,
     prefill_tokens: int,
     recompute: bool,
+    record_routes: bool = False,
 ) -> Core | PlainCore:
-    """The running batch of a model on its path. Numbers as of `EmbeddedEngine`."""
-    sequences = Sequences(max_sequences, max_context)
+    """The running batch of a model on its path. Numbers as of `EmbeddedEngine`. Errors: ConfigError where routes are to be
+    recorded of a model that has none."""
+    routing = (
+        require_routing(policy.routing, policy.module, "routes of experts are to be recorded")
+        if record_routes
+        else None
+    )
+    sequences = Sequences(max_sequences, max_context, None if routing is None else routing.shape)
     if policy.path.name == "plain":
         return PlainCore(policy, sequences, prefill_tokens=prefill_tokens)
     shape = cache_shape(policy.config, 1, kv_positions)  # the batch gives the cache's rows their length
@@ -74,6 +82,7 @@ class EmbeddedEngine(OwnedEngine):
     together, each as long as the longest that runs; what the cache allocates. None: max_sequences x max_context.
     prefill_tokens: most tokens computed by one prefill closure.
     kv_after_update: what happens to the cached keys and values of running sequences when the version changes.
+    record_routes: generations say which experts each token went to.
     """
 
     def __init__(
@@ -88,6 +97,7 @@ class EmbeddedEngine(OwnedEngine):
         kv_positions: int | None = None,
         prefill_tokens: int = 2048,
         kv_after_update: Literal["keep", "recompute"] = "keep",
+        record_routes: bool = False,
     ) -> None:
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
@@ -98,6 +108,7 @@ class EmbeddedEngine(OwnedEngine):
         self.tokenizer = tokenizer
         self._prefill_tokens = prefill_tokens
         self._recompute = kv_after_update == "recompute"
+        self._record_routes = record_routes
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
         self._eos = eos_token_ids(policy, tokenizer)
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
@@ -134,6 +145,7 @@ class EmbeddedEngine(OwnedEngine):
             kv_positions=self.kv_positions,
             prefill_tokens=self._prefill_tokens,
             recompute=self._recompute,
+            record_routes=self._record_routes,
         )
 
     @property

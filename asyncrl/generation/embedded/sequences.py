@@ -13,7 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array
+from asyncrl.models.routing import RoutesShape
+from asyncrl.records.routes import MISSING
+from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array, RoutesArray
 
 from .sampling import RowParams, Sampled, keyed_uniform, seed_array
 
@@ -30,13 +32,17 @@ def prefix_key(request: GenerationRequest) -> PrefixKey | None:
 class Sequences:
     """Columns by slot, and the map rows -> slots. Room for prompt and completion is there from the start."""
 
-    def __init__(self, capacity: int, max_context: int) -> None:
+    def __init__(self, capacity: int, max_context: int, routes: RoutesShape | None = None) -> None:
+        """`routes`: of the model, where it is recorded which experts each token went to."""
         self.capacity = capacity
         self.max_context = max_context
         self.tokens = np.zeros((capacity, max_context), dtype=np.int64)
         self.logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.sampled_logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.versions = np.zeros((capacity, max_context), dtype=np.int32)
+        self.routes: RoutesArray | None = None  # [capacity, C, layers, k]; what is not known yet is -1, from `add` on
+        if routes is not None:
+            self.routes = np.empty((capacity, max_context, routes.layers, routes.k), dtype=routes.dtype)
         self.prompt = np.zeros(capacity, dtype=np.int64)  # prompt length
         self.length = np.zeros(capacity, dtype=np.int64)  # known tokens, prompt included
         self.cached = np.zeros(capacity, dtype=np.int64)  # positions whose keys and values the row holds
@@ -70,6 +76,8 @@ class Sequences:
         self.prompt[slot] = self.length[slot] = size
         self.cached[slot] = 0
         self.limit[slot] = size + sampling.max_tokens
+        if self.routes is not None:
+            self.routes[slot, : self.limit[slot]] = MISSING
         self.seed[slot] = seed_array(request.seed)[0]
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
@@ -133,4 +141,5 @@ class Sequences:
             sampled_logprobs=self.sampled_logprobs[slot, own].copy(),
             versions=self.versions[slot, own].copy(),
             finish_reason=reason,
+            routed_experts=None if self.routes is None else self.routes[slot, : self.length[slot]].copy(),
         )

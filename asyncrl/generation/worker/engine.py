@@ -58,6 +58,7 @@ class Limits:
     start_s: float
     silent_s: float
     closure_s: float
+    route_bytes: int = 0  # of a token, where it is recorded which experts it went to
 
     @property
     def capacity(self) -> int:
@@ -175,7 +176,7 @@ class WorkerEngine(EngineLife):
         for line in await offload(sweep, "sweep"):
             logger.info("workers of a dead run had left %s; it was removed", line)
         limits = self.limits
-        record = limits.max_context * _TOKEN_BYTES + _RECORD_BYTES
+        record = limits.max_context * (_TOKEN_BYTES + limits.route_bytes) + _RECORD_BYTES
         ring_bytes = max(1 << 20, 2 * record, limits.max_sequences * record // 4)
         settings = RingSettings(2 * limits.workers * ring_bytes + (1 << 20), _RING_SLOTS, ring_bytes)
         try:

@@ -226,6 +226,7 @@ async def serve(control: ControlLine) -> None:
             kv_positions=setup["kv_positions"],
             prefill_tokens=config.engine.prefill_tokens,
             kv_after_update=config.engine.kv_after_update or "keep",
+            record_routes=config.algorithm.router_replay,
         )
         producer = await AsyncProducer.attach(setup["sequences"])
         requests = await attach_queue(setup["requests"])

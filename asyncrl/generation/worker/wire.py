@@ -1,7 +1,8 @@
 """What crosses between node and worker: requests as items of a tensor queue, finished sequences as records.
 
 edge 2    {"prompt": int32 [P], "about": JSON}        a request; or {"about": JSON} alone: one that was given up
-edge 2'   a record of one member: `group` is the number of the request, its columns are those of `Generation`
+edge 2'   a record of one member: `group` is the number of the request, its columns are those of `Generation`; where routes are
+          recorded, those of the completion are a column, and those of the prompt a byte string of their own
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 import orjson
 
 from asyncrl.errors import GenerationError
-from asyncrl.records.layout import Section
+from asyncrl.records.layout import USER_SECTIONS, Section
 from asyncrl.records.read import Record
 from asyncrl.records.write import Draft, Plan, plan
-from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArray, SamplingParams
 
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)  # by their code in a record, less one
+_PROMPT_ROUTES = USER_SECTIONS.start
 ABOUT_BYTES = 4096  # of a request, beside its prompt
 _SEEDS = 0xFFFFFFFFFFFFFFFF  # random keys are 64 bits wide wherever they are used
 
@@ -69,6 +71,10 @@ def sequence_plan(number: int, generation: Generation, version: int) -> Plan:
         Section.VERSIONS: [generation.versions],
         Section.FINISH_REASONS: [_REASONS.index(generation.finish_reason) + 1],
     }
+    routes = generation.routed_experts
+    if routes is not None:
+        prompt = routes.shape[0] - generation.token_ids.size
+        sections |= {Section.ROUTED_EXPERTS: [routes[prompt:]], _PROMPT_ROUTES: routes[:prompt].tobytes()}
     return plan(Draft(number, [0], 1, sections, policy_version=version))
 
 
@@ -81,7 +87,16 @@ def read_sequence(record: Record) -> Generation:
         arrays[Section.SAMPLED_LOGPROBS].copy(),
         arrays[Section.VERSIONS].copy(),
         _REASONS[int(arrays[Section.FINISH_REASONS][0]) - 1],
+        _routes(record),
     )
+
+
+def _routes(record: Record) -> RoutesArray | None:
+    completion = record.arrays.get(Section.ROUTED_EXPERTS)
+    if completion is None:
+        return None
+    prompt = np.frombuffer(record.strings[_PROMPT_ROUTES], completion.dtype).reshape(-1, *completion.shape[1:])
+    return np.concatenate([prompt, completion])
 
 
 def _about(number: int, request: GenerationRequest) -> Any:

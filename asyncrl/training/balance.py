@@ -1,0 +1,105 @@
+"""The auxiliary loss that balances experts (Fedus et al., arXiv:2101.03961, equations 4 to 6), where the model's configuration
+asks for it: `output_router_logits` with a `router_aux_loss_coef`.
+
+    balance of a sequence     E x sum over experts of (share of its tokens sent there) x (mean probability), where share and
+                              mean are over its tokens and all layers: `load_balancing_loss_func` of transformers for a batch
+                              of this one row: its prompt and what runs of its completion
+    added to the loss         coefficient x the mean of it over the sequences of the step, weighted as the loss weights them
+
+The formula is no sum over tokens: of a batch, it depends on what is in the batch. Of a sequence by itself it does not depend on
+how a step is split into microbatches, or over ranks, so neither does the gradient. The weights of the mean add up to 1 under
+each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. A sum with one coefficient for both would be too
+strong by the mean length where sequences are counted. (`bnpo`, which divides inside a microbatch, has the mean over the
+microbatch.) Sequences without a scored token are not run, and have a balance of 0.
+
+The shares are those of the model's own choice, as in transformers, also where recorded routes are replayed.
+
+Shape legend: T packed tokens, B sequences, L layers with experts, k experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
+from asyncrl.config.schema import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.models.policy import PolicyModel
+from asyncrl.models.routes import Routes
+from asyncrl.models.routing import require_routing
+from asyncrl.types import Microbatch, Normaliser
+
+METRIC = "moe/balance_loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How strongly experts are balanced."""
+
+    coefficient: float
+    max_length: int  # tokens, for the normaliser of that name
+
+    @classmethod
+    def of(cls, policy: PolicyModel, train: TrainConfig, max_length: int) -> Balance | None:
+        """As the model's configuration says; None where it does not ask for it. Errors: ConfigError where it cannot be had."""
+        text = policy.config.get_text_config()
+        coefficient = getattr(text, "router_aux_loss_coef", None)
+        if not getattr(text, "output_router_logits", False) or not coefficient:
+            return None
+        asked = f"the model's configuration has output_router_logits and router_aux_loss_coef {coefficient:g}"
+        require_routing(policy.routing, policy.module, asked)
+        if train.skip_zero_advantage:
+            raise ConfigError(
+                f"train.skip_zero_advantage is true and {asked}: groups without an advantage balance experts all the same; "
+                "leave it out, or set output_router_logits to false in the model's config.json"
+            )
+        return cls(float(coefficient), max_length)
+
+    def added(self, loss: Loss, inputs: LossInputs, balance_B: Tensor) -> LossSums:
+        """The sums of the loss, with this in its total and among its metrics."""
+        sums, length_B = loss(inputs), inputs.length_B
+        if loss.normaliser is Normaliser.TOKENS:
+            value = (length_B * balance_B).sum()
+        elif loss.normaliser is Normaliser.MICROBATCHES:
+            value = (length_B * balance_B).sum() / length_B.sum().clamp(min=1)
+        else:
+            value = balance_B.sum() * (self.max_length if loss.normaliser is Normaliser.SEQUENCES_X_MAX_LENGTH else 1)
+        metrics = {**sums.metrics, METRIC: MetricSum(value.detach(), loss.normaliser)}
+        return LossSums(sums.total + self.coefficient * value, metrics, sums.extra)
+
+
+def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
+    """[B] of each sequence, differentiable; 0 for one without a scored token. `routes`: of the forward, with its logits."""
+    k, experts = routes.chosen[0].shape[1], routes.logits[0].shape[1]
+    logits_LTE = torch.stack([routes.logits[layer] for layer in sorted(routes.logits)])
+    probs_LTE = logits_LTE.softmax(-1, dtype=torch.promote_types(logits_LTE.dtype, torch.float32))
+    chosen_LTk = probs_LTE.detach().topk(k, -1).indices
+    sent_TE = functional.one_hot(chosen_LTk, experts).sum((0, 2)).to(probs_LTE)
+    probs_TE = probs_LTE.sum(0)
+    sent_BE, length_B = _over_rows(sent_TE, batch)
+    probs_BE, _ = _over_rows(probs_TE, batch)
+    seen_B = length_B * len(routes.logits)
+    return experts * (sent_BE * probs_BE).sum(1) / seen_B.square()
+
+
+def _over_rows(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """[T, E] -> [B, E]: the sum over the tokens of each sequence, its prompt's too, and their number [B], at least 1. Zeros for
+    a sequence without a scored token."""
+    device, trees = value_TE.device, batch.prefix_start.size
+    starts = np.concatenate([batch.prefix_start, batch.suffix_start])
+    lengths = np.concatenate([batch.prefix_length, batch.suffix_length])
+    span_T = np.empty(batch.tokens.size, np.int64)
+    for span, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        span_T[start : start + length] = span
+    sums = value_TE.new_zeros(lengths.size, value_TE.shape[1]).index_add(
+        0, torch.from_numpy(span_T).to(device), value_TE
+    )
+    trained = np.bincount(batch.sequence, minlength=batch.sequences) > 0
+    length_B = np.maximum(lengths[trees:] + lengths[batch.suffix_tree], 1)
+    sums_BE = sums[trees:] + sums[torch.from_numpy(batch.suffix_tree).to(device)]
+    return sums_BE * torch.from_numpy(trained[:, None]).to(device), torch.from_numpy(length_B).to(value_TE)

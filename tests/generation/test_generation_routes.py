@@ -1,0 +1,154 @@
+"""Which experts the sampler sent each token to: against transformers' own forward over the whole row."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from generation_models import tiny_model
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.generation.embedded.core import Core
+from asyncrl.generation.embedded.engine import open_core
+from asyncrl.generation.worker.wire import read_sequence, sequence_plan
+from asyncrl.models.paths import PACKED
+from asyncrl.models.policy import PolicyModel
+from asyncrl.records.read import read
+from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+EXPERTS = 6
+NUMBERS: dict[str, Any] = dict(max_sequences=4, max_context=40, kv_positions=160, prefill_tokens=18)
+
+
+def mixture() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=61, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=2, norm_topk_prob=True,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    module = Qwen3MoeForCausalLM(config)
+    for name, parameter in module.named_parameters():
+        if name.endswith("gate.weight"):
+            torch.nn.init.normal_(parameter)
+    return module.eval()
+
+
+def opened(recompute: bool = False) -> tuple[Core, PolicyModel, PreTrainedModel]:
+    module = mixture()
+    plain = copy.deepcopy(module)
+    policy = PolicyModel(module, path=PACKED)
+    core = open_core(policy, **NUMBERS, recompute=recompute, record_routes=True)
+    assert isinstance(core, Core)
+    return core, policy, plain
+
+
+def request(prompt: npt.NDArray[np.int32], tokens: int, seed: int, key: str | None = None) -> GenerationRequest:
+    return GenerationRequest(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), seed, key)
+
+
+def steps(core: Core, count: int) -> list[int]:
+    """Slots that ended."""
+    ended: list[int] = []
+    for _ in range(count):
+        while core.behind:
+            core.prefill()
+        ended += core.decode().ended
+    return ended
+
+
+def expected(plain: PreTrainedModel, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[L, layers, k] by transformers, one row, no cache."""
+    with torch.no_grad():
+        logits = plain(
+            input_ids=torch.from_numpy(tokens.astype(np.int64))[None], output_router_logits=True
+        ).router_logits
+    return torch.stack([each.softmax(-1).topk(2).indices for each in logits], 1).numpy()
+
+
+def check(found: Generation, prompt: npt.NDArray[np.int32], plain: PreTrainedModel) -> None:
+    row = np.concatenate([prompt, found.token_ids])
+    routes = found.routed_experts
+    assert routes is not None and routes.shape == (row.size, 2, 2) and routes.dtype == np.int8
+    assert (routes[-1] == -1).all()
+    np.testing.assert_array_equal(routes[:-1], expected(plain, row)[:-1])
+
+
+def test_prompts_shared_prompts_and_completions_are_those_of_one_forward() -> None:
+    core, _, plain = opened()
+    draw = np.random.default_rng(0)
+    long, short = (draw.integers(0, 61, size).astype(np.int32) for size in (19, 3))
+    longer = draw.integers(0, 61, 33).astype(np.int32)  # two prefills
+    prompts = {}
+    for number, (prompt, tokens, key) in enumerate(((long, 2, "a"), (long, 5, "a"), (longer, 3, None))):
+        prompts[core.add(request(prompt, tokens, number, key), ())] = prompt
+    assert core.sequences.routes is not None
+    core.sequences.routes[3] = 5  # of nobody
+    checked = 0
+    for _ in range(5):
+        for slot in steps(core, 1):
+            check(core.sequences.generation(slot, FinishReason.LENGTH), prompts[slot], plain)
+            core.remove(slot, keep_prefix=True)
+            checked += 1
+    assert checked == 3 and core.tokens_copied == 18
+    slot = core.add(request(short, 4, 7), ())  # takes a slot before the lane has saved the prompt of the last holder
+    other = core.add(request(long, 4, 8, "a"), ())
+    assert set(steps(core, 4)) == {slot, other} and core.tokens_copied == 36
+    check(core.sequences.generation(slot, FinishReason.LENGTH), short, plain)
+    check(core.sequences.generation(other, FinishReason.LENGTH), long, plain)
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+def test_after_an_update_each_token_has_the_routes_it_was_sampled_with(recompute: bool) -> None:
+    core, policy, plain = opened(recompute)
+    prompt = np.arange(9, dtype=np.int32) * 5
+    slot = core.add(request(prompt, 6, 1), ())
+    steps(core, 3)
+    before = core.sequences.generation(slot, FinishReason.ABORT).routed_experts
+    with torch.no_grad():
+        for name, master in policy.flat.named_masters():
+            if name.endswith("gate.weight"):
+                master.mul_(-1)
+    policy.advance()
+    while not steps(core, 1):
+        pass
+    found = core.sequences.generation(slot, FinishReason.LENGTH)
+    assert before is not None and found.routed_experts is not None
+    np.testing.assert_array_equal(found.routed_experts[8:11], before[8:11])
+    first = expected(plain, prompt)[:, 0]  # of the first layer, whose inputs no gate has moved
+    for _, parameter in (each for each in plain.named_parameters() if each[0].endswith("gate.weight")):
+        parameter.data.mul_(-1)
+    now = expected(plain, np.concatenate([prompt, found.token_ids]))[:, 0]
+    np.testing.assert_array_equal(found.routed_experts[:8, 0], now[:8] if recompute else first[:8])
+    assert (found.routed_experts[11:14] != -1).all() and (found.routed_experts[14] == -1).all()
+    assert not np.array_equal(first[:8], now[:8])
+
+
+def test_routes_cross_from_a_worker_to_its_node() -> None:
+    core, _, _ = opened()
+    slot = core.add(request(np.arange(7, dtype=np.int32), 4, 1), ())
+    steps(core, 4)
+    sent = core.sequences.generation(slot, FinishReason.LENGTH)
+    plan = sequence_plan(3, sent, 0)
+    buffer = memoryview(bytearray(plan.size))
+    plan.write(buffer)
+    came = read_sequence(read(buffer))
+    assert sent.routed_experts is not None and came.routed_experts is not None
+    assert came.routed_experts.dtype == np.int8
+    np.testing.assert_array_equal(came.routed_experts, sent.routed_experts)
+    np.testing.assert_array_equal(came.token_ids, sent.token_ids)
+
+
+def test_nothing_is_recorded_unasked_and_a_dense_model_is_refused() -> None:
+    policy = PolicyModel(mixture(), path=PACKED)
+    core = open_core(policy, **NUMBERS, recompute=False)
+    slot = core.add(request(np.arange(3, dtype=np.int32), 1, 0), ())
+    assert isinstance(core, Core) and steps(core, 1) == [slot]
+    assert core.sequences.generation(slot, FinishReason.LENGTH).routed_experts is None
+    with pytest.raises(ConfigError, match="routes of experts are to be recorded, but LlamaForCausalLM has no experts"):
+        open_core(PolicyModel(tiny_model("llama")), **NUMBERS, recompute=False, record_routes=True)
