@@ -192,6 +192,14 @@ def test_what_a_model_does_around_its_head(two: Ranks, kind: str) -> None:
     check(two, Case(where=UNEQUAL, kind=kind, tied=kind == "capped"))
 
 
+@pytest.mark.parametrize(("name", "checkpointing"), [("grpo", True), ("dapo", False)])
+def test_experts_their_routes_and_their_balance(two: Ranks, name: str, checkpointing: bool) -> None:
+    """Rank 0 alone has microbatches in some rounds: whatever its tokens choose, the other gathers the same blocks. (transformers'
+    routers compute their probabilities in float32.)"""
+    where = [[i % 4 == 0, i % 3] for i in range(SEQUENCES)]
+    check(two, Case(name, where=where, kind="moe", checkpointing=checkpointing, routes=True), tolerance=1e-6)
+
+
 def test_one_rank_is_one_shard(tmp_path: Path) -> None:
     with ranks_in(tmp_path, 1) as one:
         check(one, Case(where=[[0, i % 3] for i in range(SEQUENCES)]), [[1]])
@@ -344,10 +352,10 @@ def test_rows_are_cut_as_torch_chunks_them() -> None:
             assert [list(range(*cut)) for cut in cuts if cut[0] < cut[1]] == chunks
 
 
-def test_experts_are_refused_and_so_is_a_missing_group() -> None:
+def test_a_module_for_each_expert_is_refused_and_so_is_a_missing_group() -> None:
     module = tiny_module()
-    module.config.num_experts = 8
-    with pytest.raises(ConfigError, match=r"has experts.*use distributed\.sharding=replicate"):
+    module.model.layers[1].mlp.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+    with pytest.raises(ConfigError, match=r"for each expert \(model\.layers\.1\.mlp\.experts\).*=replicate"):
         ShardedForward(module, torch.device("cpu"), torch.float64, False, PLAIN_HEAD)
     with pytest.raises(LifecycleError, match="open the world first"):
         ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, PLAIN_HEAD)

@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from asyncrl.algorithms.base import Loss, LossInputs
@@ -29,6 +31,7 @@ from asyncrl.types import FinishReason, Group, Microbatch, Normaliser, Prompt, S
 
 VOCABULARY = 41
 MAX_LENGTH = 12
+EXPERTS = 5
 
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -62,6 +65,15 @@ def tiny_module(kind: str = "llama", tied: bool = True, seed: int = 0) -> PreTra
         torch.manual_seed(seed)
         if kind == "llama":
             module: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=tied))
+        elif kind == "moe":  # balanced by an auxiliary loss
+            experts = {
+                "num_experts": EXPERTS,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+                "norm_topk_prob": True,
+            }
+            balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+            module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, **balance, tie_word_embeddings=tied))
         elif kind in _HEADS:
             family, settings = _HEADS[kind]
             config: PretrainedConfig = family(**_SHAPE, **settings, tie_word_embeddings=tied)
@@ -176,6 +188,15 @@ def old_and_reference(sampler: np.ndarray) -> dict[str, np.ndarray]:
 
 def with_columns(batch: Microbatch) -> Microbatch:
     return replace(batch, **old_and_reference(batch.sampler_logprobs))
+
+
+def with_routes(batch: Microbatch) -> Microbatch:
+    """That belong to a token wherever it is packed; every seventh is not known."""
+    start = batch.tokens * 3 + batch.positions
+    first = (start[:, None] + np.arange(2)) % EXPERTS
+    routes = np.stack([first, (first + 1 + start[:, None] % (EXPERTS - 1)) % EXPERTS], -1).astype(np.int8)
+    routes[start % 7 == 0] = -1
+    return replace(batch, routes=routes)
 
 
 def _scored_columns(

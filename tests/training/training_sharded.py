@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_helpers import MAX_LENGTH, everything, make_group, tiny_module, tiny_policy, with_columns
+from training_helpers import MAX_LENGTH, everything, make_group, tiny_module, tiny_policy, with_columns, with_routes
 from training_partition import part
 
 from asyncrl.algorithms.base import Loss
@@ -42,6 +42,7 @@ class Case:
     dtype: str = "float64"
     steps: int = 2
     silent: list[int] = field(default_factory=list)  # by rank: groups without advantages, counted and not run
+    routes: bool = False  # recorded ones of experts
     plain: bool = False  # every term of the loss is a multiple of the advantage
 
     def line(self) -> str:
@@ -58,6 +59,7 @@ def silent_groups(count: int, rank: int, run: bool) -> list[Microbatch]:
 
 def batches_of(case: Case, rank: int, run_all: bool = False) -> list[Microbatch]:
     mine = part(case.seed, case.where, rank)
+    mine = [with_routes(batch) for batch in mine] if case.routes else mine
     return [*mine, *silent_groups(case.silent[rank] if case.silent else 0, rank, run_all)]
 
 
