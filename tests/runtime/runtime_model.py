@@ -31,6 +31,28 @@ def build_never(seed: int) -> tuple[Any, Any]:
     raise AssertionError("the model was asked for")
 
 
+def build_experts(seed: int) -> tuple[Any, Any]:
+    """Four experts in each of two layers, two of them a token, balanced by an auxiliary loss."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    model = seeded(
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        seed,
+        num_hidden_layers=2,
+        head_dim=16,
+        initializer_range=0.1,
+        **experts,
+        **balance,
+    )
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.weight, std=0.5)
+    return model, make_tokenizer()
+
+
 def build_stateful(seed: int) -> tuple[Any, Any]:
     """A layer with a convolution, whose state a packed row would leak, and one that attends."""
     from transformers import Lfm2Config, Lfm2ForCausalLM

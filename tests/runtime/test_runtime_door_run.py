@@ -285,6 +285,11 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
         ({"logprobs": column(0, -1e4, -1)}, {}, r"member 0: logprobs\[1\] is -10000"),
         ({"versions": np.array([-1, 0, -5], np.int32)}, {}, "member 0: versions holds -5"),
         ({"versions": np.array([-1, 0, 9], np.int32)}, {}, "claims to be sampled by version 9, but this run is at 0"),
+        (
+            {"routed_experts": np.zeros((3, 1, 1), np.int8)},
+            {},
+            "member 0: routed_experts is given, but this run replays no",
+        ),
         ({"prompt_length": 0}, {}, "member 0: prompt_length is 0 of 3 tokens"),
         ({"prompt_length": 4}, {}, "member 0: prompt_length is 4 of 3 tokens"),
         ({"mask": np.array([True, True, True])}, {}, r"member 0: mask\[0\] trains a token of the prompt"),

@@ -1,0 +1,116 @@
+"""Whole runs of a model with experts: what the sampler chose is what is trained, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from runtime_helpers import DRY, MODEL, REAL, config_of, metrics_of, scored
+from runtime_model import make_tokenizer
+
+from asyncrl import Runtime
+from asyncrl.client import AsyncClient
+from asyncrl.config.resolve import resolve
+from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.errors import ConfigError
+from asyncrl.ports import Generate
+from asyncrl.runtime.door import DoorStatistics, serve
+from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.types import RingSettings
+from asyncrl.types import Prompt, SamplingParams, Trajectory
+
+MIXTURE: dict[str, Any] = REAL | {
+    "preset": "sync",
+    "model": {"path": f"{MODEL}:build_experts", "dtype": "float32"},
+    "algorithm": {"router_replay": True},
+    "telemetry": {"live": "off", "report": False, "trace": False},
+}
+WORKER = ("generation.placement=worker", "generation.threads=1", "preset=one_off")
+
+
+@pytest.mark.parametrize("placement", ((), WORKER), ids=("shared", "worker"))
+async def test_routes_come_to_the_trainer_and_are_replayed(tmp_path: Path, placement: tuple[str, ...]) -> None:
+    async with Runtime(config_of(tmp_path, *placement, "replay.size=4", base=MIXTURE)) as runtime:
+        steps = runtime.steps()
+        await runtime.run()
+        groups = [group async for report in steps for group in report.groups]
+    assert len(groups) == 12
+    for t in (t for group in groups for t in group.trajectories):
+        routes = t.routed_experts
+        assert routes is not None and routes.dtype == np.int8 and routes.shape == (t.tokens.size, 2, 2)
+        assert (routes[:-1] >= 0).all() and (routes[-1] == -1).all()
+    for line in metrics_of(tmp_path / "runs/run"):
+        assert line["moe/balance_loss"] > 1.9  # k, where experts are used alike
+        if "mismatch/current_max" in line:
+            assert line["mismatch/current_max"] < 1e-4
+
+
+class Elsewhere(SingleTurn):
+    """Says that tokens went to other experts than they did."""
+
+    async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
+        found = await super().run(prompt, member, group_size, generate)
+        routes = found.routed_experts
+        assert routes is not None
+        return replace(found, routed_experts=np.where(routes < 0, routes, (routes + 2) % 4).astype(np.int8))
+
+
+async def test_what_is_replayed_is_what_the_trajectory_says(tmp_path: Path) -> None:
+    environment = Elsewhere(make_tokenizer(), SamplingParams(max_tokens=8), 0)
+    config = config_of(tmp_path, "train.max_steps=1", "algorithm.mismatch_gate=null", base=MIXTURE)
+    async with Runtime(config, environment=environment) as runtime:
+        await runtime.run()
+    (line,) = metrics_of(tmp_path / "runs/run")
+    assert line["mismatch/current_mean"] > 0.005
+
+
+async def test_groups_of_other_processes_need_their_routes(tmp_path: Path) -> None:
+    name = f"experts-{os.getpid()}"
+    tree = {k: v for k, v in MIXTURE.items() if k not in ("data", "reward")} | {"data": {"max_prompt_tokens": 12}}
+    config = config_of(
+        tmp_path, "rollout.groups_per_step=1", "algorithm.mismatch_gate=null", "train.max_steps=null", base=tree
+    )
+    routes, counts = np.array([[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[-1, -1], [-1, -1]]], np.int8), DoorStatistics()
+    bad = {
+        "member 0: routed_experts is missing, which this run replays": None,
+        "member 0: routed_experts is int8 [3, 1, 2]; expected signed integers [3, 2, 2]": routes[:, :1],
+        "member 0: routed_experts: row 0, layer 0: the choice [3, 3] names an expert twice": np.full_like(routes, 3),
+    }
+    async with (
+        RecordRing(name, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring,
+        Runtime(config, write=False) as runtime,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(serve, runtime, ring, counts)
+        reports = runtime.steps()
+        async with await AsyncClient.attach(name) as client:
+            with anyio.fail_after(60):
+                for number, (text, given) in enumerate(bad.items()):
+                    await client.push(number, [replace(scored(), routed_experts=given) for _ in range(2)])
+                    while counts.refused == number:
+                        await anyio.lowlevel.checkpoint()
+                    assert text in counts.last_refusal
+                await client.push(
+                    9, [replace(scored(reward=float(m)), routed_experts=routes.astype("u1") % 4) for m in (0, 1)]
+                )
+                await client.push(10, [replace(scored(reward=float(m)), routed_experts=routes) for m in (0, 1)])
+                while counts.refused == 3:  # an unsigned 255 is no -1
+                    await anyio.lowlevel.checkpoint()
+                (group,) = (await anext(reports)).groups
+        tasks.cancel_scope.cancel()
+    assert "names an expert twice" in counts.last_refusal
+    np.testing.assert_array_equal(group.trajectories[1].routed_experts, routes)
+
+
+async def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "algorithm.router_replay=true")
+    with pytest.raises(ConfigError, match=r"algorithm\.router_replay is true, but Qwen3ForCausalLM has no experts"):
+        async with Runtime(config):
+            raise AssertionError("it was opened")
+    with pytest.raises(ConfigError, match="dry_run, which has no experts"):
+        resolve(config_of(tmp_path, "algorithm.router_replay=true", base=DRY))
