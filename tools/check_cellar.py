@@ -32,7 +32,6 @@ ALLOWED: dict[str, str] = {
     "asyncrl.transport.memory.slab": "workers: the weights of a version in one exported slab",
     "asyncrl.transport.memory.slab_cuda": "workers: the same, on a GPU",
     "asyncrl.records.read:Record.identities": "workers: what they sampled travels as records",
-    "asyncrl.records.read:Record.column": "workers: routes of experts travel in records",
     "asyncrl.records.trajectories:draft_of": "workers: what they sampled travels as records",
     "asyncrl.config.check_unread:own_to_a_method": "the bound on settings outside of methods, which is a test",
     "asyncrl.data.sharding": "nodes: balanced sharding",

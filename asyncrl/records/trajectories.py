@@ -5,7 +5,6 @@ Texts travel as JSON. Non-finite rewards are refused (NaN means "not scored" in 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section
 _ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
+_WIDER = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
 _trajectories = quick_rows(Trajectory)
 
 
@@ -63,8 +63,11 @@ def draft_of(
         Section.MESSAGES: [json_bytes(t.completion, "completion") for t in trajectories],
         Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in trajectories],
     }
-    if any(t.routed_experts is not None for t in trajectories):
+    lacking = [t.member for t in trajectories if t.routed_experts is None]
+    if not lacking:
         sections[Section.ROUTED_EXPERTS] = [t.routed_experts for t in trajectories]
+    elif len(lacking) < len(trajectories):
+        raise RecordError(f"routed_experts is missing for members {lacking}; give it for all or for none")
     sections.update(component_sections([t.components for t in trajectories]))
     if group_metadata is not None:
         sections[Section.GROUP_METADATA] = json_bytes(dict(group_metadata), "group metadata")
@@ -143,10 +146,9 @@ def _columns(record: Record) -> tuple[Any, ...]:
 def _routes(record: Record, copy: bool) -> list[Any]:
     """Of every member. Unsigned ones become the next wider signed integers, which is a copy."""
     array = record.arrays[_ROUTED_EXPERTS]
-    wider = {"u1": np.int16, "u2": np.int32}.get(array.dtype.str[1:])
-    array = array if wider is None else array.astype(wider)
-    parts = [array[start:end] for start, end in itertools.pairwise(record.bounds)]
-    return [part.copy() for part in parts] if copy else parts
+    kind = _WIDER.get(array.dtype, array.dtype)
+    parts = [record.column(_ROUTED_EXPERTS, position) for position in range(record.size)]
+    return [np.array(part, kind) if copy else np.asarray(part, kind) for part in parts]
 
 
 def _rewards(array: Any) -> list[float | None]:

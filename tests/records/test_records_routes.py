@@ -1,0 +1,82 @@
+"""Routes of experts: the narrowest signed integers, in records and back, and which rows are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from test_records_schema import trajectory, written
+
+from asyncrl.errors import DataError, RecordError
+from asyncrl.records.check import Limits, check_trajectory
+from asyncrl.records.layout import Section
+from asyncrl.records.read import read
+from asyncrl.records.routes import check_routes, narrowest
+from asyncrl.records.trajectories import draft_of, trajectories_of
+from asyncrl.records.write import plan
+
+
+def routes_of(length: int, kind: npt.DTypeLike = np.int8) -> npt.NDArray[np.signedinteger]:
+    routes = np.stack([np.arange(length * 3), np.arange(length * 3) + 1], 1).reshape(length, 3, 2).astype(kind)
+    routes[-1] = -1
+    return routes
+
+
+def test_the_narrowest_signed_integers_hold_every_expert_and_minus_one() -> None:
+    found = {experts: narrowest(experts) for experts in (1, 128, 129, 32_768, 32_769)}
+    assert list(found.values()) == [np.int8, np.int8, np.int16, np.int16, np.int32]
+
+
+@pytest.mark.parametrize("copy", (True, False))
+@pytest.mark.parametrize("kind", (np.int8, np.int16, np.int32))
+def test_routes_come_back_as_they_went(kind: npt.DTypeLike, copy: bool) -> None:
+    given = [replace(trajectory(m, 4 + m), routed_experts=routes_of(4 + m, kind)) for m in range(2)]
+    raw = written(plan(draft_of(given)))
+    for one, other in zip(given, trajectories_of(read(raw), copy=copy), strict=True):
+        assert other.routed_experts is not None and other.routed_experts.dtype == kind
+        np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
+        assert np.shares_memory(np.frombuffer(raw, np.uint8), other.routed_experts) != copy
+
+
+def test_members_may_be_of_different_widths_and_none_may_lack_them() -> None:
+    wide, narrow = (
+        replace(trajectory(m, 5), routed_experts=routes_of(5, k)) for m, k in enumerate((np.int16, np.int8))
+    )
+    found = trajectories_of(read(written(plan(draft_of([narrow, wide])))))
+    assert all(t.routed_experts is not None and t.routed_experts.dtype == np.int16 for t in found)
+    with pytest.raises(RecordError, match=r"routed_experts is missing for members \[1\]; give it for all or for none"):
+        draft_of([narrow, trajectory(1, 5)])
+    assert trajectories_of(read(written(plan(draft_of([trajectory(0, 5)])))))[0].routed_experts is None
+
+
+@pytest.mark.parametrize(("kind", "wider"), ((np.uint8, np.int16), (np.uint16, np.int32)))
+def test_unsigned_ones_of_older_writers_are_read(kind: npt.DTypeLike, wider: npt.DTypeLike) -> None:
+    old = np.full((4, 3, 2), np.iinfo(kind).max, kind)
+    raw = written(plan(draft_of([trajectory(0, 4)], extra={Section.ROUTED_EXPERTS: [old]})))
+    assert read(raw).arrays[Section.ROUTED_EXPERTS].dtype == kind
+    for copy in (True, False):
+        found = trajectories_of(read(raw), copy=copy)[0].routed_experts
+        assert found is not None and found.dtype == wider and (found == np.iinfo(kind).max).all()
+
+
+@pytest.mark.parametrize(
+    ("choice", "what"),
+    (
+        ((-1, 3), "is partly missing: a row of -1 alone says that it is not known"),
+        ((3, 3), "names an expert twice"),
+        ((-2, 3), "is out of range: experts are 0 to 15"),
+        ((16, 3), "is out of range: experts are 0 to 15"),
+    ),
+)
+def test_what_no_router_chooses_is_named_with_row_and_layer(choice: tuple[int, int], what: str) -> None:
+    routes = routes_of(5)
+    check_routes(routes, 16)
+    check_routes(routes[:0], 16)
+    routes[3, 2] = choice
+    with pytest.raises(DataError) as error:
+        check_routes(routes, 16)
+    assert str(error.value) == f"row 3, layer 2: the choice {list(choice)} {what}"
+    with pytest.raises(DataError, match="member 0: routed_experts: row 3, layer 2"):
+        check_trajectory(replace(trajectory(0, 5), routed_experts=routes), Limits(routes=(3, 2, 16)))
