@@ -159,7 +159,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as folder:
         runs = [asyncio.run(run(replay, steps, folder)) for replay in (False, True)]

@@ -9,7 +9,7 @@ from .schema import Config
 
 
 def check_distributed(config: Config) -> Iterator[str]:
-    """Models with experts are refused where the model is known (training/sharded.py)."""
+    """Models with a module for each expert are refused where the model is known (training/sharded.py)."""
     if config.distributed.sharding != "fsdp":
         return
     what = "distributed.sharding is fsdp and "

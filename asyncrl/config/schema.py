@@ -242,7 +242,7 @@ class TrainConfig(Section):
 class DistributedConfig(Section):
     """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
     the embedded engine, whose weights each rank holds whole, in `model.dtype`. Refused with it: adapters (model.lora), a
-    second gradient buffer, models with experts, dry runs. All ranks must see the run directory."""
+    second gradient buffer, models with a module for each expert, dry runs. All ranks must see the run directory."""
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",

@@ -242,7 +242,7 @@ def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtyp
     """A model whose weights are float32 or wider, trainable; with our attention and norms, except on the plain path, where
     nothing is replaced. `dtype`: of the matrix products. Errors: ConfigError."""
     refuse_unsupported(module)
-    if dtype == torch.float64 and has_experts(module) is not None:
+    if dtype == torch.float64 and has_experts(module):
         module.set_experts_implementation("eager")  # torch's grouped products know no float64
     module.eval()
     module.requires_grad_(True)

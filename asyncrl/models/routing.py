@@ -30,7 +30,7 @@ from .attention.interface import PLAN_ARGUMENT
 from .head.output import decoder_of
 from .routes import Routes
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,12 @@ class Routing:
         return Routes(torch.from_numpy(routes_TLk.astype(np.int64)), keep_logits=keep_logits)
 
 
-def has_experts(module: PreTrainedModel) -> str | None:
-    """The setting of its configuration that says so; None for a model without experts."""
+def has_experts(module: PreTrainedModel) -> bool:
+    """By its configuration, or the name of a part."""
     config = module.config.get_text_config()
-    return next(
-        (name for name in EXPERTS if isinstance(getattr(config, name, None), int) and getattr(config, name)), None
+    numbers = [getattr(config, name, None) for name in _EXPERTS]
+    return any(isinstance(number, int) and number > 0 for number in numbers) or any(
+        name.endswith("experts") for name, _ in module.named_modules()
     )
 
 
@@ -138,18 +139,16 @@ def require_routing(routing: Routing | None, module: PreTrainedModel, what: str)
     """Errors: ConfigError where `what`, a setting, needs routers that are not there."""
     if routing is not None:
         return routing
-    why = (
-        "has no experts"
-        if has_experts(module) is None
-        else "chooses its experts in a way that this runtime cannot repeat"
-    )
-    raise ConfigError(f"{what}, but {type(module).__name__} {why}, or is on the plain path; switch it off")
+    why = "has no experts"
+    if has_experts(module):
+        why = "chooses its experts in a way that this runtime cannot repeat, or runs on the plain path"
+    raise ConfigError(f"{what}, but {type(module).__name__} {why}; switch it off")
 
 
 def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Module]], RoutesShape] | None:
     """(layer, router) of every layer with experts, and what their routes look like; None where there are none, or one of them
     chooses in another way. Runs each candidate once, on a few rows."""
-    if has_experts(module) is None:
+    if not has_experts(module):
         return None
     layers = getattr(decoder_of(module), "layers", None)
     found: list[tuple[nn.Module, nn.Module]] = []
