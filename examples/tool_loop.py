@@ -57,6 +57,7 @@ async def go_on(runtime: Runtime, trajectory: Trajectory, result: str) -> tuple[
         logprobs=column("logprobs", 0.0),
         sampled_logprobs=column("sampled_logprobs", 0.0),
         versions=column("versions", -1),
+        routed_experts=turn.routed_experts,  # of a model with experts: its last request spans all of the row
         finish_reason=turn.finish_reason,
         completion=f"{trajectory.completion}|{result}{turn.completion}",
     )

@@ -44,7 +44,7 @@ SETTINGS = {
     "rollout.groups_per_step": 2,
     "rollout.max_tokens": 32,
     "rollout.ignore_eos": True,
-    "train.lr": 1e-3,
+    "train.lr": 3e-3,
     "algorithm.mismatch_gate": "null",
     "telemetry.live": "off",
     "telemetry.report": False,
@@ -159,7 +159,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as folder:
         runs = [asyncio.run(run(replay, steps, folder)) for replay in (False, True)]

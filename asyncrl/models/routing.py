@@ -109,8 +109,8 @@ class Routing:
         return None if found is None else cls(module, *found)
 
     def _enter(self, child: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        plan = kwargs.get(PLAN_ARGUMENT)
-        self.current = None if plan is None else plan.routes
+        if PLAN_ARGUMENT in kwargs:  # else it is no attention, and may lie between that and the router
+            self.current = kwargs[PLAN_ARGUMENT].routes
 
     def _clear(self, *_: Any) -> None:
         self.current = None

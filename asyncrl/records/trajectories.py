@@ -29,7 +29,7 @@ _FINISH_REASONS, _MESSAGES, _METADATA = int(Section.FINISH_REASONS), int(Section
 _ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
-_WIDER = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
+_WIDER: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
 _trajectories = quick_rows(Trajectory)
 
 
@@ -146,7 +146,7 @@ def _columns(record: Record) -> tuple[Any, ...]:
 def _routes(record: Record, copy: bool) -> list[Any]:
     """Of every member. Unsigned ones become the next wider signed integers, which is a copy."""
     array = record.arrays[_ROUTED_EXPERTS]
-    kind = _WIDER.get(array.dtype, array.dtype)
+    kind: Any = _WIDER.get(array.dtype, array.dtype)
     parts = [record.column(_ROUTED_EXPERTS, position) for position in range(record.size)]
     return [np.array(part, kind) if copy else np.asarray(part, kind) for part in parts]
 

@@ -39,6 +39,7 @@ class Forward:
         plan = TreePlan.of(batch)
         plan.routes = routes
         hidden_TE = hidden(column(batch.tokens, policy.device), column(batch.positions, policy.device), plan)
+        assert routes is None or routes.chosen, "routers ran without being told"
         return token_logprobs(
             hidden_TE.index_select(0, column(batch.source, policy.device)),
             policy.head.weight,

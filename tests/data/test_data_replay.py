@@ -35,6 +35,7 @@ def trajectory(group_id: int, member: int, version: int, tokens: int, **rest: An
         "finish_reason": FinishReason.LENGTH,
         "completion": "a text",
         "reward": float(member),
+        "routed_experts": np.full((2 + tokens, 2, 1), member - 1, np.int16) if rest.pop("routes", False) else None,
     }
     return Trajectory(**(values | rest))
 
@@ -142,7 +143,11 @@ def test_saved_and_loaded_it_draws_the_same(seed: int, count: int) -> None:
     for group_id in range(count):
         rewards = tuple(float(r) if r > 0.2 else None for r in rng.random(int(rng.integers(2, 5))))
         chosen = group(
-            group_id, int(rng.integers(0, 9)), rewards, metadata={"set_advantage_to_zero": True, "x": object()}
+            group_id,
+            int(rng.integers(0, 9)),
+            rewards,
+            metadata={"set_advantage_to_zero": True, "x": object()},
+            routes=group_id % 2,
         )
         buffer.add(chosen, rng.standard_normal(len(rewards)))
     state = orjson.loads(orjson.dumps(encode(buffer.snapshot())))
