@@ -44,7 +44,7 @@ SETTINGS = {
     "rollout.groups_per_step": 2,
     "rollout.max_tokens": 32,
     "rollout.ignore_eos": True,
-    "train.lr": 3e-3,
+    "train.lr": 1e-3,
     "algorithm.mismatch_gate": "null",
     "telemetry.live": "off",
     "telemetry.report": False,
@@ -72,13 +72,13 @@ def build(seed: int) -> tuple[Any, Any]:
 
 
 def rows() -> list[dict[str, str]]:
-    """Prompts of four letters: the first one is wanted."""
+    """Prompts of four letters; vowels are wanted."""
     return [{"prompt": f"{LETTERS[i % 26]}{LETTERS[i // 26 % 26]}xy="} for i in range(520)]
 
 
-def share(completions: Sequence[str], prompts: Sequence[str], **_: Any) -> list[float]:
-    """The share of the prompt's first letter."""
-    return [text.count(prompt[0]) / max(len(text), 1) for text, prompt in zip(completions, prompts, strict=True)]
+def share(completions: Sequence[str], **_: Any) -> list[float]:
+    """The share of vowels."""
+    return [sum(text.count(vowel) for vowel in "aeiou") / max(len(text), 1) for text in completions]
 
 
 class Listening:
@@ -159,7 +159,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as folder:
         runs = [asyncio.run(run(replay, steps, folder)) for replay in (False, True)]
