@@ -196,6 +196,15 @@ def _check_generation(config: Config) -> Iterator[str]:
             "generation.placement is worker but engine.kind is dry_run, which has no model that a worker could load; leave the "
             "placement out (dry_run.shared_device=false simulates a second device)"
         )
+    if config.generation.engine != "vllm":
+        return
+    if config.engine.kind == "dry_run":
+        yield "generation.engine is vllm but engine.kind is dry_run, which samples from no model; leave generation.engine out"
+    if config.model.dtype == "float64":
+        yield (
+            "generation.engine is vllm but model.dtype is float64, in which vLLM does not compute; use float32 or bfloat16, or "
+            "generation.engine=embedded"
+        )
 
 
 def _check_replay(config: Config) -> Iterator[str]:

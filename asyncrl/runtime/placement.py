@@ -10,6 +10,7 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
+from asyncrl.generation.vllm.versions import require_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,11 @@ class Placement:
 
 
 def place(config: Config, device: torch.device, world: World) -> Placement:
-    """Of this rank, whose trainer is on `device`. Errors: ConfigError for a device whose memory workers cannot share."""
+    """Of this rank, whose trainer is on `device`. Errors: ConfigError for a device whose memory workers cannot share,
+    and where the engine that was asked for is not installed."""
     generation, cores = config.generation, os.cpu_count() or 1
-    given = bool(generation.workers or generation.threads)
+    vllm = generation.engine == "vllm"
+    given = bool(generation.workers or generation.threads or vllm)
     wanted = generation.placement == "worker" or (generation.placement == "auto" and given)
     if not wanted or config.engine.kind == "dry_run":
         why = _why_shared(config, device)
@@ -45,11 +48,12 @@ def place(config: Config, device: torch.device, world: World) -> Placement:
             f"generation.placement is worker and the trainer is on {device}: weights are handed to workers in the memory of CPUs "
             "alone so far; use shared"
         )
+    engine = f" with vLLM {require_vllm()}" if vllm else ""
     count = generation.workers or 1
     per_worker = generation.threads or max(1, cores // world.local_world_size // (count + 1))
     trainer = config.threads or max(1, cores // world.local_world_size - count * per_worker)
-    why = "as set" if generation.placement == "worker" else "auto: workers or threads are given"
-    line = f"generation: {count} worker(s) on {device}, {per_worker} thread(s) each, {trainer} for the trainer ({why})"
+    why = "as set" if generation.placement == "worker" else "auto: workers, threads or an engine of theirs are given"
+    line = f"generation: {count} worker(s){engine} on {device}, {per_worker} thread(s) each, {trainer} for the trainer ({why})"
     return Placement((device,) * count, per_worker, trainer, line)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import row_limit
+from asyncrl.errors import ConfigError
+from asyncrl.generation.embedded.engine import cache_shape, eos_token_ids
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.policy import PolicyModel
@@ -32,9 +35,27 @@ class Sampler:
     shards: Shards | None  # the masters of a model that is cut over the ranks
 
 
+def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
+    """What vLLM needs to know of the model beside its weights, as JSON takes it. Errors: ConfigError."""
+    if policy.path.name == "plain":
+        raise ConfigError(
+            f"generation.engine is vllm, and {type(policy.module).__name__} is run on the plain path, whose states and caches of "
+            "their own have not been compared with vLLM's; use generation.engine=embedded"
+        )
+    config = json.loads(policy.config.to_json_string(use_diff=False))
+    return {
+        "config": config | {"architectures": [type(policy.module).__name__]},
+        "layout": asdict(policy.weights.layout()),
+        "vocabulary": int(policy.config.get_text_config().vocab_size),
+        "stop_ids": eos_token_ids(policy, tokenizer),
+        "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
+    }
+
+
 async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, PostedWeights]:
     """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
-    Errors: WorkerDied, PlatformError and OutOfMemory for the board."""
+    Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError for what
+    the engine cannot run."""
     config, world, policy = site.config, site.world, sampler.policy
     logs = site.logs and (site.logs / f"rank_{world.rank}" if world.world_size > 1 else site.logs)
     weights = policy.weights
@@ -57,7 +78,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         closure_s=config.watchdog.lane_timeout_s,
         route_bytes=routes.layers * routes.k * routes.dtype.itemsize if routes is not None else 0,
     )
-    message = {
+    message: dict[str, Any] = {
         "config": config.model_dump(mode="json"),
         "path": asdict(policy.path),
         "board": board.description,
@@ -67,6 +88,9 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         "kv_positions": max(placement.share(sampler.kv_positions), context),
         "threads": placement.threads,
     }
+
+    if config.generation.engine == "vllm":
+        message["form"] = _form(policy, sampler.tokenizer)
 
     def setup(number: int) -> Setup:
         return Setup(

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.main import Server
+from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import BUCKET_BYTES, Board
@@ -44,7 +44,7 @@ class Made:
     def __init__(self, lane: ThreadLane, recorder: Recorder, boards: Boards) -> None:
         node, worker = socket.socketpair()
         self.node, self._line = ControlLine(node, "worker 0"), ControlLine(worker, "the node")
-        engine = EmbeddedEngine(policy_of(served=True), None, lane, recorder, max_sequences=1, max_context=8)
+        engine = EmbeddedServing(policy_of(served=True), None, lane, recorder, max_sequences=1, max_context=8)
         self.policy, self.weights, self.owner = engine.policy, boards.weights, boards.owner
         producer: Any = None  # nothing is generated
         self.server = Server(self._line, engine, lane, boards.reader, producer)

@@ -1,7 +1,8 @@
 """The worker's program: `python -m asyncrl.generation.worker.main FD NODE`, started by exec, child of the node's process.
 
-It loads the form of the model, binds the parameters to the weight board, and serves the request queue with the same engine that
-a node runs in `shared`: a lane for the closures, one owner task. The loop only moves messages while a closure runs.
+It loads the form of the model, binds the parameters to the weight board, and serves the request queue with an engine: the one
+that a node runs in `shared`, or vLLM's (`opening.py`); a lane for the closures, one owner task. The loop only moves messages while
+a closure runs.
 
     {"setup": ...}              node -> worker    first of all
     {"stage": text}             worker -> node    while it starts
@@ -35,12 +36,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import Config
 from asyncrl.errors import GenerationError, RingFull
-from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.loading import load_reader
-from asyncrl.models.outputs import BOUNDS, distance, fixed_logprobs
-from asyncrl.models.paths import ModelPath
-from asyncrl.models.policy import PolicyModel
-from asyncrl.models.served import read_from_board
+from asyncrl.models.outputs import distance
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
@@ -49,6 +45,8 @@ from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.types import Generation, GenerationRequest
 
 from .control import ControlLine
+from .opening import open_serving
+from .serving import Serving
 from .wire import read_item, sequence_plan
 
 _REPORT_S = 0.1
@@ -59,11 +57,10 @@ class Server:
     """What a worker does once its engine is open."""
 
     def __init__(
-        self, control: ControlLine, engine: EmbeddedEngine, lane: ThreadLane, board: Board, producer: AsyncProducer
+        self, control: ControlLine, engine: Serving, lane: ThreadLane, board: Board, producer: AsyncProducer
     ) -> None:
         self._control = control
         self._engine = engine
-        self._policy: PolicyModel = engine.policy
         self._lane = lane
         self._board = board
         self._producer = producer
@@ -95,7 +92,7 @@ class Server:
             del self._scopes[number]
 
     async def _put(self, number: int, generation: Generation) -> None:
-        plan = sequence_plan(number, generation, self._policy.version)
+        plan = sequence_plan(number, generation, self._engine.version)
         while True:
             with contextlib.suppress(RingFull):  # the node is late: its own watchdog knows
                 return await self._producer.put(plan)
@@ -106,7 +103,7 @@ class Server:
         def bind() -> int | None:
             found = self._board.version(half)
             if found == version:
-                read_from_board(self._policy, self._board.half(half), version)
+                self._engine.move_to(self._board.half(half), version)
                 self._half = half
             return found
 
@@ -121,13 +118,14 @@ class Server:
             await self._compare(version, outputs)
 
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
-        ours = await self._lane.run(lambda: fixed_logprobs(self._policy), name="engine/outputs")
-        found = distance(ours, [math.nan if each is None else each for each in outputs])  # JSON has no NaN
+        found = distance(
+            await self._engine.outputs(), [math.nan if each is None else each for each in outputs]
+        )  # JSON has no NaN
         self._recorder.observe("weights/outputs_nats", found, reduce="max")
-        if not found <= BOUNDS[self._policy.dtype]:
+        if not found <= self._engine.bound:
             await self._say_wrong(
                 f"with the weights of version {version} it computes log-probs of a fixed row that are {found:.3g} nats off the "
-                f"trainer's on average; at most {BOUNDS[self._policy.dtype]:g} is rounding"
+                f"trainer's on average; at most {self._engine.bound:g} is rounding"
             )
 
     async def check(self) -> None:
@@ -138,7 +136,7 @@ class Server:
         following = 0
         while True:
             moved = self._moved
-            version, left = self._policy.version, self._board.buckets
+            version, left = self._engine.version, self._board.buckets
             while left and not moved.is_set():
                 checked, text = await self._lane.run(partial(self._check, following, left), name="engine/check")
                 following, left = (following + checked) % self._board.buckets, left - checked
@@ -160,7 +158,7 @@ class Server:
             bucket = (first + count - 1) % self._board.buckets
             if not self._board.check(self._half, bucket):
                 wrong = (
-                    f"bucket {bucket} of the weights of version {self._policy.version} is not what the trainer wrote"
+                    f"bucket {bucket} of the weights of version {self._engine.version} is not what the trainer wrote"
                 )
                 return count, wrong
             if time.monotonic() >= until:
@@ -176,7 +174,7 @@ class Server:
                     await self.move(int(message["weights"]), int(message["half"]), message["outputs"])
 
 
-async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, engines: Sequence[EmbeddedEngine]) -> None:
+async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
     """For ever, from the start on: what the node shows, and what it watches. `closure`: what the lane computes, and for how long.
     `engines`: the one, once it is there."""
     while True:
@@ -207,31 +205,14 @@ async def serve(control: ControlLine) -> None:
             torch.cuda.set_device(device)
 
     async with ThreadLane(f"worker{setup['number']}", recorder, on_start) as lane, plain_task_group() as tasks:
-        engines: list[EmbeddedEngine] = []
+        engines: list[Serving] = []
         spawn(tasks, "reports", report, control, lane, recorder, engines)
-        control.send({"stage": "loading the model"})
-        path = ModelPath(**setup["path"])
-        policy, tokenizer = await lane.run(
-            lambda: load_reader(config.model, device, config.seed, path, setup["max_context"]), name="engine/load"
-        )
-        layout = policy.weights.layout_digest()
-        board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], layout), name="engine/board")
-        engine = EmbeddedEngine(
-            policy,
-            tokenizer,
-            lane,
-            recorder,
-            max_sequences=setup["max_sequences"],
-            max_context=setup["max_context"],
-            kv_positions=setup["kv_positions"],
-            prefill_tokens=config.engine.prefill_tokens,
-            kv_after_update=config.engine.kv_after_update or "keep",
-            record_routes=config.algorithm.router_replay,
-        )
+        opened = await open_serving(setup, config, device, lane, recorder, lambda text: control.send({"stage": text}))
+        engine = opened.engine
         producer = await AsyncProducer.attach(setup["sequences"])
         requests = await attach_queue(setup["requests"])
         async with engine, producer:
-            server = Server(control, engine, lane, board, producer)
+            server = Server(control, engine, lane, opened.board, producer)
             engines.append(engine)
             spawn(tasks, "requests", server.take, requests, tasks)
             spawn(tasks, "checks of the weights", server.check)

@@ -12,13 +12,13 @@ Parameters lie in registration order, so q/k/v and gate/up are adjacent and can 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..native import library as native
+from .layout import Layout
 
 ALIGNMENT = 64  # elements: every parameter starts on a cache line in every dtype
 
@@ -104,10 +104,13 @@ class FlatWeights:
         self.working = buffer
         self.bind(buffer)
 
+    def layout(self) -> Layout:
+        """Where each parameter lies, for another process."""
+        return Layout(tuple(self.names), tuple(self.shapes), tuple(self.offsets), self.size)
+
     def layout_digest(self) -> str:
-        """Of names, shapes, places and dtype: two processes with the same one may read each other's buffers."""
-        places = list(zip(self.names, self.shapes, self.offsets, strict=True))
-        return hashlib.sha256(repr((self.working.dtype, self.size, places)).encode()).hexdigest()[:32]
+        """As `Layout.digest`, of what the modules read."""
+        return self.layout().digest(self.working.dtype)
 
     def strays(self) -> list[str]:
         """Names of parameters that do not read `working` at their place; all, while another buffer is bound."""

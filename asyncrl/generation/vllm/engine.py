@@ -1,0 +1,279 @@
+"""The engine of a worker that generates with vLLM: requests wait and are admitted as in the embedded one, and vLLM runs them.
+
+    generate() --> waiting --admit--> running --a step of vLLM per closure--> result                  (owner.py)
+    logits of a step --> the embedded engine's sampler --> token, both log-probs, version of the weights
+
+Guarantees, those of the embedded engine:
+* The random numbers of a request come from (seed, place) alone: vLLM draws nothing. A repeated request has the same ones.
+* `logprobs` are over the whole vocabulary at the sampling temperature, `sampled_logprobs` after top-k and top-p.
+* Each token has the version of the weights that sampled it: they change between two steps only, on the lane.
+* `keep`: a sequence that has a token goes on with its cached keys and values, and a prompt without one starts again. `recompute`:
+  all of them are computed anew. No prompt is ever shared across versions.
+* Nothing is preempted: vLLM's cache has room for whatever was admitted.
+
+What the loop and the lane both touch is one queue of changes (requests that come and go): a move of the weights, and the look at
+their outputs, are closures of somebody else and may run while the owner admits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.generation.embedded.sampling import RowParams, Sampled, Sampler, keyed_uniform, seed_array
+from asyncrl.generation.embedded.stops import StopStrings, Tokenizer
+from asyncrl.generation.life import WHO
+from asyncrl.generation.owner import Job, OwnedEngine
+from asyncrl.generation.requests import check_tokens
+from asyncrl.models.outputs import BOUNDS, fixed_row
+from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from asyncrl.telemetry.recorder import Recorder
+
+_HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
+_PROBE = "probe"
+_GREEDY = SamplingParams(temperature=0)
+
+Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits [N, V]) -> tokens [N]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion."""
+
+    dtype: torch.dtype
+    vocabulary: int
+    stop_ids: tuple[int, ...]
+
+
+class Running:
+    """One running request and its columns, with room for all its tokens. On the lane."""
+
+    def __init__(self, request: GenerationRequest, stop_ids: tuple[int, ...], stop: StopStrings | None) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.stop_ids = stop_ids
+        self.seed = seed_array(request.seed)[0]
+        self.count = 0
+        self._stop = stop
+        self._tokens = np.zeros(sampling.max_tokens, np.int64)
+        self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)
+        self._versions = np.zeros(sampling.max_tokens, np.int32)
+
+    def append(self, token: int, logprobs: tuple[float, float], version: int) -> bool:
+        """The next token, and the version of the weights behind it. Whether it completes a stop string."""
+        at, self.count = self.count, self.count + 1
+        self._tokens[at], self._logprobs[:, at], self._versions[at] = token, logprobs, version
+        return self._stop is not None and self._stop.hit(self._tokens[: self.count])
+
+    def generation(self, reason: FinishReason) -> Generation:
+        """What was sampled."""
+        own = slice(0, self.count)
+        whole, sampled = self._logprobs[:, own].copy()
+        return Generation(self._tokens[own].astype(np.int32), whole, sampled, self._versions[own].copy(), reason)
+
+
+class VllmEngine(OwnedEngine):
+    """Implements `ports.Engine`, and what a worker asks of its engine (worker/serving.py), on a core of an adapter."""
+
+    def __init__(
+        self,
+        open_core: Callable[[Choose], Any],
+        made: Made,
+        tokenizer: Tokenizer | None,
+        lane: Lane,
+        recorder: Recorder,
+        *,
+        max_sequences: int,
+        max_context: int,
+        kv_positions: int | None = None,
+        kv_after_update: Literal["keep", "recompute"] = "keep",
+    ) -> None:
+        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens."""
+        super().__init__(
+            lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
+        )
+        self.made = made
+        self.dtype, self.bound = made.dtype, BOUNDS[made.dtype]
+        self.version = -1
+        self.tokenizer = tokenizer
+        self._open_core = open_core
+        self._recompute = kv_after_update == "recompute"
+        self._numbers = itertools.count()
+        self._changes: deque[tuple[int, Running | None]] = deque()  # a slot and what runs in it; None: it went
+        # The rest is the lane's.
+        self._core: Any = None
+        self._sampler = Sampler()
+        self._slots: dict[int, Running] = {}
+        self._names: dict[str, int] = {}  # of what the core has -> slot
+        self._drawn: dict[str, tuple[float, float]] = {}  # log-probs of the newest token of each
+        self._ended: list[tuple[int, Generation]] = []  # not yet told to the owner
+        self._probed: list[float] | None = None
+        self._prefilled = self._copied = 0
+
+    async def __aenter__(self) -> VllmEngine:
+        await super().__aenter__()
+        return self
+
+    def check(self, request: GenerationRequest) -> None:
+        """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
+        super().check(request)
+        check_tokens(request, self.made.vocabulary, self.tokenizer is not None)
+
+    def statistics(self) -> dict[str, float]:
+        """As the base class; and `prefill_tokens` computed and `copied_tokens` spared so far."""
+        return super().statistics() | {
+            "prefill_tokens": float(self._prefilled),
+            "copied_tokens": float(self._copied),
+        }
+
+    # -- what a worker asks of it
+
+    def open_on_lane(self) -> None:
+        """Make the core. On the lane, whose thread it belongs to; before the engine is opened, or by its owner."""
+        self._core = self._open_core(self._choose)
+
+    def move_to(self, half: Tensor, version: int) -> None:
+        """Every later token comes from the weights in `half`, which are `version`. On the lane."""
+        self._core.bind(half)
+        self.version = version
+        if self._recompute:
+            self._core.forget_caches()
+            return
+        for name in [name for name, slot in self._names.items() if not self._slots[slot].count]:
+            self._core.abort([name])
+            self._put(self._names.pop(name))
+
+    async def outputs(self) -> list[float]:
+        """Log-probs of the fixed row (models/outputs.py), as the next step would compute them."""
+        return await self.lane.run(self._probe, name="engine/outputs")
+
+    # -- the batch
+
+    async def _prepare(self) -> None:
+        if self._core is None:
+            await self.lane.run(self.open_on_lane, name="engine/open")
+
+    def _add(self, job: Job) -> int:
+        sampling, slot = job.request.sampling, next(self._numbers)
+        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.made.stop_ids)
+        stop = None
+        if any(sampling.stop):
+            assert self.tokenizer is not None  # `check` refused it otherwise
+            stop = StopStrings(self.tokenizer, sampling.stop)
+        self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop)))
+        return slot
+
+    def _remove(self, job: Job) -> None:
+        self._changes.append((job.slot, None))
+
+    async def _advance(self) -> list[tuple[Job, Generation]]:
+        with self.recorder.span("decode", track=WHO, sequences=len(self._running)):
+            rows, prefilled, ended = await self.lane.run(self._step, name="engine/decode")
+        self.recorder.count("engine/prefill_tokens", prefilled)
+        if rows:
+            self._tokens += rows
+            self._decode_steps += 1
+            self.recorder.observe("engine/decode_batch", rows)
+            self.recorder.count("engine/tokens", rows)
+        # A slot that is not there: its caller gave up while the outputs were compared.
+        return [(self._running[slot], generation) for slot, generation in ended if slot in self._running]
+
+    async def _refresh(self) -> int:
+        return await self.lane.run(lambda: self.version, name="engine/weights")
+
+    # -- on the lane
+
+    def _step(self) -> tuple[int, int, list[tuple[int, Generation]]]:
+        """(tokens sampled, prompt tokens computed, what ended)."""
+        self._settle()
+        rows, before = 0, self._prefilled
+        if not self._ended:  # while the outputs were compared
+            rows = self._compute()
+        ended, self._ended = self._ended, []
+        return rows, self._prefilled - before, ended
+
+    def _settle(self) -> None:
+        """What came and went since the last closure."""
+        while self._changes:
+            slot, running = self._changes.popleft()
+            if running is not None:
+                self._slots[slot] = running
+                self._put(slot)
+                continue
+            del self._slots[slot]
+            for name in [name for name, other in self._names.items() if other == slot]:
+                del self._names[name]
+                self._core.abort([name])
+
+    def _put(self, slot: int) -> None:
+        """Into the core, under a new name: the old one may still be in there until the next step."""
+        name, running = f"{slot}.{next(self._numbers)}", self._slots[slot]
+        self._names[name] = slot
+        request = running.request
+        limit = request.sampling.max_tokens
+        self._core.add(name, request.prompt_ids.tolist(), limit, running.stop_ids, salt=str(self.version))
+
+    def _compute(self) -> int:
+        """One step of the core. Returns the tokens sampled."""
+        rows = 0
+        for each in self._core.step():
+            if each.name == _PROBE:
+                self._probed = each.prompt_logprobs
+                continue
+            slot = self._names[each.name]
+            running = self._slots[slot]
+            self._prefilled += each.computed
+            self._copied += each.cached
+            if each.token is None:
+                continue
+            rows += 1
+            hit = running.append(each.token, self._drawn[each.name], self.version)
+            if hit or each.ended:
+                reason = FinishReason.STOP if hit or each.stopped else FinishReason.LENGTH
+                self._ended.append((slot, running.generation(reason)))
+            if hit and not each.ended:
+                self._core.abort([each.name])
+            if hit or each.ended:
+                del self._names[each.name]
+        return rows
+
+    def _probe(self) -> list[float]:
+        self._probed = None
+        self._core.add_probe(_PROBE, fixed_row(self.made.vocabulary).tolist())
+        while self._probed is None:
+            self._compute()
+        return self._probed
+
+    def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
+        """Tokens [N] for logits [N, V]; their log-probs are kept until the step tells which of them count."""
+        parts = []
+        for start in range(0, len(names), _HEAD_ROWS):
+            own = logits_NV[start : start + _HEAD_ROWS].float().contiguous()
+            parts.append(self._sampler.sample(own, self._parameters(names[start : start + _HEAD_ROWS])))
+        sampled = parts[0] if len(parts) == 1 else Sampled.joined(parts)
+        columns = zip(sampled.logprobs.tolist(), sampled.sampled_logprobs.tolist(), strict=True)
+        self._drawn = dict(zip(names, columns, strict=True))
+        return torch.from_numpy(sampled.tokens)
+
+    def _parameters(self, names: Sequence[str]) -> RowParams:
+        """Of the next token of each; the probe's is greedy."""
+        found = [self._slots[self._names[name]] if name in self._names else None for name in names]
+        sampling = [_GREEDY if each is None else each.request.sampling for each in found]
+        seeds = np.array([0 if each is None else each.seed for each in found], np.uint64)
+        places = np.array([0 if each is None else each.count for each in found], np.int64)
+        return RowParams(
+            np.array([each.temperature for each in sampling], np.float32),
+            np.array([each.top_k for each in sampling], np.int64),
+            np.array([each.top_p for each in sampling], np.float32),
+            keyed_uniform(seeds, places),
+        )

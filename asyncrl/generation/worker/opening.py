@@ -1,0 +1,99 @@
+"""What a worker serves with, made of its setup: the board, and the engine that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.config.schema import Config
+from asyncrl.generation.vllm.engine import Made, VllmEngine
+from asyncrl.generation.vllm.versions import load_adapter, require_vllm
+from asyncrl.models.loading import load_reader, load_tokenizer_of
+from asyncrl.models.outputs import TOKENS
+from asyncrl.models.parameters.layout import Layout
+from asyncrl.models.paths import ModelPath
+from asyncrl.models.policy import DTYPES
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.memory.board import Board
+
+from .serving import EmbeddedServing
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The engine is made, and not yet entered."""
+
+    engine: EmbeddedServing | VllmEngine
+    board: Board
+
+
+async def open_serving(
+    setup: Mapping[str, Any],
+    config: Config,
+    device: torch.device,
+    lane: ThreadLane,
+    recorder: Recorder,
+    say: Callable[[str], None],
+) -> Opened:
+    """Minutes for a large model. `say`: hears of each stage. Errors: ConfigError, TransportError for a board of another layout."""
+    numbers = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
+    numbers["kv_after_update"] = config.engine.kv_after_update or "keep"
+    if config.generation.engine == "vllm":
+        return await _open_vllm(setup, config, lane, recorder, say, numbers)
+    say("loading the model")
+    path = ModelPath(**setup["path"])
+    policy, tokenizer = await lane.run(
+        lambda: load_reader(config.model, device, config.seed, path, setup["max_context"]), name="engine/load"
+    )
+    layout = policy.weights.layout_digest()
+    board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], layout), name="engine/board")
+    engine = EmbeddedServing(
+        policy,
+        tokenizer,
+        lane,
+        recorder,
+        prefill_tokens=config.engine.prefill_tokens,
+        record_routes=config.algorithm.router_replay,
+        **numbers,
+    )
+    return Opened(engine, board)
+
+
+async def _open_vllm(
+    setup: Mapping[str, Any],
+    config: Config,
+    lane: ThreadLane,
+    recorder: Recorder,
+    say: Callable[[str], None],
+    numbers: dict[str, Any],
+) -> Opened:
+    """The form of the model comes with the setup: its weights are read nowhere but from the board."""
+    form, dtype = setup["form"], DTYPES[config.model.dtype]
+    layout = Layout.from_message(form["layout"])
+    digest = layout.digest(dtype)
+    board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], digest), name="engine/board")
+    say(f"importing vLLM {require_vllm()}")
+    adapter = await lane.run(load_adapter, name="engine/import")
+    room = adapter.Room(
+        sequences=numbers["max_sequences"] + 1,  # the fixed row beside them
+        context=max(numbers["max_context"], TOKENS + 1),
+        positions=numbers["kv_positions"] + TOKENS + 1,
+        step_tokens=config.engine.prefill_tokens,
+        position_bytes=form["position_bytes"],
+    )
+    tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
+    engine = VllmEngine(
+        lambda choose: adapter.Core(adapter.Form(form["config"], layout, board.half(0)), room, choose),
+        Made(dtype, form["vocabulary"], tuple(form["stop_ids"])),
+        tokenizer,
+        lane,
+        recorder,
+        **numbers,
+    )
+    say("vLLM is building its model and cache")
+    await lane.run(engine.open_on_lane, name="engine/open")
+    return Opened(engine, board)

@@ -1,0 +1,228 @@
+"""`VllmEngine` against the embedded engine, on vLLM where it is installed, and everywhere on a core of transformers' forward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+import torch
+from generation_cores import KINDS, OpenedCore, needs_vllm, opened_core, small_model
+from generation_models import cached_logprobs, change_weights, generate_all, opened, plain_copy, plain_logprobs, request
+
+from asyncrl.models.outputs import distance, fixed_logprobs
+from asyncrl.models.policy import PolicyModel
+from asyncrl.types import FinishReason, Generation, GenerationRequest
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM's own modules, wherever they are called first
+SAME = 5e-5  # nats, in float32
+
+
+def policy_and_plain(architecture: str) -> tuple[PolicyModel, Any]:
+    module = small_model(architecture)
+    plain = copy.deepcopy(module)
+    return PolicyModel(module, "float32"), plain
+
+
+def mixed() -> list[GenerationRequest]:
+    """Every way to sample, prompts alone and shared, all at once."""
+    return [
+        request(5, 1, temperature=1.0),
+        request(9, 2, temperature=0.7),
+        request(40, 3, prefix_key="shared", temperature=1.0),
+        request(40, 4, prefix_key="shared", temperature=1.3),
+        request(7, 5, temperature=0.0),
+        request(3, 6, temperature=1.0, top_k=5),
+        request(12, 7, temperature=0.9, top_p=0.6),
+        request(12, 8, temperature=0.9, top_p=0.8, top_k=20, max_tokens=30),
+        request(2, 9, temperature=1.0, max_tokens=1),
+        request(6, 10, temperature=1.0, max_tokens=40, stop_token_ids=tuple(range(0, 97, 5))),
+    ]
+
+
+def compare(ours: list[Generation], theirs: list[Generation]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine.token_ids, other.token_ids)
+        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=SAME)
+        np.testing.assert_allclose(mine.sampled_logprobs, other.sampled_logprobs, atol=SAME)
+        np.testing.assert_array_equal(mine.versions, other.versions)
+        assert mine.finish_reason is other.finish_reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+async def test_it_samples_what_the_embedded_engine_samples(kind: str, architecture: str) -> None:
+    policy, plain = policy_and_plain(architecture)
+    async with opened_core(kind, policy, plain) as made:
+        ours = await generate_all(made.engine, mixed())
+        again = await generate_all(made.engine, mixed()[:3])
+    async with opened(policy, max_sequences=8) as embedded:
+        theirs = await generate_all(embedded.engine, mixed())
+    compare(ours, theirs)
+    compare(again, theirs[:3])
+    assert {each.finish_reason for each in ours} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert any((each.logprobs != each.sampled_logprobs).any() for each in ours)
+
+
+async def flipped(made: OpenedCore, policy: PolicyModel, asked: list[GenerationRequest]) -> list[Generation]:
+    """The weights change as soon as every request has a token."""
+    answers: dict[int, Generation] = {}
+
+    async def one(index: int) -> None:
+        answers[index] = await made.engine.generate(asked[index])
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(asked)):
+            tasks.start_soon(one, index)
+        while made.engine.statistics()["tokens"] < 3 * len(asked):
+            await anyio.lowlevel.checkpoint()
+        version = change_weights(policy)
+        await made.move(policy.weights.working.clone(), version)
+    return [answers[index] for index in range(len(asked))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", ["keep", "recompute"])
+async def test_tokens_on_both_sides_of_a_flip_have_the_version_that_sampled_them(kind: str, after: str) -> None:
+    policy, plain = policy_and_plain("llama")
+    before = plain_copy(policy, plain)
+    asked = [request(20 + index, index, max_tokens=60, temperature=1.0) for index in range(4)]
+    async with opened_core(kind, policy, copy.deepcopy(plain), kv_after_update=after) as made:
+        answers = await flipped(made, policy, asked)
+        later = await made.engine.generate(asked[0])
+        assert made.engine.statistics()["running"] == 0
+    now = plain_copy(policy, plain)
+    for each, answer in zip(asked, answers, strict=True):
+        flip = int((answer.versions == 0).sum())
+        assert 0 < flip < 60 and (np.diff(answer.versions) >= 0).all() and answer.versions[-1] == 1
+        np.testing.assert_allclose(answer.logprobs[:flip], plain_logprobs(before, each, answer)[:flip], atol=SAME)
+        if after == "recompute" or kind == "plain":
+            expected = plain_logprobs(now, each, answer)
+        else:
+            expected = cached_logprobs({0: before, 1: now}, each, answer)
+        np.testing.assert_allclose(answer.logprobs[flip:], expected[flip:], atol=SAME)
+    assert (later.versions == 1).all()
+    np.testing.assert_allclose(later.logprobs, plain_logprobs(now, asked[0], later), atol=SAME)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_shared_prompt_is_never_that_of_an_earlier_version(kind: str) -> None:
+    policy, plain = policy_and_plain("llama")
+    asked = [request(64, seed, prefix_key="shared", max_tokens=4, temperature=1.0) for seed in range(6)]
+    async with opened_core(kind, policy, copy.deepcopy(plain)) as made:
+        await generate_all(made.engine, asked)
+        spared = made.engine.statistics()["copied_tokens"]
+        version = change_weights(policy)
+        await made.move(policy.weights.working.clone(), version)
+        answers = await generate_all(made.engine, asked)
+        assert kind == "plain" or 0 < spared < made.engine.statistics()["copied_tokens"]
+    now = plain_copy(policy, plain)
+    for each, answer in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(answer.logprobs, plain_logprobs(now, each, answer), atol=SAME)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_its_outputs_are_those_of_the_trainer_also_while_it_generates(kind: str) -> None:
+    policy, plain = policy_and_plain("qwen3")
+    asked = [request(10, seed, max_tokens=50, temperature=1.0) for seed in range(8)]  # no row is free
+    async with opened(policy, max_sequences=8) as embedded:
+        expected = await generate_all(embedded.engine, asked)
+    answers: list[Generation] = []
+    async with opened_core(kind, policy, plain) as made:
+
+        async def generate() -> None:
+            answers.extend(await generate_all(made.engine, asked))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            while made.engine.statistics()["tokens"] < 8 or len(answers) == 0:
+                found = await made.engine.outputs()
+                assert distance(found, fixed_logprobs(policy)) < SAME
+        change_weights(policy)
+        wrong = distance(await made.engine.outputs(), fixed_logprobs(policy))
+        assert wrong > made.engine.bound, "the engine still has the weights of before, and its outputs say so"
+        await made.move(policy.weights.working.clone(), policy.version)
+        assert distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
+    compare(answers, expected)
+
+
+class Letters:
+    """A tokenizer: an id, a letter."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(chr(32 + each) for each in token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_stop_strings_and_requests_that_are_given_up(kind: str) -> None:
+    policy, plain = policy_and_plain("llama")
+    free = request(5, 1, max_tokens=60, temperature=1.0)
+    async with opened_core(kind, policy, plain, Letters(), max_sequences=2) as made:
+        whole = await made.engine.generate(free)
+        text = Letters().decode(whole.token_ids.tolist())
+        stopped = await made.engine.generate(request(5, 1, max_tokens=60, temperature=1.0, stop=(text[7:9],)))
+        assert stopped.finish_reason is FinishReason.STOP
+        assert stopped.token_ids.tolist() == whole.token_ids[: text.index(text[7:9]) + 2].tolist()
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(made.engine.generate, request(5, 2, max_tokens=80))
+                tasks.start_soon(made.engine.generate, request(5, 3, max_tokens=80))
+                before = made.engine.statistics()["tokens"]
+                while made.engine.statistics()["tokens"] < before + 4:
+                    await anyio.lowlevel.checkpoint()
+                scope.cancel()
+        compare([await made.engine.generate(free)], [whole])
+        assert made.engine.statistics()["aborted"] == 2 and made.engine.statistics()["running"] == 0
+        await made.lane.run(made.engine._settle, name="engine/settle")
+        assert not made.engine._slots and not made.engine._names
+
+
+@needs_vllm
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+async def test_after_an_update_in_place_it_samples_what_a_fresh_vllm_samples(
+    tmp_path: Any, architecture: str, pack: bool
+) -> None:
+    """The fresh one reads a checkpoint of the same weights with vLLM's own loader."""
+    policy, plain = policy_and_plain(architecture)
+    asked = [request(8 + index, index, max_tokens=24, temperature=0.0) for index in range(6)]
+    async with opened_core("vllm", policy, plain, pack=pack) as made:
+        await generate_all(made.engine, asked)
+        version = change_weights(policy)
+        await made.move(policy.weights.working.clone(), version)
+        answers = await generate_all(made.engine, asked)
+    plain_copy(policy, plain).save_pretrained(tmp_path)
+    fresh = await anyio.to_thread.run_sync(greedy, str(tmp_path), [each.prompt_ids.tolist() for each in asked])
+    assert [each.token_ids.tolist() for each in answers] == fresh
+
+
+def greedy(folder: str, prompts: list[list[int]]) -> list[list[int]]:
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    threads = torch.get_num_threads, torch.set_num_threads
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=96,
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 26,
+            generation_config="vllm",
+            disable_log_stats=True,
+        )
+    )
+    try:
+        for index, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        found: dict[int, list[int]] = {}
+        while engine.has_unfinished_requests():
+            found |= {int(each.request_id): list(each.outputs[0].token_ids) for each in engine.step() if each.finished}
+    finally:
+        torch.get_num_threads, torch.set_num_threads = threads
+        engine.engine_core.shutdown()
+    return [found[index] for index in range(len(prompts))]
