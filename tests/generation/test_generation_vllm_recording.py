@@ -1,0 +1,148 @@
+"""What is recorded while another program loads its weights, against transformers' own modules; no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from generation_cores import VOCABULARY, small_model
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.generation.vllm.recording import Recorded, record
+from asyncrl.models.parameters.flat import ServedParameters
+from asyncrl.models.parameters.layout import Layout
+
+FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)} | {
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+PADDED = 160  # rows of an embedding of `VOCABULARY`
+Loaded = Iterable[tuple[str, Tensor]]
+
+
+class Fused:
+    """Parameters as vLLM has them: q, k and v in one, gate and up in one, embeddings with rows that pad."""
+
+    def __init__(self, architecture: str) -> None:
+        self.flat = ServedParameters(small_model(architecture), torch.float32)
+        self.parts: dict[str, list[str]] = {}
+        for name in self.flat.names:
+            self.parts.setdefault(self._fused(name), []).append(name)
+        sizes = dict(zip(self.flat.names, self.flat.shapes, strict=True))
+        self.targets: dict[str, Tensor] = {}
+        for name, parts in self.parts.items():
+            rows = PADDED if sizes[parts[0]][0] == VOCABULARY else sum(sizes[part][0] for part in parts)
+            self.targets[name] = torch.full((rows, *sizes[parts[0]][1:]), 7.0)
+
+    def _fused(self, name: str) -> str:
+        for part, (fused, _) in FUSED.items():
+            name = name.replace(f".{part}.", f".{fused}.")
+        return name
+
+    def load(self, weights: Loaded) -> None:
+        """Each piece by itself, in the order of the buffer, as vLLM's loaders do."""
+        rows: dict[str, int] = {}
+        for name, weight in weights:
+            target = self.targets[self._fused(name)]
+            start = rows.get(self._fused(name), 0)
+            target.narrow(0, start, weight.shape[0]).copy_(weight[:])
+            rows[self._fused(name)] = start + weight.shape[0]
+            if target.shape[0] == PADDED:
+                target[weight.shape[0] :].fill_(0)
+
+    def expected(self, buffer: Tensor) -> dict[str, Tensor]:
+        views = dict(self.flat.layout().views(buffer))
+        whole = {name: torch.cat([views[part] for part in parts]) for name, parts in self.parts.items()}
+        return {
+            name: torch.cat([found, torch.zeros(PADDED - VOCABULARY, *found.shape[1:])])
+            if found.shape[0] == VOCABULARY and found.ndim == 2
+            else found
+            for name, found in whole.items()
+        }
+
+    def record(self, load: Callable[[Loaded], object] | None = None) -> dict[str, Recorded]:
+        return record(load or self.load, self.flat.layout(), self.flat.working, self.targets)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_later_version_is_read_as_it_would_have_been_loaded(architecture: str) -> None:
+    model = Fused(architecture)
+    recorded = model.record()
+    assert recorded.keys() == model.targets.keys()
+    own: dict[str, Tensor] = {}
+    for seed in (1, 2):
+        later = torch.randn(model.flat.size, generator=torch.Generator().manual_seed(seed))
+        for name, expected in model.expected(later).items():
+            own[name] = recorded[name].read(later, own.get(name))
+            assert torch.equal(own[name], expected), name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_neighbours_are_not_copied(architecture: str) -> None:
+    """q, k, v and gate, up lie side by side; biases lie between weights, so fused ones do not; nor do rows that pad."""
+    model = Fused(architecture)
+    recorded = model.record()
+    buffer = model.flat.working
+    for name, each in recorded.items():
+        copied = name.endswith("qkv_proj.bias") or model.targets[name].shape[0] == PADDED
+        if architecture == "qwen2" and name.endswith("qkv_proj.weight"):
+            copied = True
+        assert (each.alias is None) == copied, name
+        read = each.read(buffer, None)
+        assert (read.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()) != copied
+
+
+def transposed(model: Fused) -> Callable[[Loaded], None]:
+    def load(weights: Loaded) -> None:
+        model.load((name, w.t() if name.endswith("o_proj.weight") else w) for name, w in weights)
+
+    return load
+
+
+def scaled(model: Fused) -> Callable[[Loaded], None]:
+    def load(weights: Loaded) -> None:
+        model.load((name, w + 1 if name.endswith("model.norm.weight") else w) for name, w in weights)
+
+    return load
+
+
+def one_missing(model: Fused) -> Callable[[Loaded], None]:
+    def load(weights: Loaded) -> None:
+        model.load((name, w) for name, w in weights if not name.endswith("layers.1.self_attn.k_proj.weight"))
+
+    return load
+
+
+def one_unread(model: Fused) -> Callable[[Loaded], None]:
+    del model.targets["model.norm.weight"]
+
+    def load(weights: Loaded) -> None:
+        model.load((name, w) for name, w in weights if name != "model.norm.weight")
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("load", "text"),
+    [
+        (transposed, r"computes its parameter model.layers.0.self_attn.o_proj.weight \(128, 128\)"),
+        (scaled, "computes its parameter model.norm.weight"),
+        (one_missing, "computes its parameter model.layers.1.self_attn.qkv_proj.weight"),
+        (one_unread, "does not read the weight model.norm.weight"),
+    ],
+)
+def test_what_is_no_copy_of_the_buffer_is_refused_by_name(load: Any, text: str) -> None:
+    model = Fused("llama")
+    with pytest.raises(ConfigError, match=f"{text}.*use generation.engine=embedded"):
+        model.record(load(model))
+
+
+def test_a_layout_survives_its_message() -> None:
+    layout = Fused("qwen3").flat.layout()
+    message = {"names": list(layout.names), "shapes": [list(shape) for shape in layout.shapes]}
+    again = Layout.from_message(message | {"offsets": list(layout.offsets), "size": layout.size})
+    assert again == layout and again.digest(torch.float32) == layout.digest(torch.float32)
+    assert again.digest(torch.bfloat16) != layout.digest(torch.float32)

