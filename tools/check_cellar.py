@@ -35,6 +35,8 @@ ALLOWED: dict[str, str] = {
     "asyncrl.records.trajectories:draft_of": "workers: what they sampled travels as records",
     "asyncrl.config.check_unread:own_to_a_method": "the bound on settings outside of methods, which is a test",
     "asyncrl.generation.vllm.v0_32": "generation.engine=vllm: imported by its name where that vLLM is installed",
+    "asyncrl.generation.vllm.v0_32:_Loader.load_weights": "vLLM calls it",
+    "asyncrl.generation.vllm.v0_32:_Loader.download_model": "vLLM calls it",
     "asyncrl.data.sharding": "nodes: balanced sharding",
     "asyncrl.data.fetch": "nodes: leader fetch",
     "asyncrl.distributed.replica": "nodes: replica groups",

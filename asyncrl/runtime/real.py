@@ -41,7 +41,7 @@ async def open_real(site: Site) -> Parts:
     """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError (memory),
     WorkerDied."""
     config, world, device, recorder, say = site.config, site.world, site.device, site.recorder, site.say
-    placement = place(config, device, world)
+    placement = await offload(lambda: place(config, device, world), "placement")
     say(placement.line)
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
     say("measuring prompts and memory")

@@ -35,8 +35,9 @@ class Sampler:
     shards: Shards | None  # the masters of a model that is cut over the ranks
 
 
-def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
+def _form(sampler: Sampler) -> dict[str, Any]:
     """What vLLM needs to know of the model beside its weights, as JSON takes it. Errors: ConfigError."""
+    policy = sampler.policy
     if policy.path.name == "plain":
         raise ConfigError(
             f"generation.engine is vllm, and {type(policy.module).__name__} is run on the plain path, whose states and caches of "
@@ -47,7 +48,7 @@ def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
         "config": config | {"architectures": [type(policy.module).__name__]},
         "layout": asdict(policy.weights.layout()),
         "vocabulary": int(policy.config.get_text_config().vocab_size),
-        "stop_ids": eos_token_ids(policy, tokenizer),
+        "stop_ids": eos_token_ids(policy, sampler.tokenizer),
         "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
     }
 
@@ -90,7 +91,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     }
 
     if config.generation.engine == "vllm":
-        message["form"] = _form(policy, sampler.tokenizer)
+        message["form"] = _form(sampler)
 
     def setup(number: int) -> Setup:
         return Setup(

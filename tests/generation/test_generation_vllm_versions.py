@@ -31,6 +31,7 @@ def config_of(*overrides: str) -> Any:
     [
         (("generation.placement=shared",), "generation.engine is vllm but generation.placement is shared"),
         (("model.dtype=float64",), "generation.engine is vllm but model.dtype is float64"),
+        (("distributed.sharding=fsdp",), "generation.engine is vllm but distributed.sharding is fsdp"),
         (("engine.kind=dry_run", "train.kind=dry_run"), "generation.engine is vllm but engine.kind is dry_run"),
     ],
 )

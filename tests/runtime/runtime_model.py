@@ -27,6 +27,13 @@ def build(seed: int) -> tuple[Any, Any]:
     return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=1, head_dim=16), make_tokenizer()
 
 
+def build_wide(seed: int) -> tuple[Any, Any]:
+    """The same with heads of the smallest size that vLLM's attention on CPUs takes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=2, head_dim=32), make_tokenizer()
+
+
 def build_never(seed: int) -> tuple[Any, Any]:
     raise AssertionError("the model was asked for")
 

@@ -76,7 +76,8 @@ async def _open_vllm(
     layout = Layout.from_message(form["layout"])
     digest = layout.digest(dtype)
     board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], digest), name="engine/board")
-    say(f"importing vLLM {require_vllm()}")
+    version = await lane.run(require_vllm, name="engine/version")
+    say(f"importing vLLM {version}")
     adapter = await lane.run(load_adapter, name="engine/import")
     room = adapter.Room(
         sequences=numbers["max_sequences"] + 1,  # the fixed row beside them

@@ -1,0 +1,83 @@
+"""vLLM's own ways to new weights leave a worker on a CPU with others than the trainer's: the proof by outputs ends the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from generation_cores import needs_vllm, opened_core
+from generation_models import change_weights
+from test_generation_vllm_engine import policy_and_plain
+
+from asyncrl.generation.worker.control import ControlLine
+from asyncrl.generation.worker.main import Server
+from asyncrl.models.outputs import fixed_logprobs
+from asyncrl.models.policy import PolicyModel
+from asyncrl.transport.memory.board import Board
+
+pytestmark = [needs_vllm, pytest.mark.filterwarnings("ignore")]
+
+
+def load_weights(core: Any, policy: PolicyModel) -> None:
+    """Of the model: fails half-way at the first packed layer."""
+    with contextlib.suppress(Exception):
+        core.model.load_weights(policy.weights.layout().views(policy.weights.working))
+
+
+def reload_weights(core: Any, policy: PolicyModel) -> None:
+    """Of the model runner: no error, and the tied head stays as it was."""
+    runner = core._core.model_executor.driver_worker.worker.model_runner
+    runner.reload_weights(weights_iterator=iter(policy.weights.layout().views(policy.weights.working)))
+
+
+def bind(core: Any, policy: PolicyModel) -> None:
+    type(core).bind(core, policy.weights.working)
+
+
+@pytest.fixture
+def made_policy() -> tuple[PolicyModel, Any]:
+    return policy_and_plain("llama")
+
+
+@pytest.fixture
+def boards(made_policy: tuple[PolicyModel, Any]) -> Iterator[tuple[Board, Board]]:
+    """The node's end and the worker's."""
+    weights = made_policy[0].weights
+    with Board.create(weights.size, torch.float32, weights.layout_digest()) as owner:
+        with Board.attach(owner.description, os.dup(owner.fd), owner.layout) as reader:
+            yield owner, reader
+
+
+@pytest.mark.parametrize(("way", "right"), [(load_weights, False), (reload_weights, False), (bind, True)])
+async def test_weights_that_arrive_otherwise_are_told_to_the_node(
+    way: Callable[[Any, PolicyModel], None],
+    right: bool,
+    made_policy: tuple[PolicyModel, Any],
+    boards: tuple[Board, Board],
+) -> None:
+    (policy, plain), (owner, reader) = made_policy, boards
+    node, worker = socket.socketpair()
+    ours, theirs = ControlLine(node, "worker 0"), ControlLine(worker, "the node")
+    producer: Any = None  # nothing is generated
+    try:
+        async with opened_core("vllm", policy, plain) as made:
+            server = Server(theirs, made.engine, made.lane, reader, producer)
+            made.cores[0].bind = lambda _: way(made.cores[0], policy)
+            version = change_weights(policy)
+            owner.write(version % 2, version, policy.weights.working)
+            await server.move(version, version % 2, fixed_logprobs(policy))
+            theirs.send({"last": 0})
+            assert await ours.receive() == {"bound": version}
+            said = await ours.receive()
+    finally:
+        ours.close()
+        theirs.close()
+    if right:
+        assert said == {"last": 0}
+    else:
+        assert "it computes log-probs of a fixed row that are" in said["wrong"]

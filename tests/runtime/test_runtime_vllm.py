@@ -1,0 +1,75 @@
+"""Whole runs that generate with vLLM in workers: what they train is what a run on one device trains, and nothing outlives them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runtime_helpers import REAL, metrics_of, rollouts_of
+from test_runtime_workers import gone, left, run, workers_of
+
+from asyncrl.errors import ConfigError
+from asyncrl.generation.vllm.versions import installed_version
+from asyncrl.runtime.runtime import Runtime
+
+pytestmark = pytest.mark.skipif(
+    installed_version() is None, reason="vLLM is not installed: tools/vllm_check runs these"
+)
+MODEL = Path(__file__).with_name("runtime_model.py")
+WIDE: dict[str, Any] = REAL | {
+    "model": {"path": f"{MODEL}:build_wide", "dtype": "float32"},
+    "train": REAL["train"] | {"max_steps": 4},
+    "telemetry": {"live": "off", "report": False},
+}
+VLLM = ("generation.engine=vllm", "generation.threads=1")
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)])
+async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(
+    tmp_path: Path, lora: tuple[str, ...]
+) -> None:
+    sync = ("preset=sync", "telemetry.rollouts_per_step=64", *lora)
+    shared = await run(tmp_path / "shared", *sync, base=WIDE)
+    children: list[int] = []
+
+    def look(runtime: Runtime) -> None:
+        worker = psutil.Process(workers_of(runtime)[0])
+        children.extend(each.pid for each in worker.children(recursive=True))
+
+    apart = await run(tmp_path / "apart", *sync, *VLLM, base=WIDE, at={2: look})
+    assert apart.version == shared.version == 4 and not children
+    ours, theirs = (rollouts_of(tmp_path / name / "runs/run") for name in ("apart", "shared"))
+    tokens = [[(row["group_id"], row["member"], row["completion"]) for row in rows] for rows in (ours, theirs)]
+    assert len(tokens[0]) == 4 * 16 and tokens[0] == tokens[1]
+    lines = metrics_of(tmp_path / "apart/runs/run")
+    for mine, other in zip(lines, metrics_of(tmp_path / "shared/runs/run"), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
+        assert mine["mismatch/current_mean"] < 5e-5
+    compared = [line["weights/outputs_nats"] for line in lines if "weights/outputs_nats" in line]
+    assert compared and max(compared) < 5e-5
+    assert "vLLM" in (tmp_path / "apart/runs/run/workers/worker-0.log").read_text()
+    assert not left()
+
+
+async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill(runtime: Runtime) -> None:
+        killed.append(workers_of(runtime)[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    summary = await run(tmp_path / "killed", *VLLM, "train.max_steps=8", base=WIDE, at={2: kill})
+    assert killed and gone(killed[0]) and summary.version == 8
+    assert summary.books.trained == 32 and summary.books.failed == 0
+    assert all(line["staleness/max"] <= 2 for line in metrics_of(tmp_path / "killed/runs/run"))
+    assert not left()
+
+
+async def test_a_model_that_is_run_on_the_plain_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM is run on the plain path"):
+        await run(tmp_path / "plain", *VLLM, f"model.path={MODEL}:build_stateful", base=WIDE)
+    assert not left()
