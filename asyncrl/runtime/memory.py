@@ -9,6 +9,7 @@ import torch
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.schema import Config
 from asyncrl.errors import PlatformError
+from asyncrl.generation.vllm.versions import BLOCK
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
@@ -20,6 +21,7 @@ from .prompts import PromptLengths
 
 GIB = 1 << 30
 _PROCESS = 400 << 20  # of a worker, before it computes: Python, torch and transformers
+_VLLM_PROCESS = 900 << 20  # the same with vLLM
 
 
 def predicted(
@@ -50,19 +52,24 @@ def predicted(
     )
     sizes = [predict_sizes(model, config.model.dtype, batch_tokens(config)) for model in config.reward.model]
     if placement is not None and placement.workers:
-        parts |= _of_workers(config, parts, placement)
+        parts |= _of_workers(config, parts, placement, kv_positions(config, prompts))
     if sizes:
         parts["reward_models"] = sum(each.weights for each in sizes)
         parts["reward_scoring"] = max(each.working for each in sizes)
     return parts
 
 
-def _of_workers(config: Config, parts: dict[str, int], placement: Placement) -> dict[str, int]:
+def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
     """What they add to memory that they share with the trainer, and what of its own they take over to their own devices."""
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
     if any(device.type != "cpu" for device in placement.devices):
         return {"weight_board": board, "kv_cache": 0}
     each = parts["packed_weights"] + _PROCESS
+    if config.generation.engine == "vllm":
+        assert config.engine.max_sequences is not None
+        begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
+        # Its packed weights, or at first its plain ones.
+        each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
     apart = (
         config.model.lora.rank or config.distributed.sharding == "fsdp"
     )  # else it is a half of the board (weights/posted.py)

@@ -38,8 +38,8 @@ def place(config: Config, device: torch.device, world: World) -> Placement:
     and where the engine that was asked for is not installed."""
     generation, cores = config.generation, os.cpu_count() or 1
     vllm = generation.engine == "vllm"
-    given = bool(generation.workers or generation.threads or vllm)
-    wanted = generation.placement == "worker" or (generation.placement == "auto" and given)
+    given = bool(generation.workers or generation.threads)
+    wanted = generation.placement == "worker" or (generation.placement == "auto" and (given or vllm))
     if not wanted or config.engine.kind == "dry_run":
         why = _why_shared(config, device)
         return Placement((), 0, config.threads or cores, f"generation: shared, on the trainer's {device} ({why})")
@@ -52,7 +52,8 @@ def place(config: Config, device: torch.device, world: World) -> Placement:
     count = generation.workers or 1
     per_worker = generation.threads or max(1, cores // world.local_world_size // (count + 1))
     trainer = config.threads or max(1, cores // world.local_world_size - count * per_worker)
-    why = "as set" if generation.placement == "worker" else "auto: workers, threads or an engine of theirs are given"
+    why = "auto: workers or threads are given" if given else "auto: vLLM runs in workers"
+    why = "as set" if generation.placement == "worker" else why
     line = f"generation: {count} worker(s){engine} on {device}, {per_worker} thread(s) each, {trainer} for the trainer ({why})"
     return Placement((device,) * count, per_worker, trainer, line)
 

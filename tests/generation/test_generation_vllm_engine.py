@@ -109,6 +109,35 @@ async def test_tokens_on_both_sides_of_a_flip_have_the_version_that_sampled_them
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_prompt_that_was_half_computed_starts_again_with_the_new_weights(kind: str) -> None:
+    """A step computes 64 tokens: when the first request has a token, the others have none."""
+    policy, plain = policy_and_plain("llama")
+    before = plain_copy(policy, plain)
+    asked = [request(50, index, max_tokens=8, temperature=1.0) for index in range(5)]
+    answers: dict[int, Generation] = {}
+    async with opened_core(kind, policy, copy.deepcopy(plain)) as made:
+        version = await made.lane.run(lambda: change_weights(policy), name="train")
+
+        async def one(index: int) -> None:
+            answers[index] = await made.engine.generate(asked[index])
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(asked)):
+                tasks.start_soon(one, index)
+            while made.engine.statistics()["tokens"] < 1:
+                await anyio.lowlevel.checkpoint()
+            await made.move(policy.weights.working.clone(), version)
+    models = {0: before, 1: plain_copy(policy, plain)}
+    late = [index for index, answer in answers.items() if (answer.versions == 1).all()]
+    assert kind == "plain" or 0 < len(late) < len(asked)
+    for index in late:
+        expected = plain_logprobs(models[1], asked[index], answers[index])
+        np.testing.assert_allclose(answers[index].logprobs, expected, atol=SAME)
+    for index in answers.keys() - set(late):
+        assert answers[index].versions[0] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_shared_prompt_is_never_that_of_an_earlier_version(kind: str) -> None:
     policy, plain = policy_and_plain("llama")
     asked = [request(64, seed, prefix_key="shared", max_tokens=4, temperature=1.0) for seed in range(6)]

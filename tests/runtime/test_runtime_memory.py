@@ -98,6 +98,17 @@ def test_beside_a_weight_board_only_adapters_have_a_working_copy(
     assert beside["weight_board"] == 2 * parameter_count(config.model) * DTYPES[dtype].itemsize
 
 
+def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) -> None:
+    config = with_file(tmp_path, [3], "generation.placement=worker", "engine.max_sequences=8")
+    with_vllm = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
+    two = Placement((torch.device("cpu"),) * 2, 1, 1, "two workers")
+    ours, theirs = (predicted(each, placement=two) for each in (config, with_vllm))
+    position = ours["kv_cache"] // kv_positions(config)
+    weights = ours["weight_board"] // 2
+    assert theirs["workers"] == 2 * (weights + 4 * 32 * position + (900 << 20))
+    assert {**theirs, "workers": ours["workers"]} == ours
+
+
 def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_file(tmp_path, [3])
     monkeypatch.setattr(memory, "available", lambda device: 1000)

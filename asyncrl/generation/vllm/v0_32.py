@@ -36,8 +36,8 @@ from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.parameters.layout import Layout
 
 from .recording import Recorded, record
+from .versions import BLOCK
 
-BLOCK = 32  # positions of a block of the cache: the smallest that vLLM's CPU attention is fast with; prompts are shared by blocks
 _FORMAT = "asyncrl"
 
 
