@@ -11,19 +11,22 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+import torch
 import uvloop
-from generation_models import generate_all, policy_and_plain, request
+from generation_cores import PlainCore
+from generation_models import VOCABULARY, generate_all, policy_and_plain, request
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.errors import DivergenceError, EngineClosed, GenerationError, LifecycleError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.owner import OwnedEngine
+from asyncrl.generation.vllm.engine import Made, VllmEngine
 from asyncrl.ports import Engine, WeightSink
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason
 
-KINDS = ["embedded", "dry_run"]
+KINDS = ["embedded", "vllm", "dry_run"]  # vllm: its engine, on a core of transformers' forward
 
 
 class Bench:
@@ -47,11 +50,27 @@ class Bench:
             policy.hidden = guarded  # type: ignore[method-assign]
             self._set: Callable[[int], None] = lambda version: setattr(policy, "version", version)
             self.engine = EmbeddedEngine(policy, None, lane, recorder, **sizes)
+        elif kind == "vllm":
+            self.engine = engine = self._vllm(sizes)
+            engine.version = 0
+            self._set = lambda version: setattr(engine, "version", version)
         else:
             self._set = lambda version: None
             self.engine = DryRunEngine(
                 lane, recorder, version_source=self._read, decode_step_s=0.0, length_sigma=0.4, **sizes
             )
+
+    def _vllm(self, sizes: dict[str, int]) -> VllmEngine:
+        policy, plain = policy_and_plain("qwen3")
+        read = self._read
+
+        class Guarded(PlainCore):
+            def step(self) -> list[Any]:
+                read()
+                return super().step()
+
+        made = Made(torch.float32, VOCABULARY, ())
+        return VllmEngine(lambda choose: Guarded(policy, plain, choose), made, None, self.lane, self.recorder, **sizes)
 
     def _read(self) -> int:
         if self.broken is not None:
