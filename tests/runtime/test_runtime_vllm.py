@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from runtime_helpers import REAL, metrics_of, rollouts_of
+from runtime_helpers import REAL, Process, metrics_of, rollouts_of, write_yaml
 from test_runtime_workers import gone, left, run, workers_of
 
 from asyncrl.errors import ConfigError
@@ -67,6 +67,23 @@ async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path) -> None:
     assert summary.books.trained == 32 and summary.books.failed == 0
     assert all(line["staleness/max"] <= 2 for line in metrics_of(tmp_path / "killed/runs/run"))
     assert not left()
+
+
+def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    """The node alone is killed: its workers, which have process groups of their own, end with it."""
+    tree = WIDE | {"train": WIDE["train"] | {"max_steps": 100_000}}
+    run = tmp_path / "runs/run"
+    node = Process(tmp_path, str(write_yaml(tmp_path, tree)), f"run.dir={tmp_path}/runs", *VLLM)
+    try:
+        node.wait_until((run / "metrics.jsonl").exists, "a step")
+        log = (run / "workers/worker-0.log").read_text()
+        worker = psutil.Process(int(log.split("process ")[1].split(",")[0]))
+        started = [worker, *worker.children(recursive=True)]
+        os.kill(node.pid, signal.SIGKILL)
+        node.wait()
+        assert not psutil.wait_procs(started, timeout=30)[1]
+    finally:
+        node.kill()
 
 
 async def test_a_model_that_is_run_on_the_plain_path_is_refused(tmp_path: Path) -> None:
