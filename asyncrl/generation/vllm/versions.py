@@ -38,8 +38,8 @@ def require_vllm() -> str:
     known = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
     if version is None:
         raise ConfigError(
-            f"generation.engine is vllm, and vLLM is not installed here; expected vLLM {known}: {INSTALL} (on a CPU; on a GPU "
-            "the extra is [vllm]), or leave generation.engine out"
+            f"generation.engine is vllm, and vLLM is not installed here; expected vLLM {known}: {INSTALL}, or leave "
+            "generation.engine out"
         )
     if _minor(version) not in ADAPTERS:
         raise ConfigError(
