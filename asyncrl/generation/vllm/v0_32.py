@@ -23,11 +23,13 @@ import torch
 import vllm._custom_ops as ops
 from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -104,6 +106,7 @@ class Core:
         self.model: nn.Module = runner.model
         runner.sampler = _Sampler(runner, choose)
         self._recorded, self._owners = loader.recorded, loader.owners
+        _refuse(self.model, self._recorded)
         self._own: dict[str, Tensor] = {}
         self._packed = _packed_layers(self.model) if self._pack else {}
         blocks = int(self._core.vllm_config.cache_config.num_gpu_blocks)
@@ -266,6 +269,23 @@ def _arguments(folder: str, form: Form, room: Room) -> EngineArgs:
 def _blocks(room: Room) -> int:
     """So many that nobody who was admitted is ever preempted: a begun block for each, and the one that vLLM keeps."""
     return -(-room.positions // BLOCK) + room.sequences + 1
+
+
+def _refuse(model: nn.Module, recorded: Mapping[str, Recorded]) -> None:
+    """Errors: ConfigError for what vLLM builds, and would compute wrongly or not at all."""
+    for name, each in recorded.items():
+        if len(each.shape) > 2:
+            raise ConfigError(
+                f"generation.engine is vllm, and the model has experts ({name}, {tuple(each.shape)}), which vLLM packs in ways "
+                "of their own that new versions do not reach; use generation.engine=embedded"
+            )
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    for module in model.modules():
+        if isinstance(module, Attention) and module.head_size not in sizes:
+            raise ConfigError(
+                f"generation.engine is vllm, and the model's heads have size {module.head_size}; vLLM's attention on CPUs takes "
+                f"{', '.join(map(str, sizes))}; use generation.engine=embedded"
+            )
 
 
 def _packed_layers(model: nn.Module) -> dict[nn.Module, bool]:
