@@ -19,6 +19,7 @@ from asyncrl.types import LOWEST_TEMPERATURE
 
 from .check_distributed import check_distributed
 from .check_door import check_door
+from .check_generation import check_generation
 from .check_losses import check_losses, chosen_loss, chosen_terms, warn_algorithm
 from .check_rewards import check_rewards
 from .check_unread import check_unread
@@ -187,28 +188,6 @@ def _check_rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.streaming_min_groups is {rollout.streaming_min_groups}; expected at most rollout.groups_per_step = "
             f"{rollout.groups_per_step}, the groups of a whole step"
-        )
-
-
-def _check_generation(config: Config) -> Iterator[str]:
-    if config.generation.placement == "worker" and config.engine.kind == "dry_run":
-        yield (
-            "generation.placement is worker but engine.kind is dry_run, which has no model that a worker could load; leave the "
-            "placement out (dry_run.shared_device=false simulates a second device)"
-        )
-    if config.generation.engine != "vllm":
-        return
-    if config.engine.kind == "dry_run":
-        yield "generation.engine is vllm but engine.kind is dry_run, which samples from no model; leave generation.engine out"
-    if config.model.dtype == "float64":
-        yield (
-            "generation.engine is vllm but model.dtype is float64, in which vLLM does not compute; use float32 or bfloat16, or "
-            "generation.engine=embedded"
-        )
-    if config.distributed.sharding == "fsdp":
-        yield (
-            "generation.engine is vllm but distributed.sharding is fsdp, whose gathered weights have not been compared with "
-            "vLLM's; use generation.engine=embedded"
         )
 
 
@@ -389,7 +368,7 @@ def _check_run(config: Config) -> Iterator[str]:
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _check_preset,
     _check_rollout,
-    _check_generation,
+    check_generation,
     _check_replay,
     _check_skip,
     _check_lengths,
