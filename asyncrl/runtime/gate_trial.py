@@ -46,9 +46,9 @@ from asyncrl.types import (
 # (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
 _GROUPS = ((7, (13, 4)), (2, (26,)))
 # (prompt, completion, shares the prompt of the row before it)
-_REQUESTS = ((12, 6, False), (12, 5, True), (21, 2, False))
+_REQUESTS = ((12, 5, False), (12, 6, True), (21, 2, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
-_PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and one leaves it before the others
+_PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and the first of them leaves before the others
 _NEW_VERSION = 4  # after so many tokens
 _LONGEST = 40  # tokens of a row
 NATS = 1e-4  # most that a log-prob may differ, training or sampler

@@ -32,6 +32,7 @@ from asyncrl.cli.app import main as cli
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
+from asyncrl.generation.embedded import plain_core
 from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
 from asyncrl.models.attention.interface import AttentionTerms
@@ -275,6 +276,13 @@ def break_rows(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     return stateful()
 
 
+def break_leaving(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """Rows that stay in a shared cache are taken from its beginning, whichever has left."""
+    select = plain_core._select_rows
+    patch.setattr(plain_core, "_select_rows", lambda cache, index: select(cache, torch.arange(len(index))))
+    return stateful()
+
+
 def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     """All modules train, as transformers' checkpointing is usually switched on: the router adds noise."""
     patch.setattr(PolicyModel, "set_training", lambda self, training: self.module.train(training))
@@ -289,6 +297,7 @@ def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
         (break_mask, PACKED, "sampler"),
         (break_cache, FUSED, "sampler"),
         (break_rows, PLAIN[0], "logprobs"),
+        (break_leaving, PLAIN[0], "sampler"),
         (break_mode, PACKED, "logprobs"),
     ],
 )
