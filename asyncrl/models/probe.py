@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from .native.library import LANES
 from .rotary import depends_on_length, rope_parts
 
 WINDOW = 8  # tokens that a window of the probe spans
@@ -152,20 +153,34 @@ def _shrink_original(text: PretrainedConfig) -> None:
 
 def _narrow(text: PretrainedConfig) -> None:
     """Fewer heads of the same size over a stream as much narrower, and narrower MLPs: what a layer computes does not depend on
-    how many of equal parts it has. Two key heads stay, and two query heads to each."""
+    how many of equal parts it has."""
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     keys = getattr(text, "num_key_value_heads", None) or heads
-    if isinstance(heads, int) and isinstance(keys, int) and isinstance(hidden, int) and not heads % keys:
-        group = heads // keys
-        kept = min(keys, 2) * min(group, 2)
-        if not hidden * kept % heads:
-            text.num_attention_heads, text.hidden_size = kept, hidden * kept // heads
-            if getattr(text, "num_key_value_heads", None) is not None:
-                text.num_key_value_heads = min(keys, 2)
+    if isinstance(heads, int) and isinstance(keys, int) and isinstance(hidden, int):
+        text.num_attention_heads, kept_keys, text.hidden_size = _fewer_heads(heads, keys, hidden)
+        if getattr(text, "num_key_value_heads", None) is not None:
+            text.num_key_value_heads = kept_keys
     for name in _WIDTHS:
         value = getattr(text, name, None)
         if isinstance(value, int) and value >= 2 * _NARROW:
             setattr(text, name, _NARROW + value % _NARROW)
+
+
+def _fewer_heads(heads: int, keys: int, hidden: int) -> tuple[int, int, int]:
+    """(query heads, key heads, hidden size) of the probe: two key heads, or one where the model has one.
+
+    Our kernels take up to four query heads of a group at once and the rest after them, and sixteen numbers of a row at once: a
+    group of up to eight stays as it is, a larger one leaves the same rest, and so does the hidden size. Where no such size is a
+    whole number, all three are divided by the largest number that divides them so.
+    """
+    group, rest = divmod(heads, keys)
+    kept = min(keys, 2) * (group if group <= 8 else 5 + (group - 1) % 4)
+    narrow, fraction = divmod(hidden * kept, heads)
+    if not rest and not fraction and narrow % LANES == hidden % LANES:
+        return kept, min(keys, 2), narrow
+    parts = (n for n in range(2, keys // 2 + 1) if not (heads % n or keys % n or hidden % n))
+    part = max((n for n in parts if hidden // n % LANES == hidden % LANES), default=1)
+    return heads // part, keys // part, hidden // part
 
 
 def layer_kinds(module: PreTrainedModel) -> int:

@@ -24,6 +24,7 @@ from transformers import (
     MixtralConfig,
     PhimoeConfig,
     PreTrainedModel,
+    Qwen3Config,
 )
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ForCausalLM, Lfm2Model
 from transformers.models.llama import modeling_llama
@@ -32,7 +33,7 @@ from asyncrl.cli.app import main as cli
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generation.embedded import plain_core
+from asyncrl.generation.embedded import plain_core, plans
 from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
 from asyncrl.models.attention.interface import AttentionTerms
@@ -116,8 +117,30 @@ def test_the_probe_of_a_wide_model_is_narrow() -> None:
         own / own.norm(), whole[:64, :64] / whole[:64, :64].norm()
     )  # scaled up, and nothing else
     assert check_model(model).path == FUSED
-    uneven = build_probe(llama(hidden_size=144, num_attention_heads=9, num_key_value_heads=3), narrow=True)  # SmolLM2
-    assert (uneven.config.num_attention_heads, uneven.config.num_key_value_heads, uneven.config.head_dim) == (4, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("whole", "narrow"),
+    [
+        ((9, 3, 576), (6, 2, 384)),  # SmolLM2
+        ((14, 2, 896), (14, 2, 896)),  # Qwen 2: groups of up to eight stay, two of them
+        ((64, 8, 8192), (16, 2, 2048)),
+        ((80, 8, 10240), (12, 2, 1536)),  # ten at one key: four, and two are left, as in ten
+        ((32, 32, 4096), (2, 2, 256)),
+        ((96, 8, 4096), (24, 2, 1024)),  # GLM-4.5-Air: 16 / 96 of its hidden size is no whole number
+        ((80, 8, 4096), (20, 2, 1024)),
+        ((12, 6, 1416), (4, 2, 472)),  # the hidden size leaves the same rest to the kernels' sixteen numbers
+        ((16, 8, 1160), (16, 8, 1160)),  # and stays where that cannot be
+    ],
+)
+def test_narrow_heads_are_what_the_kernels_see(whole: tuple[int, int, int], narrow: tuple[int, int, int]) -> None:
+    """(query heads, key heads, hidden size): groups, and what is left past four query heads and sixteen numbers."""
+    heads, keys, hidden = whole
+    config = GATED | {"num_attention_heads": heads, "num_key_value_heads": keys, "hidden_size": hidden, "head_dim": 16}
+    with torch.device("meta"):
+        model = built(Qwen3Config(**config))
+    probe = build_probe(model, narrow=True).config
+    assert (probe.num_attention_heads, probe.num_key_value_heads, probe.hidden_size) == narrow
 
 
 def test_what_cannot_be_narrow_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +306,20 @@ def break_leaving(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     return stateful()
 
 
+def break_groups(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """Of query heads that share a key head, those past the fourth are given the numbers of the first."""
+    attend = plans.DecodePlan.attend
+
+    def wrong(self: Any, layer: int, query: Any, key: Any, *others: Any) -> Any:
+        out_nHD = attend(self, layer, query, key, *others)
+        grouped = out_nHD.unflatten(1, (key.shape[1], -1)).clone()
+        grouped[:, :, 4:] = grouped[:, :, :1]
+        return grouped.flatten(1, 2)
+
+    patch.setattr(plans.DecodePlan, "attend", wrong)
+    return llama(hidden_size=160, num_attention_heads=10, num_key_value_heads=2)
+
+
 def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     """All modules train, as transformers' checkpointing is usually switched on: the router adds noise."""
     patch.setattr(PolicyModel, "set_training", lambda self, training: self.module.train(training))
@@ -298,6 +335,7 @@ def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
         (break_cache, FUSED, "sampler"),
         (break_rows, PLAIN[0], "logprobs"),
         (break_leaving, PLAIN[0], "sampler"),
+        (break_groups, FUSED, "sampler"),
         (break_mode, PACKED, "logprobs"),
     ],
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncrl.builds import of_this_source, wanted
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
-_LANES = 16
+LANES = 16  # numbers that a kernel takes at once
 _HEAD_SIZES = (16, 32, 64, 128)
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
@@ -71,9 +71,9 @@ def build() -> str:
     return "torch" if _library is None else Path(_library._name).name.partition(".")[0].removeprefix("_native_")
 
 
-def takes(*tensors: Tensor, size: int = _LANES) -> bool:
+def takes(*tensors: Tensor, size: int = LANES) -> bool:
     """Rows (the last dimension) of `size` values, contiguous, all of one dtype and on the CPU."""
-    if _library is None or size % _LANES:
+    if _library is None or size % LANES:
         return False
     dtype = tensors[0].dtype
     if dtype not in _CODES:
