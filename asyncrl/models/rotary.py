@@ -37,13 +37,27 @@ def rope_parts(text: PretrainedConfig) -> list[dict[str, Any]]:
 
 def original_context(config: PretrainedConfig) -> int | None:
     """Most tokens of a row for which the model's own frequencies do not depend on its length; None: any."""
+    return min((context for _, context in _contexts(config)), default=None)
+
+
+def _contexts(config: PretrainedConfig) -> list[tuple[str, int]]:
+    """(`rope_type`, original context) of all frequencies that follow the length of the row."""
     text = config.get_text_config()
-    limits = []
+    found = []
     for part in rope_parts(text):
-        if depends_on_length(part["rope_type"]):
-            original = None if "dynamic" in part["rope_type"] else part.get("original_max_position_embeddings")
-            limits.append(int(original or text.max_position_embeddings))
-    return min(limits, default=None)
+        kind = part["rope_type"]
+        if depends_on_length(kind):
+            original = None if "dynamic" in kind else part.get("original_max_position_embeddings")
+            found.append((kind, int(original or text.max_position_embeddings)))
+    return found
+
+
+def chooses_otherwise(config: PretrainedConfig, one: int, other: int) -> bool:
+    """Whether runs whose longest rows have `one` and `other` tokens take different frequencies."""
+    return any(
+        max(context, one) != max(context, other) if "dynamic" in kind else (one > context) != (other > context)
+        for kind, context in _contexts(config)
+    )
 
 
 def outgrows(config: PretrainedConfig, longest: int) -> bool:

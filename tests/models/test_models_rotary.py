@@ -22,7 +22,7 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.rotary import describe, hold_frequencies, original_context
+from asyncrl.models.rotary import chooses_otherwise, describe, hold_frequencies, original_context
 from asyncrl.training.passes import Forward
 from asyncrl.types import FinishReason, GenerationRequest, Group, Prompt, SamplingParams, Ticket, Trajectory
 
@@ -191,6 +191,17 @@ def test_the_choice_is_said() -> None:
         "rotary (dynamic): rows may grow to 17 tokens, past the original context"
     )
     assert describe(LlamaConfig(**SMALL), 1 << 20) == ""
+
+
+def test_runs_with_other_frequencies_are_told_apart() -> None:
+    """longrope has two sets of factors; the base of `dynamic` is another for each length past the original context."""
+    for config in (longrope(), by_layer(), dynamic()):
+        assert not chooses_otherwise(config, 4, CONTEXT)
+        assert chooses_otherwise(config, CONTEXT, CONTEXT + 1) and chooses_otherwise(config, LONGEST, CONTEXT)
+    assert not chooses_otherwise(longrope(), CONTEXT + 1, LONGEST)
+    assert chooses_otherwise(dynamic(), CONTEXT + 1, LONGEST)
+    assert not chooses_otherwise(dynamic(), LONGEST, LONGEST)
+    assert not chooses_otherwise(LlamaConfig(**SMALL), 4, 1 << 20)
 
 
 def test_what_cannot_be_held_is_not() -> None:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 import yaml
 from runtime_helpers import (
+    MODEL,
     REAL,
     Process,
     config_of,
@@ -166,3 +167,15 @@ async def test_reference_model_and_embedding_ids_survive_a_resume(tmp_path: Path
                 ids.append(group[0].group_id)
                 await runtime.submit(group, [0.0, 1.0, 0.0, 1.0])
     assert len(set(ids)) == 8
+
+
+async def test_a_resume_does_not_change_the_rotary_frequencies(tmp_path: Path) -> None:
+    """The model's original context is 8, and rows of the first run stay within it. What was refused once is refused again."""
+    base = REAL | {"model": REAL["model"] | {"path": f"{MODEL}:build_stretched"}} | FAST
+    base |= {"data": REAL["data"] | {"max_prompt_tokens": 4}, "checkpoint": {"every": 1}}
+    await run(tmp_path, "rollout.max_tokens=4", "train.max_steps=1", base=base)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"rollout.max_tokens was 4 and is 5, .* put it back, or start a new run"):
+            await run(tmp_path, "rollout.max_tokens=5", "train.max_steps=2", "resume=true", base=base)
+    summary = await run(tmp_path, "rollout.max_tokens=3", "train.max_steps=2", "resume=true", base=base)
+    assert summary.version == 2
