@@ -1,6 +1,7 @@
 """`asyncrl check-model PATH`: which of its ways this runtime can train a model in, without a run.
 
-Every path is compared, not only the first that agrees. The same comparison opens each run (runtime/gate.py).
+Every path is compared, not only the first that agrees; where rotary frequencies follow the length of a row, for rows within the
+original context and past it. The same comparison opens each run (runtime/gate.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.runtime.gate import Verdict
 
 USAGE = (
     "asyncrl check-model PATH: compare every path with the model's own eager forward and backward (2: it is refused)"
@@ -16,7 +21,7 @@ USAGE = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0, or 2 for a model that is refused."""
+    """Exit codes: 0, or 2 for a model that is refused. One that is refused past its original context alone can be trained: 0."""
     parser = argparse.ArgumentParser(prog="asyncrl check-model", description=USAGE)
     parser.add_argument("path", help="what model.path takes: a directory, a hub id, or file.py:function")
     parser.add_argument("--gguf-file", help="model.gguf_file")
@@ -33,31 +38,40 @@ def main(arguments: Sequence[str]) -> int:
     from asyncrl.models.rotary import original_context
     from asyncrl.runtime.gate import check_model
 
+    def compare(longest: int | None) -> Verdict:
+        verdict = check_model(
+            module,
+            longest=longest,
+            lora=LoraConfig(rank=given.lora_rank),
+            checkpointing=given.gradient_checkpointing,
+            sharded=given.fsdp,
+            every=True,
+        )
+        _ = verdict.path
+        return verdict
+
     try:
         config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
         require_whole_model(Path(given.path), "PATH")
         module, _ = load_module(config)
         context = original_context(module.config)
-        rows = (
-            [None] if context is None else [context, context + 1]
-        )  # the longest one, of which each choice is compared
-        verdicts = [
-            check_model(
-                module,
-                longest=longest,
-                lora=LoraConfig(rank=given.lora_rank),
-                checkpointing=given.gradient_checkpointing,
-                sharded=given.fsdp,
-                every=True,
-            )
-            for longest in rows
-        ]
-        _ = [verdict.path for verdict in verdicts]
+        if context is not None:
+            print(f"rows of up to {context} tokens:")
+        _show(compare(context))
     except (ConfigError, CheckpointError) as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2
-    for verdict in verdicts:
-        print("\n".join(verdict.lines()))
-        print("compared:", *(f"  {result}" for result in verdict.results), sep="\n")
-    print(f"in {sum(verdict.seconds for verdict in verdicts):.2f} s")
+    if context is not None:  # each choice of rotary frequencies is compared: a run may stay with either
+        try:
+            past = compare(context + 1)
+        except ConfigError as error:
+            print(f"rows past {context} tokens: {str(error).removeprefix('model.path: ')}")
+        else:
+            print(f"rows past {context} tokens:")
+            _show(past)
     return 0
+
+
+def _show(verdict: Verdict) -> None:
+    print(*verdict.lines(), "compared:", *(f"  {result}" for result in verdict.results), sep="\n")
+    print(f"in {verdict.seconds:.2f} s")

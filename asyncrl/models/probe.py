@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from .native.library import LANES
+from .native import library as native
 from .rotary import depends_on_length, rope_parts
 
 WINDOW = 8  # tokens that a window of the probe spans
@@ -176,10 +176,10 @@ def _fewer_heads(heads: int, keys: int, hidden: int) -> tuple[int, int, int]:
     group, rest = divmod(heads, keys)
     kept = min(keys, 2) * (group if group <= 8 else 5 + (group - 1) % 4)
     narrow, fraction = divmod(hidden * kept, heads)
-    if not rest and not fraction and narrow % LANES == hidden % LANES:
+    if not rest and not fraction and narrow % native.LANES == hidden % native.LANES:
         return kept, min(keys, 2), narrow
     parts = (n for n in range(2, keys // 2 + 1) if not (heads % n or keys % n or hidden % n))
-    part = max((n for n in parts if hidden // n % LANES == hidden % LANES), default=1)
+    part = max((n for n in parts if hidden // n % native.LANES == hidden % native.LANES), default=1)
     return heads // part, keys // part, hidden // part
 
 

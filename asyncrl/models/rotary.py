@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.errors import ConfigError
+
 HELD = "held"  # as `rope_type`: transformers changes the frequencies of `longrope` and dynamic ones alone
 
 
@@ -81,12 +83,22 @@ def describe(config: PretrainedConfig, longest: int | None) -> str:
     )
 
 
+def require_frequencies(config: PretrainedConfig, prompt: int, *, before: int, now: int) -> None:
+    """Weights are those of the frequencies that they were trained with. `before`, `now`: rollout.max_tokens of the run that wrote
+    them and of the one that goes on, with prompts of up to `prompt` tokens. Errors: ConfigError where it would take others."""
+    if chooses_otherwise(config, prompt + before, prompt + now):
+        raise ConfigError(
+            f"resume=true: rollout.max_tokens was {before} and is {now}, and this model's rotary frequencies follow the longest "
+            "row of a run; put it back, or start a new run from the checkpoint"
+        )
+
+
 def not_held(config: PretrainedConfig, longest: int) -> str:
     """Why no run can have rows of `longest` tokens, where `hold_frequencies` gives False."""
     return (
         "it chooses rotary frequencies by the length of each row, in a way that is not known here, and rows of "
-        f"{longest} tokens are past its original context of {original_context(config)}; lower data.max_prompt_tokens and "
-        "rollout.max_tokens until their sum is within it"
+        f"{longest} tokens are past its original context of {original_context(config)}; it can be trained where "
+        "data.max_prompt_tokens + rollout.max_tokens is within it"
     )
 
 

@@ -26,7 +26,6 @@ from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallError
-from asyncrl.models.rotary import chooses_otherwise
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
 from asyncrl.types import Ticket
@@ -36,7 +35,6 @@ from .directory import RunDirectory
 from .positions import LEAVE_TIMEOUT_S, Positions, after_step
 
 if TYPE_CHECKING:
-    from asyncrl.models.policy import PolicyModel
     from asyncrl.training.trainer import TorchTrainer
 
 Start: TypeAlias = Callable[..., None]  # of a supervisor: (name, work, *arguments)
@@ -372,7 +370,14 @@ class Checkpointer:
                 f"resume=true: the checkpoint was written by {run['world_size']} ranks and this run has {self._world.world_size}; "
                 "start it with the same number"
             )
-        self._require_frequencies(core.policy, int(run["config"]["rollout"]["max_tokens"]))
+        from asyncrl.models.rotary import require_frequencies  # transformers, which a dry run does without
+
+        require_frequencies(
+            core.policy.config,
+            self._config.data.max_prompt_tokens,  # which no resume changes
+            before=run["config"]["rollout"]["max_tokens"],
+            now=self._config.rollout.max_tokens,
+        )
         state = await offload(saved.checkpoint.trainer, "restore")
         await self._built.lanes[0].run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
         for sink in self._built.ports.sinks:  # engines of their own have started with the weights of model.path
@@ -387,17 +392,3 @@ class Checkpointer:
         if self._positions is not None:
             self._positions.start(saved.positions())
         self._saved_version = saved.version
-
-    def _require_frequencies(self, policy: PolicyModel, before: int) -> None:
-        """`before`: rollout.max_tokens of the run that goes on. Weights that were trained with other rotary frequencies would be
-        those of another model. Errors: ConfigError."""
-        now, prompt = (
-            self._config.rollout.max_tokens,
-            self._config.data.max_prompt_tokens,
-        )  # (which no resume may change)
-        if chooses_otherwise(policy.config, prompt + before, prompt + now):
-            raise ConfigError(
-                f"resume=true: rollout.max_tokens was {before} and is {now}, and this model's rotary frequencies follow the "
-                "longest row of a run (data.max_prompt_tokens + rollout.max_tokens): it would go on as another model; put it "
-                "back, or start a new run from the checkpoint"
-            )

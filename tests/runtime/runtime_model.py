@@ -77,6 +77,16 @@ def build_stretched(seed: int) -> tuple[Any, Any]:
     return seeded(LlamaForCausalLM, LlamaConfig, seed, num_hidden_layers=1, rope_parameters=rope), make_tokenizer()
 
 
+def build_own_scale(seed: int) -> tuple[Any, Any]:
+    """Its rotary frequencies are scaled by a number that it chooses in every forward."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "short_mscale": 1.1}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "long_mscale": 1.3}
+    layers = {"num_hidden_layers": 1, "num_local_experts": 2, "rope_parameters": rope}
+    return seeded(PhimoeForCausalLM, PhimoeConfig, seed, **layers), make_tokenizer()
+
+
 def build_windowed(seed: int) -> tuple[Any, Any]:
     """Both layers see the last four tokens only."""
     from transformers import MistralConfig, MistralForCausalLM

@@ -404,7 +404,9 @@ def test_frequencies_that_nobody_can_hold_are_refused_for_rows_past_the_original
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.1, "long_mscale": 1.3}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 19}
     phimoe = PhimoeConfig(**GATED, num_local_experts=2, max_position_embeddings=64, rope_parameters=rope)
-    with pytest.raises(ConfigError, match="rows of 20 tokens are past its original context of 19; lower data"):
+    with pytest.raises(
+        ConfigError, match="rows of 20 tokens are past its original context of 19; it can be trained where"
+    ):
         check_for(config, built(phimoe))
 
 
@@ -448,6 +450,24 @@ def test_check_model_and_a_dry_run_say_which_path(tmp_path: Path, capsys: pytest
     with pytest.raises(ConfigError, match="kv_after_update is keep"):
         plan(config_of(tmp_path, f"model.path={MODEL}:build_stateful", "engine.kv_after_update=keep"))
     assert REAL["model"]["path"].endswith(":build")
+
+
+def test_check_model_tries_rows_within_the_original_context_and_past_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["check-model", f"{MODEL}:build_stretched"]) == 0
+    within, past = capsys.readouterr().out.split("rows past 8 tokens:\n")
+    assert within.startswith("rows of up to 8 tokens:\nmodel: LlamaForCausalLM on the fused path") and "stay" in within
+    assert past.startswith("model: LlamaForCausalLM on the fused path") and "each is turned by" in past
+
+
+def test_a_model_that_is_refused_past_its_original_context_can_be_trained_within_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli(["check-model", f"{MODEL}:build_own_scale"]) == 0
+    within, past = capsys.readouterr().out.split("rows past 16 tokens: ")
+    assert within.startswith("rows of up to 16 tokens:\nmodel: PhimoeForCausalLM on the ")
+    assert past.startswith("PhimoeForCausalLM is refused: it chooses rotary frequencies") and past.endswith(
+        "is within it\n"
+    )
 
 
 def test_mistral_windows_reach_the_comparison() -> None:
