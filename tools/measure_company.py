@@ -70,7 +70,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     for dtype in given.dtype:
-        policy, _ = load_policy(ModelConfig(path=given.path, dtype=dtype))
+        policy, _ = load_policy(ModelConfig(path=given.path, dtype=dtype), longest=PROMPT + given.tokens)
         asked = requests(int(policy.config.get_text_config().vocab_size), given.sequences, given.tokens)
         many, few = (sample(policy, asked, together) for together in given.company)
         equal = [bool(np.array_equal(one, other)) for one, other in zip(many, few, strict=True)]

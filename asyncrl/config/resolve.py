@@ -234,7 +234,7 @@ def _check_skip(config: Config) -> Iterator[str]:
 
 
 def _check_lengths(config: Config) -> Iterator[str]:
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    longest = row_limit(config)
     if config.train.tokens_per_microbatch < longest:
         yield (
             f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least data.max_prompt_tokens + "

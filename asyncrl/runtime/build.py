@@ -13,7 +13,7 @@ from asyncrl.algorithms.registry import build_advantage, build_loss, build_rewar
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import numbers
-from asyncrl.config.resolve import turns_bound
+from asyncrl.config.resolve import row_limit, turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store, store_metrics
@@ -230,7 +230,7 @@ class Builder:
             engine_lane,
             self.recorder,
             max_sequences=config.engine.max_sequences,
-            max_context=config.data.max_prompt_tokens + config.rollout.max_tokens,
+            max_context=row_limit(config),
             kv_positions=config.engine.kv_positions,
             version_source=lambda: trainer.version if weights is None else weights.version,
             decode_step_s=costs.decode_step_s,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.config.resolve import staleness_bound
+from asyncrl.config.resolve import row_limit, staleness_bound
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, RecordError
@@ -54,8 +54,7 @@ REFUSED = {
 
 def limits_of(runtime: Runtime) -> Limits:
     """What a trajectory from outside may be: as for `Runtime.submit`, and no longer than prompts and completions of the run."""
-    config = runtime.config
-    return replace(runtime.limits, longest=config.data.max_prompt_tokens + config.rollout.max_tokens)
+    return replace(runtime.limits, longest=row_limit(runtime.config))
 
 
 class _Door:
