@@ -34,7 +34,8 @@ _WINDOWS = (  # and the chunks in which layers with a state go through a row
 _WIDTHS = (  # of an MLP's hidden layer: a number of equal units, of which a part computes what all do
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size",
 )  # fmt: skip
-_NOT_OF_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Module())}
+# Of a layer, what says nothing of its kind: its own number, and the workings of nn.Module, which are many.
+_DIFFERS_WITHIN_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Module())}
 _NARROW = 64
 _NOISE = 0.2
 _SEED = 0
@@ -140,14 +141,15 @@ def _shrink_contexts(text: PretrainedConfig) -> None:
 
 
 def _shrink_original(text: PretrainedConfig) -> None:
+    of_the_model = (
+        getattr(text, "original_max_position_embeddings", None) is not None
+    )  # Phi-3's goes before that of the part
     for part in rope_parts(text):
         if "dynamic" in part["rope_type"]:
             text.max_position_embeddings = CONTEXT
         elif depends_on_length(part["rope_type"]):
             part["original_max_position_embeddings"] = CONTEXT
-            if (
-                getattr(text, "original_max_position_embeddings", None) is not None
-            ):  # Phi-3's, which goes before the other
+            if of_the_model:
                 text.original_max_position_embeddings = CONTEXT
 
 
@@ -213,7 +215,7 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
         settings = sorted(
             (key, value)
             for key, value in vars(part).items()
-            if key not in _NOT_OF_A_KIND and isinstance(value, (bool, int, str, type(None)))
+            if key not in _DIFFERS_WITHIN_A_KIND and isinstance(value, (bool, int, str, type(None)))
         )
         shapes = tuple((key, value.shape) for key, value in part._parameters.items() if value is not None)
         parts.append((name, type(part).__qualname__, tuple(settings), shapes))

@@ -6,7 +6,8 @@
   user, a completion that of the assistant), else prompt and completion as they follow each other, with its special tokens.
 * A text that is longer than the model takes is never cut: a reward of half an answer is the reward of another answer.
 * What a text scores does not depend on the texts beside it, but for rounding. That is tried when the model is loaded, with a
-  short and a long row, alone and together, and a module that ignores its mask is refused.
+  short and a long row, alone and together, and a module that ignores its mask is refused. Texts whose lengths have other rotary
+  frequencies (rotary.py) are never padded to one length.
 * A classifier of transformers reads its score off the last token that is not the padding token. Where neither the model's
   configuration nor the tokenizer has one of its own, nothing can be padded, and rows go one by one.
 
@@ -32,6 +33,7 @@ from asyncrl.types import Messages
 from .loading import LOADING_ERRORS, require_all_weights
 from .parameters.source import is_address
 from .policy import DTYPES
+from .rotary import chooses_otherwise, forget_lengths
 
 _UNLIMITED = 1 << 30  # a tokenizer without a limit of its own says 1e30
 _PROBES = (3, 8)  # tokens of the two rows that are scored alone and together
@@ -92,10 +94,13 @@ class RewardModel:
         return list(self._tokenizer.encode(str(rendered), add_special_tokens=False))
 
     def batches(self, texts: Sequence[Text]) -> Iterator[list[int]]:
-        """Places of `texts` that are scored together, short ones first."""
+        """Places of `texts` that are scored together, short ones first: those that are padded to a length whose rotary frequencies
+        would be others go into another batch."""
         batch: list[int] = []
         for place in sorted(range(len(texts)), key=lambda i: len(texts[i])):
-            if batch and (self._pad is None or len(texts[place]) * (len(batch) + 1) > self._tokens):
+            length = len(texts[place])
+            alone = self._pad is None or length * (len(batch) + 1) > self._tokens
+            if batch and (alone or self._turned_otherwise(len(texts[batch[0]]), length)):
                 yield batch
                 batch = []
             batch.append(place)
@@ -110,8 +115,13 @@ class RewardModel:
         lengths_B1 = torch.tensor([[len(text)] for text in texts], device=self._device)
         mask_BL = (torch.arange(longest, device=self._device) < lengths_B1).long()
         with torch.no_grad():
+            forget_lengths(self.module)
             found = self.module(input_ids=ids_BL, attention_mask=mask_BL)
         return [float(score) for score in self._one_output(getattr(found, "logits", found), len(texts))]
+
+    def _turned_otherwise(self, one: int, other: int) -> bool:
+        settings = _text_config(self.module)
+        return settings is not None and chooses_otherwise(settings, one, other)
 
     def _one_output(self, logits: Any, count: int) -> Tensor:
         """[B] of [B], [B, 1], or [B, labels] with a chosen label."""

@@ -14,6 +14,7 @@ The configuration stays as it is: what is written loads elsewhere as before.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -77,9 +78,10 @@ def describe(config: PretrainedConfig, longest: int | None) -> str:
     names = ", ".join(sorted(filter(depends_on_length, kinds)))
     if longest <= context:
         return f"rotary ({names}): rows of up to {longest} tokens stay within the original context of {context}"
+    where = f"of {longest} tokens" if "dynamic" in names else f"past {context} tokens"
     return (
         f"rotary ({names}): rows may grow to {longest} tokens, past the original context of {context}: each is turned by the "
-        "frequencies of a row so long"
+        f"frequencies of a row so long; serve it with those of rows {where}"
     )
 
 
@@ -104,7 +106,8 @@ def not_held(config: PretrainedConfig, longest: int) -> str:
 
 @torch.no_grad()
 def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
-    """From now on every row is turned by the frequencies that the model's own code takes for a row of `longest` tokens.
+    """From now on every row is turned by the frequencies that the model's own code takes for a row of `longest` tokens. To be
+    called once: what is held stays.
 
     Nothing changes where they do not depend on the length, or nothing is allocated. False where rows of the run are past the
     original context, and the frequencies would go on to follow each row: no run may start so.
@@ -123,14 +126,27 @@ def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
     return (bool(held) and all(held)) or not outgrows(module.config, longest)
 
 
+def forget_lengths(module: nn.Module) -> None:
+    """The next row is turned by its own length: transformers' `dynamic` keeps the base of the longest row before it, until a row
+    within the original context comes."""
+    for part in module.modules():
+        kinds: Any = getattr(part, "rope_type", None)
+        named = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer, kind in named.items():
+            if isinstance(kind, str) and "dynamic" in kind:
+                with contextlib.suppress(Exception):  # of a class that is called in another way
+                    _cos_and_sin(part, 0, layer)
+
+
 def _hold(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
     """Whether `part` is held now. `layer`: the type of the layers that these frequencies are for, where it has several;
     `kinds`: what its `rope_type` becomes."""
     before: Any = part.rope_type
     try:
-        expected = _turn(part, longest - 1, layer)
+        _cos_and_sin(part, 0, layer)  # else what the module ran before would choose, see `forget_lengths`
+        expected = _cos_and_sin(part, longest - 1, layer)
         part.rope_type = kinds
-        found = [_turn(part, last, layer) for last in (0, longest - 1, 4 * longest)]
+        found = [_cos_and_sin(part, last, layer) for last in (0, longest - 1, 4 * longest)]
         if all(torch.equal(own, other) for each in found for own, other in zip(each, expected, strict=True)):
             return True
     except Exception:  # of a class that is called in another way
@@ -139,10 +155,10 @@ def _hold(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
     return False
 
 
-def _turn(part: nn.Module, last: int, layer: str | None) -> list[Tensor]:
-    """cos and sin of the first positions of a row that ends at `last`."""
+def _cos_and_sin(part: nn.Module, last: int, layer: str | None) -> list[Tensor]:
+    """Of the first positions of a row that ends at `last`."""
     device = next((buffer.device for buffer in part.buffers()), torch.device("cpu"))
     positions = torch.tensor([[0, 1, 2, last]], device=device)
     named = {} if layer is None else {"layer_type": layer}
-    turned = part(torch.zeros(1, positions.shape[1], 1, device=device), positions, **named)
-    return [part[..., :-1, :].clone() for part in turned]
+    tables = part(torch.zeros(1, positions.shape[1], 1, device=device), positions, **named)
+    return [table[..., :-1, :].clone() for table in tables]

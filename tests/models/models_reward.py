@@ -28,7 +28,14 @@ def make_tokenizer(template: str | None = TEMPLATE, pad: str | None = "<pad>", l
     return tokenizer
 
 
-def make_classifier(kind: str = "llama", labels: int = 1, pad: int | None = 0, seed: int = 1, context: int = 64) -> Any:
+def make_classifier(
+    kind: str = "llama",
+    labels: int = 1,
+    pad: int | None = 0,
+    seed: int = 1,
+    context: int = 64,
+    rope: dict[str, Any] | None = None,
+) -> Any:
     from transformers import (
         BertConfig,
         BertForSequenceClassification,
@@ -47,6 +54,8 @@ def make_classifier(kind: str = "llama", labels: int = 1, pad: int | None = 0, s
     settings |= {"vocab_size": 47, "num_labels": labels, "pad_token_id": pad, "max_position_embeddings": context}
     if kind != "bert":
         settings |= {"num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 1}
+    if rope is not None:
+        settings |= {"rope_parameters": rope}
     torch.manual_seed(seed)
     model = made[1](made[0](**settings, initializer_range=0.3))
     return model.eval()

@@ -60,6 +60,25 @@ def test_a_score_does_not_depend_on_the_batch(tmp_path: Path, dtype: str, most: 
     assert {p.dtype for p in model.module.parameters()} == {getattr(torch, dtype)}
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_frequencies_are_those_of_each_text(tmp_path: Path, kind: str) -> None:
+    """Past the original context `dynamic` has others for each length, and keeps them after a long text."""
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 100.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
+    raw = make_classifier(context=64 if kind == "longrope" else 16, rope=rope)
+    model = load(save(tmp_path, raw, make_tokenizer()), tokens=1000, max_tokens=64)
+    texts = [[7 + (3 * i + n) % 40 for i in range(n)] for n in (40, 3, 16, 17, 40, 20, 12)]
+    expected = []
+    for text in texts:
+        fresh = load(tmp_path, max_tokens=64)
+        expected.append(fresh.scores([text])[0])
+    assert together(model, texts) == pytest.approx(expected, abs=1e-5)
+    assert together(model, texts) == pytest.approx(expected, abs=1e-5)  # after long ones
+    past = [[3], [5], [0, 4]] if kind == "dynamic" else [[3, 5, 0, 4]]
+    assert list(model.batches(texts)) == [[1, 6, 2], *past]
+
+
 def test_a_batch_holds_no_more_tokens_than_it_may(tmp_path: Path) -> None:
     model = load(save(tmp_path, make_classifier(), make_tokenizer()), tokens=48)
     texts = [[7] * length for length in (3, 60, 20, 24, 5, 24)]

@@ -190,6 +190,8 @@ def test_the_choice_is_said() -> None:
     assert describe(dynamic(), CONTEXT + 1).startswith(
         "rotary (dynamic): rows may grow to 17 tokens, past the original context"
     )
+    assert describe(dynamic(), LONGEST).endswith("serve it with those of rows of 40 tokens")
+    assert describe(longrope(), LONGEST).endswith("serve it with those of rows past 16 tokens")
     assert describe(LlamaConfig(**SMALL), 1 << 20) == ""
 
 
@@ -202,6 +204,16 @@ def test_runs_with_other_frequencies_are_told_apart() -> None:
     assert chooses_otherwise(dynamic(), CONTEXT + 1, LONGEST)
     assert not chooses_otherwise(dynamic(), LONGEST, LONGEST)
     assert not chooses_otherwise(LlamaConfig(**SMALL), 4, 1 << 20)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_the_model_ran_before_does_not_choose(config: Any) -> None:
+    fresh, used = built(config()), built(config())
+    with torch.no_grad():
+        used(input_ids=torch.ones(1, 60, dtype=torch.int64))
+    assert hold_frequencies(fresh, LONGEST) and hold_frequencies(used, LONGEST)
+    row = sample_rows()[0]
+    torch.testing.assert_close(own(used, row, row.size), own(fresh, row, row.size), atol=0, rtol=0)
 
 
 def test_what_cannot_be_held_is_not() -> None:
