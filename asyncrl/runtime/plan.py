@@ -65,14 +65,21 @@ def _verdict(config: Config) -> Verdict:
     return check_for(config, describe_module(config.model))
 
 
-def announcement(config: Config, directory: Path | None, verdict: Verdict | None) -> list[str]:
-    """A few plain lines on what starts, which way its model is run, and the warnings of a resolved configuration."""
+def announcement(
+    config: Config, directory: Path | None, verdict: Verdict | None, *, outside: bool = False
+) -> list[str]:
+    """A few plain lines on what starts, which way its model is run, and the warnings of a resolved configuration. `outside`:
+    somebody else samples."""
     rollout, where = config.rollout, directory or "no run directory"
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
         f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
     ]
     lines += [*verdict.lines(), *without_native(config)] if verdict else []
+    if outside and verdict and verdict.rotary:
+        lines.append(
+            "note: groups come from outside: their sampler has to turn rows by the rotary frequencies named above"
+        )
     return lines + [f"note: {warning}" for warning in warnings(config)]
 
 

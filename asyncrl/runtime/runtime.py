@@ -160,7 +160,8 @@ class Runtime:
     def announce(self) -> None:
         """A few plain lines on what starts, and the warnings of the configuration."""
         path = self.directory.path if self.directory else None
-        for line in announcement(self.config, path, self.built.verdict):
+        outside = self._given.prompts is None and self.config.data.train is None
+        for line in announcement(self.config, path, self.built.verdict, outside=outside):
             self.note(line)
 
     def summary(self) -> RunSummary:

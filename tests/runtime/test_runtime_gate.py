@@ -43,7 +43,7 @@ from asyncrl.models.probe import build_probe
 from asyncrl.runtime import gate_trial
 from asyncrl.runtime.gate import RELATIVE, check_for, check_model
 from asyncrl.runtime.gate_trial import Trial
-from asyncrl.runtime.plan import plan
+from asyncrl.runtime.plan import announcement, plan
 from asyncrl.runtime.runtime import Runtime
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -394,6 +394,9 @@ def test_rotary_frequencies_are_those_of_the_longest_row_that_the_run_can_have(
     past = llama(rope_parameters=dict(rope), max_position_embeddings=19)
     verdict = check_for(config, past)
     assert verdict.path == FUSED and "rows may grow to 20 tokens, past the original context of 19" in verdict.lines()[1]
+    said = "their sampler has to turn rows by the rotary frequencies named above"
+    assert any(said in line for line in announcement(config, None, verdict, outside=True))
+    assert not any(said in line for line in announcement(config, None, verdict))
     monkeypatch.setattr(gate_trial, "hold_frequencies", lambda module, longest: True)  # as if each row had its own
     wrong = check_model(past, longest=20, paths=[FUSED]).results[0].distance
     assert wrong is not None and max(wrong.logprobs, wrong.sampler) > 1e-3
