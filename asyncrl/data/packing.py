@@ -5,8 +5,12 @@
 A prompt stands once per microbatch that holds completions of its group. A completion keeps only the tokens that have to
 run forward: those up to the last scored one, without that last one itself, which is only predicted. (So the hidden state
 at `source` exists for every target, and nothing else is computed.) A fully masked completion needs no token at all; its
-sequence is still counted, because sequence normalisers count it. Where routes of experts were recorded, a shared prompt has
-those of the first completion behind it: members of a group were sampled behind one prefill of it.
+sequence is still counted, because sequence normalisers count it.
+
+Where routes of experts were recorded, members share a prompt only where its routes are the same: another choice makes other
+keys and values, and a weight update between two prefills, or a member from outside, may bring one. The routes of the prompt's
+last token are not compared, if it has others: each member records them as it samples its first token, in batches of different
+sizes, whose rounding alone may choose another expert. A shared prompt has those of the first completion behind it.
 
 Trees are laid out greedily: groups in the order given, completions longest first, a new microbatch when the budget is
 full. A completion that is longer than the budget gets a microbatch of its own. Which microbatch holds what changes no
@@ -50,7 +54,20 @@ class _Tree:
     """A prompt and the completions that share it in one microbatch. `prefix` is empty where no token is scored."""
 
     prefix: npt.NDArray[Any]
+    routes: npt.NDArray[Any] | None = None  # [L, layers, k] of the member that gave the prefix, where it has some
     rows: list[_Row] = field(default_factory=list)
+
+    def takes(self, row: _Row, prefix: npt.NDArray[Any]) -> bool:
+        """Whether `row` can stand behind the prefix, or gives the first one."""
+        if not prefix.size or not self.prefix.size:
+            return True
+        if not np.array_equal(prefix, self.prefix):
+            return False  # an environment gave this member another prompt
+        routes = row.trajectory.routed_experts
+        if routes is None or self.routes is None:
+            return True
+        compared = max(prefix.size - 1, 1)
+        return np.array_equal(routes[:compared], self.routes[:compared])
 
 
 def pack_groups(
@@ -73,21 +90,21 @@ def pack_groups(
     microbatches: list[list[_Tree]] = []
     used = 0  # packed tokens of the open microbatch
     for (group, advantages), written in zip(groups, columns or [{}] * len(groups), strict=True):
-        tree: _Tree | None = None
+        trees: list[_Tree] = []  # of this group, in the open microbatch
         for row in _rows(group, advantages, written):
             prefix = _prefix(row)
-            if tree is not None and prefix.size and tree.prefix.size and not np.array_equal(prefix, tree.prefix):
-                tree = None  # an environment gave this member another prompt: nothing can be shared
+            tree = next((each for each in trees if each.takes(row, prefix)), None)
             cost = row.forward + (prefix.size if tree is None or tree.prefix.size == 0 else 0)
             if not microbatches or (cost and used + cost > tokens_per_microbatch):
                 microbatches.append([])
-                used, tree = 0, None
+                used, trees, tree = 0, [], None
                 cost = row.forward + prefix.size
             if tree is None:
                 tree = _Tree(row.trajectory.tokens[:0])
                 microbatches[-1].append(tree)
+                trees.append(tree)
             if prefix.size and tree.prefix.size == 0:
-                tree.prefix = prefix
+                tree.prefix, tree.routes = prefix, row.trajectory.routed_experts
             tree.rows.append(row)
             used += cost
     return [_assemble(trees) for trees in microbatches]

@@ -164,6 +164,58 @@ def test_members_with_different_prompts_share_nothing() -> None:
     assert batch.tokens.tolist() == [1, 2, 5, 1, 3, 5]
 
 
+def with_prompt_routes(lengths: list[int], routes: list[int | None]) -> tuple[Group, list[float]]:
+    """Members of one prompt of 4 tokens; each prompt token went to expert `routes[member]`, each sampled one to 10 + member."""
+    group, advantages = make_group(0, [1, 2, 3, 4], [([5] * n, [True] * n) for n in lengths])
+    members = []
+    for trajectory, expert in zip(group.trajectories, routes, strict=True):
+        column = np.full((trajectory.tokens.size, 1, 1), 10 + trajectory.member, np.int8)
+        column[:4] = -1 if expert is None else expert
+        members.append(replace(trajectory, routed_experts=column))
+    return replace(group, trajectories=tuple(members)), advantages
+
+
+def routes_before(batch: Microbatch, member: int) -> list[int]:
+    """Of the prompt that stands before this member's completion."""
+    assert batch.routes is not None
+    start = batch.prefix_start[batch.suffix_tree[batch.members.tolist().index(member)]]
+    return batch.routes[start : start + 4, 0, 0].tolist()
+
+
+def test_members_share_a_prompt_only_where_it_went_to_the_same_experts() -> None:
+    group = with_prompt_routes([9, 8, 7, 6, 5], [None, 1, 2, 1, None])
+    (batch,) = pack_groups([group], 100)
+    assert batch.prefix_length.tolist() == [4, 4, 4]  # one for each choice, whatever the order of the members
+    found = [routes_before(batch, member) for member in range(5)]
+    assert found == [[-1] * 4, [1] * 4, [2] * 4, [1] * 4, [-1] * 4]
+    assert batch.tokens.size == 3 * 4 + 8 + 7 + 6 + 5 + 4
+    pieces = pack_groups([group], 13)
+    assert [(b.tokens.size, b.members.tolist()) for b in pieces] == [
+        (12, [0]),
+        (11, [1]),
+        (10, [2]),
+        (9, [3]),
+        (8, [4]),
+    ]
+    assert [routes_before(b, m) for m, b in enumerate(pieces)] == found
+
+
+def test_the_last_token_of_a_prompt_may_have_gone_elsewhere() -> None:
+    (first, second), advantages = with_prompt_routes([3, 2], [1, 1])[0].trajectories, [0.0, 1.0]
+    assert second.routed_experts is not None
+    second.routed_experts[3] = 7
+    group = Group(Ticket(0, 0, 2), Prompt(0, np.array([1, 2, 3, 4], np.int32), ""), (first, second))
+    (batch,) = pack_groups([(group, advantages)], 100)
+    assert batch.prefix_length.tolist() == [4] and routes_before(batch, 1) == [1] * 4
+    cut = [
+        replace(t, tokens=t.tokens[3:], mask=t.mask[3:], prompt_length=1, logprobs=t.logprobs[3:])
+        for t in (first, second)
+    ]
+    members = [replace(t, routed_experts=o.routed_experts[3:]) for t, o in zip(cut, (first, second), strict=True)]  # type: ignore[index]
+    (batch,) = pack_groups([(replace(group, trajectories=tuple(members)), advantages)], 100)
+    assert batch.prefix_length.tolist() == [1, 1]  # the only one there is
+
+
 def test_nothing_in_nothing_out() -> None:
     assert pack_groups([], 10) == []
 

@@ -184,6 +184,21 @@ def test_what_was_sampled_is_trained_with_the_same_logprobs() -> None:
     assert np.abs(core.compute_logprobs(other) - batch.sampler_logprobs).max() > 0.01
 
 
+def test_a_completion_is_trained_behind_its_own_prompt_whatever_its_siblings_had() -> None:
+    core = trainer()
+    group = sampled(core, (9, 7, 6))
+    first, second, third = group.trajectories
+    assert second.routed_experts is not None
+    moved = second.routed_experts.copy()
+    moved[: second.prompt_length] = (moved[: second.prompt_length] + 1) % EXPERTS
+    group = replace(group, trajectories=(first, replace(second, routed_experts=moved), third))
+    (batch,) = pack_groups([(group, [0.0] * 3)], 1000)
+    found = core.compute_logprobs(batch)
+    for place, member in enumerate(batch.members.tolist()):
+        (alone,) = pack_groups([(replace(group, trajectories=(group.trajectories[member],)), [0.0])], 1000)
+        np.testing.assert_allclose(found[batch.sequence == place], core.compute_logprobs(alone), atol=1e-6, rtol=0)
+
+
 def test_routes_that_are_missing_or_of_another_model() -> None:
     core = trainer("float32")
     group = sampled(core, (3, 2))
