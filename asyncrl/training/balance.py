@@ -12,7 +12,8 @@ each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. A sum wi
 strong by the mean length where sequences are counted. (`bnpo`, which divides inside a microbatch, has the mean over the
 microbatch.) Sequences without a scored token are not run, and have a balance of 0.
 
-The shares are those of the model's own choice, as in transformers, also where recorded routes are replayed.
+The shares are those of the k largest logits, as in transformers, also where recorded routes are replayed, and also for a model
+that adds a bias before it chooses (Ernie 4.5, MiniMax-M3).
 
 Shape legend: T packed tokens, B sequences, L layers with experts, k experts a token, E experts.
 """
@@ -24,7 +25,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
 from asyncrl.config.schema import TrainConfig
@@ -74,17 +74,25 @@ class Balance:
 
 
 def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
-    """[B] of each sequence, differentiable; 0 for one without a scored token. `routes`: of the forward, with its logits."""
-    k, experts = routes.chosen[0].shape[1], routes.logits[0].shape[1]
-    logits_LTE = torch.stack([routes.logits[layer] for layer in sorted(routes.logits)])
-    probs_LTE = logits_LTE.softmax(-1, dtype=torch.promote_types(logits_LTE.dtype, torch.float32))
-    chosen_LTk = probs_LTE.detach().topk(k, -1).indices
-    sent_TE = functional.one_hot(chosen_LTk, experts).sum((0, 2)).to(probs_LTE)
-    probs_TE = probs_LTE.sum(0)
+    """[B] of each sequence, differentiable; 0 for one without a scored token. `routes`: of the forward, with its logits. A layer
+    at a time: nothing of size L x T x E is made but the probabilities, which backward needs."""
+    k = routes.chosen[0].shape[1]
+    sent_TE, probs_TE = _of_layer(routes.logits[0], k)
+    for layer in range(1, len(routes.logits)):
+        sent, probs = _of_layer(routes.logits[layer], k)
+        sent_TE += sent
+        probs_TE = probs_TE + probs
     sent_BE, length_B = _over_rows(sent_TE, batch)
     probs_BE, _ = _over_rows(probs_TE, batch)
     seen_B = length_B * len(routes.logits)
-    return experts * (sent_BE * probs_BE).sum(1) / seen_B.square()
+    return probs_TE.shape[1] * (sent_BE * probs_BE).sum(1) / seen_B.square()
+
+
+def _of_layer(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(how often each token is sent to each expert, the probabilities with their graph), [T, E] each."""
+    probs_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
+    own_Tk = probs_TE.detach().topk(k, -1).indices
+    return torch.zeros_like(probs_TE).scatter_(1, own_Tk, 1.0), probs_TE
 
 
 def _over_rows(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_helpers import EXPERTS, LOSS, MAX_LENGTH, make_group, tiny_module, tiny_policy, with_routes
 from training_partition import SEQUENCES, SIZE, groups
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -22,7 +23,8 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import PACKED
 from asyncrl.models.policy import PolicyModel
-from asyncrl.training.balance import METRIC
+from asyncrl.models.routes import Routes
+from asyncrl.training.balance import METRIC, balance_of
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import FinishReason, GenerationRequest, Group, Microbatch, SamplingParams, Trajectory
 
@@ -102,6 +104,31 @@ def test_experts_are_balanced_alike_however_a_step_is_split(name: str) -> None:
         assert metrics["loss"] == pytest.approx(found["loss"] + COEFFICIENT * value, rel=1e-6)
 
     holds()
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        each = found if isinstance(found, (tuple, list)) else (found,)
+        self.numbers = max(self.numbers, *(one.numel() for one in each if isinstance(one, torch.Tensor)), 0)
+        return found
+
+
+def test_balance_makes_no_tensor_of_more_than_one_layer() -> None:
+    (batch,) = split([0] * SEQUENCES)
+    routes, size = Routes(keep_logits=True), batch.tokens.size
+    for layer in range(6):
+        routes.choose(layer, torch.zeros(size, 4, dtype=torch.int64))
+        routes.keep(layer, torch.randn(size, 32, requires_grad=True))
+    with Largest() as seen:
+        balance_of(routes, batch).sum().backward()
+    assert seen.numbers == size * 32
 
 
 class Heard:
