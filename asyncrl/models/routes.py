@@ -19,8 +19,8 @@ class Routes:
     """Of one forward. Layers are counted from 0, those with experts alone."""
 
     def __init__(self, given_TLk: Tensor | None = None, *, keep_logits: bool = False) -> None:
-        """`given_TLk`: int64, what to choose; in rows of -1 the router chooses. Routing.replay checks it. `keep_logits`: for the
-        balance of the experts, with their graph."""
+        """`given_TLk`: signed integers, what to choose; in rows of -1 the router chooses. `keep_logits`: for the balance of the
+        experts, with their graph."""
         self._given_TLk = given_TLk
         self._keep_logits = keep_logits
         self.chosen: dict[int, Tensor] = {}  # [T, k] int64, by layer, in the router's order
@@ -32,7 +32,9 @@ class Routes:
             return self.chosen[layer]
         found = own_Tk
         if self._given_TLk is not None:
-            given_Tk = self._given_TLk[:, layer].to(own_Tk.device)
+            if self._given_TLk.device != own_Tk.device:  # once, and as narrow as it is
+                self._given_TLk = self._given_TLk.to(own_Tk.device)
+            given_Tk = self._given_TLk[:, layer].to(own_Tk.dtype)
             if given_Tk.shape != own_Tk.shape:
                 raise ValueError(
                     f"layer {layer} chooses {list(own_Tk.shape)} experts, but the routes given are {list(given_Tk.shape)}"

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.records.routes import check_routes, narrowest
+from asyncrl.records.routes import narrowest
 
 from .attention.interface import PLAN_ARGUMENT
 from .head.output import decoder_of
@@ -116,14 +116,14 @@ class Routing:
         self.current = None
 
     def replay(self, routes_TLk: npt.NDArray[Any], *, keep_logits: bool = False) -> Routes:
-        """For one forward. Errors: ValueError for what no router of this model chooses, with row and layer."""
+        """For one forward. What is chosen was checked where it came in (`records/check.py`), as that takes longer than it may on
+        the lane. Errors: ValueError for routes of another model."""
         if routes_TLk.shape[1:] != (self.shape.layers, self.shape.k):
             raise ValueError(
                 f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "
                 f"[{self.shape.layers}, {self.shape.k}]"
             )
-        check_routes(routes_TLk, self.shape.experts)
-        return Routes(torch.from_numpy(routes_TLk.astype(np.int64)), keep_logits=keep_logits)
+        return Routes(torch.from_numpy(routes_TLk), keep_logits=keep_logits)
 
 
 def has_experts(module: PreTrainedModel) -> bool:
@@ -181,6 +181,8 @@ def _reads_choice(part: nn.Module) -> tuple[int, int] | None:
     try:
         with mode:
             found = part.forward(rows)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the module
     except Exception:  # whatever a module raises that takes something else
         return None
     good = (

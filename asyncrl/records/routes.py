@@ -25,11 +25,27 @@ def narrowest(experts: int) -> np.dtype[Any]:
 
 def check_routes(routes: npt.NDArray[Any], experts: int) -> None:
     """Errors: DataError that names row and layer of a choice that no router makes: out of range, partly missing, or an expert
-    twice."""
+    twice.
+
+    This runs on the event loop, for every trajectory: columns of a long row are compared in few passes, and where it is bad is
+    looked for once something is.
+    """
     rows, layers, k = routes.shape
-    flat = routes.reshape(rows * layers, k)
-    if not flat.size:
+    columns = np.ascontiguousarray(routes.reshape(rows * layers, k).T)  # [k, rows x layers]
+    if not columns.size:
         return
+    known = columns[0] != MISSING
+    twice = np.zeros(known.size, np.bool_)
+    mixed = np.zeros(known.size, np.bool_)
+    for place, column in enumerate(columns[1:], 1):
+        mixed |= (column != MISSING) != known
+        for other in columns[:place]:
+            twice |= column == other
+    if columns.min() < MISSING or columns.max() >= experts or mixed.any() or (twice & known).any():
+        _refuse(routes.reshape(rows * layers, k), layers, experts)
+
+
+def _refuse(flat: npt.NDArray[Any], layers: int, experts: int) -> None:
     missing = flat == MISSING
     known = ~missing.all(1)
     ordered = np.sort(flat, 1)
@@ -42,3 +58,4 @@ def check_routes(routes: npt.NDArray[Any], experts: int) -> None:
         if bad.any():
             row, layer = divmod(int(bad.argmax()), layers)
             raise DataError(f"row {row}, layer {layer}: the choice {flat[row * layers + layer].tolist()} {what}")
+    raise AssertionError("what check_routes found bad was good")
