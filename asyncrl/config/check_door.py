@@ -24,6 +24,11 @@ def check_door(config: Config) -> Iterator[str]:
         return
     if problem := key_problem(door.http_host, door.http_key):
         yield problem
+    if door.http_port is not None and config.algorithm.router_replay:
+        yield (
+            f"door.http_port is {door.http_port} but algorithm.router_replay is true, and groups that are posted bring no routes "
+            "of experts; leave one of them out, or push groups with asyncrl.client, whose trajectories hold routed_experts"
+        )
     for name, given in (("data.train", config.data.train), ("train.max_epochs", config.train.max_epochs)):
         if given is not None:
             yield (

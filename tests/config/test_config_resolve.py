@@ -86,6 +86,10 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["door.http_port=8000"], ("door.http_port is 8000", "door.ring is not set")),
         (["door.ring=x", "door.http_host=0.0.0.0", 'door.http_key=""'], ("door.http_key", "0.0.0.0", "everybody")),
         (["door.ring=x", "door.http_key=guessed"], ("door.http_key has 7 characters", "16 to 256")),
+        (
+            ["data.train=null", "door.ring=x", "door.http_port=8000", "algorithm.router_replay=true"],
+            ("door.http_port is 8000 but algorithm.router_replay is true", "no routes", "asyncrl.client"),
+        ),
         (["door.ring=a", "data.train=x.jsonl"], ("door.ring is a and data.train is x.jsonl",)),
         (["data.train=null", "door.ring=a", "train.max_epochs=1"], ("train.max_epochs is 1",)),
         (["data.train=null", "door.ring=a", "reroll.start_fraction=0.5"], ("reroll plays prompts again",)),
