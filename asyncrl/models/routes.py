@@ -18,9 +18,10 @@ from asyncrl.types import Int64Array
 class Routes:
     """Of one forward. Layers are counted from 0, those with experts alone."""
 
-    def __init__(self, given_TLk: Tensor | None = None, *, keep_logits: bool = False) -> None:
-        """`given_TLk`: signed integers, what to choose; in rows of -1 the router chooses. `keep_logits`: for the balance of the
-        experts, with their graph."""
+    def __init__(self, layers: int, given_TLk: Tensor | None = None, *, keep_logits: bool = False) -> None:
+        """`layers`: with experts, of the model. `given_TLk`: signed integers, what to choose; in rows of -1 the router chooses.
+        `keep_logits`: for the balance of the experts, with their graph."""
+        self._layers = layers
         self._given_TLk = given_TLk
         self._keep_logits = keep_logits
         self.chosen: dict[int, Tensor] = {}  # [T, k] int64, by layer, in the router's order
@@ -48,7 +49,18 @@ class Routes:
         if self._keep_logits:
             self.logits.setdefault(layer, logits_TE)
 
+    def require_all(self) -> None:
+        """After the forward. Errors: RuntimeError where a router was not told: it chose by itself, and nobody knows what."""
+        untold = sorted(set(range(self._layers)) - set(self.chosen))
+        if untold:
+            raise RuntimeError(
+                f"of {self._layers} layers with experts, {untold} ran without their routers being told: the attention of such a "
+                "layer was not handed this forward's plan; run this model without algorithm.router_replay, and with "
+                "output_router_logits false in its config.json"
+            )
+
     def numpy(self) -> Int64Array:
-        """What was chosen, on the host: [T, layers, k]."""
-        found: Int64Array = torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1).cpu().numpy()
+        """What was chosen, on the host: [T, layers, k]. Errors: as `require_all`."""
+        self.require_all()
+        found: Int64Array = torch.stack([self.chosen[layer] for layer in range(self._layers)], 1).cpu().numpy()
         return found

@@ -115,6 +115,10 @@ class Routing:
     def _clear(self, *_: Any) -> None:
         self.current = None
 
+    def record(self, *, keep_logits: bool = False) -> Routes:
+        """For one forward whose routers choose by themselves."""
+        return Routes(self.shape.layers, keep_logits=keep_logits)
+
     def replay(self, routes_TLk: npt.NDArray[Any], *, keep_logits: bool = False) -> Routes:
         """For one forward. What is chosen was checked where it came in (`records/check.py`), as that takes longer than it may on
         the lane. Errors: ValueError for routes of another model."""
@@ -123,7 +127,7 @@ class Routing:
                 f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "
                 f"[{self.shape.layers}, {self.shape.k}]"
             )
-        return Routes(torch.from_numpy(routes_TLk), keep_logits=keep_logits)
+        return Routes(self.shape.layers, torch.from_numpy(routes_TLk), keep_logits=keep_logits)
 
 
 def has_experts(module: PreTrainedModel) -> bool:
@@ -155,6 +159,8 @@ def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Modu
     shapes: set[tuple[int, int]] = set()
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
         experts = any("expert" in name for name, _ in layer.named_modules())
+        if experts and not any(hasattr(child, "layer_idx") for child in layer.children()):
+            return None  # no attention to tell its router through
         candidates = [part for part in layer.modules() if isinstance(getattr(part, "top_k", None), int)]
         routers = [(part, shape) for part in candidates if (shape := _reads_choice(part)) is not None]
         if len(routers) != int(experts):

@@ -39,7 +39,8 @@ class Forward:
         plan = TreePlan.of(batch)
         plan.routes = routes
         hidden_TE = hidden(column(batch.tokens, policy.device), column(batch.positions, policy.device), plan)
-        assert routes is None or routes.chosen, "routers ran without being told"
+        if routes is not None:
+            routes.require_all()
         return token_logprobs(
             hidden_TE.index_select(0, column(batch.source, policy.device)),
             policy.head.weight,
@@ -58,10 +59,15 @@ class Forward:
 
 def routes_of(batch: Microbatch, routing: Routing | None, *, keep_logits: bool = False) -> Routes | None:
     """For one forward of the model of `routing`: the experts that were recorded, if they were. Errors: ValueError."""
-    if batch.routes is None:
-        return Routes(keep_logits=True) if keep_logits else None
+    if batch.routes is None and not keep_logits:
+        return None
     if routing is None:
-        raise ValueError("this microbatch holds routes of experts, but the model has no routers that could be told")
+        raise ValueError(
+            "this microbatch holds routes of experts, or its experts are to be balanced, but the model has no routers that could be "
+            "told"
+        )
+    if batch.routes is None:
+        return routing.record(keep_logits=True)
     return routing.replay(batch.routes, keep_logits=keep_logits)
 
 

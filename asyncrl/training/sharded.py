@@ -121,6 +121,8 @@ class ShardedForward:
             plan,
             entropy_grad,
         )
+        if routes is not None:
+            routes.require_all()
         return result
 
     def run_empty(self, entropy_grad: bool) -> None:

@@ -60,10 +60,10 @@ def hidden(policy: PolicyModel, routes: Routes | None = None) -> Tensor:
 
 
 def recorded(policy: PolicyModel) -> npt.NDArray[Any]:
-    routes = Routes()
+    assert policy.routing is not None
+    routes = policy.routing.record()
     with torch.no_grad():
         hidden(policy, routes)
-    assert policy.routing is not None
     return routes.numpy().astype(policy.routing.shape.dtype)
 
 
@@ -224,9 +224,23 @@ def test_nothing_stays_after_an_error_and_two_instances_share_nothing() -> None:
     replayed = given(policy, routes)
     hidden(policy, replayed)
     assert torch.equal(hidden(other), native)
-    fresh = Routes()
+    fresh = Routes(2)
     hidden(other, fresh)
     assert not torch.equal(fresh.chosen[0], replayed.chosen[0])
+
+
+def test_a_layer_whose_router_is_not_told_is_named() -> None:
+    policy = policy_of()
+    policy.decoder.layers[1].self_attn._forward_pre_hooks.clear()  # type: ignore[union-attr, index]
+    routes = Routes(2)
+    with torch.no_grad():
+        hidden(policy, routes)
+    with pytest.raises(RuntimeError, match=r"of 2 layers with experts, \[1\] ran without their routers being told"):
+        routes.numpy()
+    module = module_of()
+    assert find_routers(module) is not None
+    del module.model.layers[0].self_attn.layer_idx
+    assert find_routers(module) is None
 
 
 def test_models_that_choose_otherwise_are_named() -> None:

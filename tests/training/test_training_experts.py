@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -122,7 +123,7 @@ class Largest(TorchDispatchMode):
 
 def test_balance_makes_no_tensor_of_more_than_one_layer() -> None:
     (batch,) = split([0] * SEQUENCES)
-    routes, size = Routes(keep_logits=True), batch.tokens.size
+    routes, size = Routes(6, keep_logits=True), batch.tokens.size
     for layer in range(6):
         routes.choose(layer, torch.zeros(size, 4, dtype=torch.int64))
         routes.keep(layer, torch.randn(size, 32, requires_grad=True))
@@ -242,6 +243,20 @@ def test_routes_that_are_missing_or_of_another_model() -> None:
     dense = TorchTrainer(tiny_policy("float32"), TrainConfig(), max_completion_length=MAX_LENGTH)
     with pytest.raises(ValueError, match="the model has no routers"):
         dense.compute_logprobs(batch)
+
+
+@pytest.mark.parametrize("layers", ((0,), (0, 1)))
+def test_a_forward_in_which_a_router_was_not_told_is_no_step(layers: tuple[int, ...]) -> None:
+    core = trainer()
+    (batch,) = split([0] * SEQUENCES)
+    for layer in layers:
+        core.policy.decoder.layers[layer].self_attn._forward_pre_hooks.clear()  # type: ignore[union-attr, index]
+    text = re.escape(f"of 2 layers with experts, {list(layers)} ran without")
+    core.begin_train_step(LOSS)
+    with pytest.raises(RuntimeError, match=text):
+        core.train_microbatch(batch)
+    with pytest.raises(RuntimeError, match=text):
+        core.compute_logprobs(with_routes(batch))
 
 
 def test_balance_that_cannot_be_had_is_refused() -> None:

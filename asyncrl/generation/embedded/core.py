@@ -195,7 +195,7 @@ class Core:
             if self._ends is None:
                 self._ends = self.cache.runs(position + 1)
             plan = DecodePlan(self.cache, position, self._ends)
-            plan.routes = None if columns.routes is None else Routes()
+            plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
             device = self.cache.device
             tokens = torch.from_numpy(columns.tokens[slots, position]).to(device)
             hidden = self.policy.hidden(tokens, torch.from_numpy(position).to(device), plan)
@@ -241,7 +241,7 @@ class Core:
         tokens = np.concatenate([columns.tokens[s.slot, s.start : s.start + s.length] for s in pieces])
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in pieces])
         plan = ExtendPlan(self.cache, pieces)
-        plan.routes = None if columns.routes is None else Routes()
+        plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
         self.policy.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), plan)
         if plan.routes is not None:
             self._note(pieces, plan.routes)
