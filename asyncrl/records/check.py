@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
-from .routes import check_routes
+from .routes import MISSING, check_routes
 
 LOWEST_LOGPROB = -87.0  # nats; its negative is the last whole one whose exponential, a ratio, is finite in float32
 MOST_REWARD = 1e9  # either way: without a normalisation it scales the gradient, the square of whose norm is float32
@@ -203,6 +203,12 @@ def _routes(t: Trajectory, wanted: tuple[int, int, int] | None, who: str) -> Non
         check_routes(routes, experts)
     except DataError as error:
         raise DataError(f"{who}: routed_experts: {error}") from None
+    runs = int(t.mask.size - t.mask[::-1].argmax()) - 1 if t.mask.any() else 0  # all before the last trained token
+    if runs and (routes[:runs] == MISSING).all():
+        raise DataError(
+            f"{who}: routed_experts is -1 at every token that the model runs over, so that nothing would be replayed; record "
+            "where the sampler sent them, or set algorithm.router_replay to false"
+        )
 
 
 def _rewards(t: Trajectory, who: str) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.base import LossInputs
+from asyncrl.algorithms.base import LossInputs, MetricSum
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.head.logprobs import Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
-from asyncrl.types import Microbatch
+from asyncrl.records.routes import MISSING
+from asyncrl.types import Microbatch, Normaliser
+
+UNREPLAYED = "moe/unreplayed_tokens"
 
 
 class Forward:
@@ -63,12 +67,18 @@ def routes_of(batch: Microbatch, routing: Routing | None, *, keep_logits: bool =
         return None
     if routing is None:
         raise ValueError(
-            "this microbatch holds routes of experts, or its experts are to be balanced, but the model has no routers that could be "
-            "told"
+            "this microbatch holds routes of experts, or its experts are to be balanced, but the model has no routers that could "
+            "be told"
         )
     if batch.routes is None:
         return routing.record(keep_logits=True)
     return routing.replay(batch.routes, keep_logits=keep_logits)
+
+
+def unreplayed(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
+    """How many tokens a router sends where it likes, in one layer at least, as nobody recorded where they went."""
+    tokens = int((routes_TLk[:, :, 0] == MISSING).any(1).sum())
+    return {UNREPLAYED: MetricSum(torch.tensor(tokens), Normaliser.NONE)}
 
 
 def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]  # numpy says: no scalar type

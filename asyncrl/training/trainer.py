@@ -43,7 +43,7 @@ from asyncrl.types import Float32Array, Int64Array, Microbatch, Normaliser, Step
 from .accumulators import Counts, Metrics, empty_metrics
 from .balance import METRIC, Balance, balance_of
 from .optimizer import FlatAdamW, Parameters
-from .passes import Forward, loss_inputs, routes_of, swapped
+from .passes import UNREPLAYED, Forward, loss_inputs, routes_of, swapped, unreplayed
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
 from .second_buffer import SecondBuffer
@@ -132,7 +132,9 @@ class TorchTrainer:
             )
         if self._empty is None or self._empty[0] is not loss:
             names = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
-            self._empty = loss, names if self.balance is None else names | {METRIC: loss.normaliser}
+            balanced = {} if self.balance is None else {METRIC: loss.normaliser}
+            routed = {} if self.policy.routing is None else {UNREPLAYED: Normaliser.NONE}
+            self._empty = loss, names | balanced | routed
         self._step = TrainStep(loss, Metrics(dict(self._empty[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
@@ -149,6 +151,8 @@ class TorchTrainer:
         step.counts.tokens += batch.scored + batch.skipped_tokens
         step.counts.skipped_sequences += batch.skipped_sequences
         step.counts.skipped_tokens += batch.skipped_tokens
+        if batch.routes is not None:
+            step.metrics.add(unreplayed(batch.routes))
         step.counts.microbatches += 1
         step.microbatches += 1
 

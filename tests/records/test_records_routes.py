@@ -117,3 +117,18 @@ def test_good_routes_are_checked_without_being_sorted() -> None:
         return min(timeit.repeat(work, number=1, repeat=5))
 
     assert seconds(lambda: check_routes(routes, 128)) < seconds(lambda: np.sort(routes, 2)) / 2
+
+
+@pytest.mark.parametrize("prompt_length", (1, 3))
+def test_a_trajectory_of_which_nothing_is_known_is_refused(prompt_length: int) -> None:
+    mask = np.array([False, False, False, True, False])
+    limits, routes = Limits(routes=(3, 2, 16)), np.full((5, 3, 2), -1, np.int8)
+    good = trajectory(0, 5, prompt_length=prompt_length, mask=mask, logprobs=-np.ones(5, np.float32))
+    good = replace(good, sampled_logprobs=good.logprobs)
+    routes[3:] = 0, 1  # of the last trained token, which is only predicted, and of what follows it
+    with pytest.raises(DataError, match="member 0: routed_experts is -1 at every token that the model runs over"):
+        check_trajectory(replace(good, routed_experts=routes), limits)
+    routes[2, 1] = 0, 1
+    check_trajectory(replace(good, routed_experts=routes), limits)
+    nothing = replace(good, mask=np.zeros(5, np.bool_), routed_experts=np.full_like(routes, -1))
+    check_trajectory(nothing, limits)

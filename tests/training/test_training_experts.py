@@ -26,6 +26,7 @@ from asyncrl.models.paths import PACKED
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.training.balance import METRIC, balance_of
+from asyncrl.training.passes import UNREPLAYED
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import FinishReason, GenerationRequest, Group, Microbatch, SamplingParams, Trajectory
 
@@ -243,6 +244,21 @@ def test_routes_that_are_missing_or_of_another_model() -> None:
     dense = TorchTrainer(tiny_policy("float32"), TrainConfig(), max_completion_length=MAX_LENGTH)
     with pytest.raises(ValueError, match="the model has no routers"):
         dense.compute_logprobs(batch)
+
+
+def test_tokens_whose_routes_are_missing_are_counted() -> None:
+    core = trainer()
+    batches = [with_routes(batch) for batch in split([0] * SIZE + [1] * (SEQUENCES - SIZE))]
+    for batch in batches:
+        assert batch.routes is not None
+        batch.routes[:] = 0, 1
+    _, metrics = gradient(core, LOSS, batches)
+    assert metrics[UNREPLAYED] == 0
+    for batch, count in zip(batches, (2, 3), strict=True):
+        assert batch.routes is not None
+        batch.routes[:count, 0] = batch.routes[1, 1] = -1  # a token counts once
+    _, metrics = gradient(core, LOSS, batches)
+    assert metrics[UNREPLAYED] == 5
 
 
 @pytest.mark.parametrize("layers", ((0,), (0, 1)))
