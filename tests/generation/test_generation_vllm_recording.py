@@ -125,9 +125,59 @@ def one_unread(model: Fused) -> Callable[[Loaded], None]:
     return load
 
 
+def changed_in_place(model: Fused) -> Callable[[Loaded], None]:
+    def load(weights: Loaded) -> None:
+        model.load(weights)
+        model.targets["model.norm.weight"].add_(1)
+
+    return load
+
+
+def replaced(model: Fused) -> Callable[[Loaded], None]:
+    def load(weights: Loaded) -> None:
+        model.load(weights)
+        target = model.targets["model.norm.weight"]
+        target.copy_(target * 2)
+
+    return load
+
+
+def added_into(model: Fused) -> Callable[[Loaded], None]:
+    def load(weights: Loaded) -> None:
+        model.load(weights)
+        target = model.targets["model.norm.weight"]
+        torch.add(target, 1, out=target)
+
+    return load
+
+
+def all_of_a_list(model: Fused) -> Callable[[Loaded], None]:
+    def load(weights: Loaded) -> None:
+        model.load(weights)
+        torch._foreach_mul_([model.targets["model.norm.weight"]], 2.0)
+
+    return load
+
+
+def overlapping(model: Fused) -> Callable[[Loaded], None]:
+    """The last rows come from the first ones of another weight."""
+
+    def load(weights: Loaded) -> None:
+        weights = list(weights)
+        model.load(weights)
+        model.targets["model.norm.weight"][64:].copy_(dict(weights)["model.layers.0.input_layernorm.weight"][:64])
+
+    return load
+
+
 @pytest.mark.parametrize(
     ("load", "text"),
     [
+        (changed_in_place, "computes its parameter model.norm.weight"),
+        (replaced, "computes its parameter model.norm.weight"),
+        (added_into, "computes its parameter model.norm.weight"),
+        (all_of_a_list, "computes its parameter model.norm.weight"),
+        (overlapping, "computes its parameter model.norm.weight"),
         (transposed, r"computes its parameter model.layers.0.self_attn.o_proj.weight \(128, 128\)"),
         (scaled, "computes its parameter model.norm.weight"),
         (one_missing, "computes its parameter model.layers.1.self_attn.qkv_proj.weight"),

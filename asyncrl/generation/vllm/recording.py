@@ -7,8 +7,9 @@ of its code (every copy passes through torch's dispatcher), and is what every la
   q, k and v are neighbours there, gate and up too.
 * Any other has memory of its own, into which its pieces are copied.
 
-What was not copied but computed (transposed, scaled, split by expert) is no copy of the buffer and is refused, as is a weight of
-the buffer that nobody has read: a model that takes only some of its weights would compute something else, without an error.
+What was not copied but computed (transposed, scaled, split by expert), or written more than once, is no copy of the buffer and is
+refused, as is a weight of the buffer that nobody has read: a model that takes only some of its weights would compute something
+else, without an error.
 """
 
 from __future__ import annotations
@@ -67,41 +68,62 @@ def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Ten
     """
     with _Copies(buffer, targets) as copies:
         load(layout.views(buffer))
-    recorded = {name: _made_of(name, tensor, copies.found[name], buffer) for name, tensor in targets.items()}
+    recorded = {
+        name: _made_of(name, tensor, [] if name in copies.computed else copies.found[name], buffer)
+        for name, tensor in targets.items()
+    }
     _require_all_read(layout, [piece for each in recorded.values() for piece in each.pieces])
     return recorded
 
 
 class _Copies(TorchDispatchMode):
-    """Notices copies from a buffer into targets, and zeros that are filled in."""
+    """Notices copies from a buffer into targets, zeros that are filled in, and anything else that is written there: a weight that
+    is copied and then changed in place would be found as a copy otherwise. (Its numbers do not tell: the half of a board that a
+    worker is made over may be written meanwhile.)"""
 
     def __init__(self, buffer: Tensor, targets: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._source = buffer.untyped_storage().data_ptr()
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in targets.items()}
         self.found: dict[str, list[Piece]] = {name: [] for name in targets}
+        self.computed: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
-            self._notice(*args[:2])
+        arguments = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for each in func._schema.arguments:
+            if each.alias_info is not None and each.alias_info.is_write:
+                self._notice(func, arguments.get(each.name), args)
         return result
 
-    def _notice(self, target: Tensor, source: Any) -> None:
-        name = self._names.get(target.untyped_storage().data_ptr())
-        if name is None or not target.numel():
-            return
-        start, size = int(target.storage_offset()), target.numel()
+    def _notice(self, func: Any, written: Any, args: Any) -> None:
+        """That `func` has written into this argument, or into all tensors of a list."""
+        for target in written if isinstance(written, list | tuple) else [written]:
+            if not isinstance(target, Tensor) or not target.numel():
+                continue
+            name = self._names.get(target.untyped_storage().data_ptr())
+            if name is None:
+                continue
+            piece = self._piece(func, target, args)
+            if piece is None:
+                self.computed.add(name)
+            else:
+                self.found[name].append(piece)
+
+    def _piece(self, func: Any, target: Tensor, args: Any) -> Piece | None:
+        """None: neither a copy of the buffer nor zeros."""
+        if func not in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar) or not target.is_contiguous():
+            return None
+        start, size, source = int(target.storage_offset()), target.numel(), args[1]
         if not isinstance(source, Tensor):
-            if source == 0 and target.is_contiguous():
-                self.found[name].append(Piece(start, None, size))
-        elif (
-            source.untyped_storage().data_ptr() == self._source
-            and source.is_contiguous()
-            and target.is_contiguous()
-            and source.shape == target.shape
+            return Piece(start, None, size) if source == 0 else None
+        if (
+            source.untyped_storage().data_ptr() != self._source
+            or not source.is_contiguous()
+            or source.shape != target.shape
         ):
-            self.found[name].append(Piece(start, int(source.storage_offset()), size))
+            return None
+        return Piece(start, int(source.storage_offset()), size)
 
 
 def _made_of(name: str, tensor: Tensor, found: list[Piece], buffer: Tensor) -> Recorded:
@@ -111,7 +133,7 @@ def _made_of(name: str, tensor: Tensor, found: list[Piece], buffer: Tensor) -> R
         if piece.target != covered:
             break
         covered += piece.size
-    if covered != tensor.numel() or not tensor.is_contiguous():
+    if covered != tensor.numel() or sum(piece.size for piece in pieces) != covered or not tensor.is_contiguous():
         raise ConfigError(
             f"model.path: vLLM computes its parameter {name} {tuple(tensor.shape)} from the weights instead of copying them, so "
             f"new versions cannot be handed to it; {_INSTEAD}"
