@@ -6,6 +6,7 @@ Its setup says {"token_s": seconds between two tokens, "die": {moment: how}}. Mo
     exit      an error that nobody catches          close     hang up the request queue, and go on
     kill      SIGKILL                               garbage   into the control line
     refuse    the request, as an engine would       hang      one closure of its lane runs and runs
+    refused   it says that it cannot run this
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Light:
             os.write(self.control._socket.fileno(), b"Warning: this is no JSON\n")
         if how == "close" and self.receiver is not None:
             self.receiver.close()
+            await asyncio.Event().wait()
+        if how == "refused":
+            self.control.send({"refused": "engine.kv_positions is too large here"})
             await asyncio.Event().wait()
         if how == "hang":
             self.closure = ["engine/stuck", 1e6]

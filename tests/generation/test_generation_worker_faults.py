@@ -23,7 +23,7 @@ import pytest
 import uvloop
 from generation_worker_light import tokens_of
 
-from asyncrl.errors import DivergenceError, EngineClosed, GenerationError, LifecycleError, WorkerDied
+from asyncrl.errors import ConfigError, DivergenceError, EngineClosed, GenerationError, LifecycleError, WorkerDied
 from asyncrl.generation.worker import engine as room
 from asyncrl.generation.worker import peer
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
@@ -265,6 +265,15 @@ async def test_a_first_start_that_fails_ends_the_engine_with_the_reason(die: Die
     assert raised.value.number == 1
     with pytest.raises(GenerationError, match="worker 1"):
         await engine.generate(request(0))
+
+
+async def test_what_a_worker_refuses_ends_the_engine_with_its_sentence_alone() -> None:
+    engine = Engine(workers=2, die={(1, 0): {"setup": "refused"}})
+    with pytest.raises(ConfigError, match=r"^engine.kv_positions is too large here$"):
+        async with engine:
+            with pytest.raises(GenerationError, match="the engine failed: ConfigError"):
+                await engine.all_serve()
+            await anyio.sleep_forever()
 
 
 async def test_a_successor_that_cannot_start_is_given_up_with_its_last_lines(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ a closure runs.
     {"bound": v}                worker -> node    every token from now on is sampled with them
     {"report": ...}             worker -> node    every `_REPORT_S`: statistics, what the lane does, what was recorded
     {"failed": n, "error": e}   worker -> node    request n cannot be served
+    {"refused": text}           worker -> node    its engine cannot run this model or configuration: a ConfigError of the node
     {"wrong": text}             worker -> node    its weights are not those of the board: the run has to end
 """
 
@@ -24,6 +25,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from functools import partial
 
@@ -35,7 +37,7 @@ from asyncrl.concurrency.child import die_with_parent
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import Config
-from asyncrl.errors import GenerationError, RingFull
+from asyncrl.errors import ConfigError, GenerationError, RingFull
 from asyncrl.models.outputs import distance
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
@@ -207,7 +209,16 @@ async def serve(control: ControlLine) -> None:
     async with ThreadLane(f"worker{setup['number']}", recorder, on_start) as lane, plain_task_group() as tasks:
         engines: list[Serving] = []
         spawn(tasks, "reports", report, control, lane, recorder, engines)
-        opened = await open_serving(setup, config, device, lane, recorder, lambda text: control.send({"stage": text}))
+        try:
+            opened = await open_serving(
+                setup, config, device, lane, recorder, lambda text: control.send({"stage": text})
+            )
+        except ConfigError as error:
+            traceback.print_exc()  # the sentence is for the node, the rest for the log
+            control.send({"refused": str(error)})
+            await control.drain()
+            tasks.cancel_scope.cancel()
+            return
         engine = opened.engine
         producer = await AsyncProducer.attach(setup["sequences"])
         requests = await attach_queue(setup["requests"])

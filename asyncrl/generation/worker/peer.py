@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from asyncrl.errors import DivergenceError, TransportError, WorkerDied
+from asyncrl.errors import ConfigError, DivergenceError, TransportError, WorkerDied
 from asyncrl.telemetry.parcels import unpack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.tensor_queue import TensorSender, share_queue
@@ -101,7 +101,8 @@ class Peer:
             await self._sendable.wait()
 
     async def hear(self, recorder: Recorder, on: Callable[[Peer, dict[str, Any]], None]) -> None:
-        """Until it ends: keep what it says, and pass it on. Errors: WorkerDied; DivergenceError where its weights are wrong."""
+        """Until it ends: keep what it says, and pass it on. Errors: WorkerDied; DivergenceError where its weights are wrong;
+        ConfigError where its engine refused."""
         while True:
             try:
                 message = await self.process.control.receive()
@@ -114,6 +115,8 @@ class Peer:
             self.said.heard = asyncio.get_running_loop().time()
             if "wrong" in message:
                 raise DivergenceError(f"worker {self.number}: {message['wrong']}")
+            if "refused" in message:
+                raise ConfigError(str(message["refused"]))
             if "report" in message:
                 report = message["report"]
                 self.said.statistics = report["statistics"]
