@@ -35,13 +35,22 @@ class Sampler:
     shards: Shards | None  # the masters of a model that is cut over the ranks
 
 
-def _form(sampler: Sampler) -> dict[str, Any]:
-    """What vLLM needs to know of the model beside its weights, as JSON takes it. Errors: ConfigError."""
+def _form(sampler: Sampler, context: int) -> dict[str, Any]:
+    """What vLLM needs to know of the model beside its weights, as JSON takes it. `context`: tokens of the longest row.
+    Errors: ConfigError."""
     policy = sampler.policy
     if policy.path.name == "plain":
         raise ConfigError(
             f"generation.engine is vllm, and {type(policy.module).__name__} is run on the plain path, whose states and caches of "
             "their own have not been compared with vLLM's; use generation.engine=embedded"
+        )
+    text = policy.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and context > longest and not _is_stretched(text):
+        raise ConfigError(
+            f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens) where "
+            f"the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not go; make "
+            "data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
         )
     config = json.loads(policy.config.to_json_string(use_diff=False))
     return {
@@ -51,6 +60,12 @@ def _form(sampler: Sampler) -> dict[str, Any]:
         "stop_ids": eos_token_ids(policy, sampler.tokenizer),
         "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
     }
+
+
+def _is_stretched(text: Any) -> bool:
+    """Whether its rotary positions are scaled by a factor: how far vLLM then goes is for vLLM to say."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict))
 
 
 async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, PostedWeights]:
@@ -91,7 +106,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     }
 
     if config.generation.engine == "vllm":
-        message["form"] = _form(sampler)
+        message["form"] = _form(sampler, context)
 
     def setup(number: int) -> Setup:
         return Setup(

@@ -90,3 +90,25 @@ async def test_a_model_that_is_run_on_the_plain_path_is_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match="Lfm2ForCausalLM is run on the plain path"):
         await run(tmp_path / "plain", *VLLM, f"model.path={MODEL}:build_stateful", base=WIDE)
     assert not left()
+
+
+async def test_rows_beyond_the_positions_of_the_model_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    text = (
+        r"rows may have 72 tokens \(data.max_prompt_tokens \+ rollout.max_tokens\) where the model has positions for 64"
+    )
+    with pytest.raises(ConfigError, match=text):
+        await run(tmp_path / "long", *VLLM, "rollout.max_tokens=60", base=WIDE)
+    assert not (tmp_path / "long/runs/run/workers").exists() and not left()
+
+
+def test_what_a_worker_refuses_is_told_in_its_sentence(tmp_path: Path) -> None:
+    """Its heads are too small for vLLM, which only the worker can know."""
+    settings = str(write_yaml(tmp_path, WIDE)), f"run.dir={tmp_path}/runs", *VLLM, f"model.path={MODEL}:build"
+    node = Process(tmp_path, *settings)
+    try:
+        assert node.wait() == 2
+    finally:
+        node.kill()
+    assert "asyncrl: ConfigError: generation.engine is vllm, and the model's heads have size 16;" in node.output
+    assert "Traceback" not in node.output and "WorkerDied" not in node.output
+    assert "Traceback" in (tmp_path / "runs/run/workers/worker-0.log").read_text()

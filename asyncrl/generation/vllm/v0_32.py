@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as ops
+from pydantic import ValidationError
 from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.model_executor.layers.attention import Attention
@@ -41,6 +42,10 @@ from .recording import Recorded, record
 from .versions import BLOCK
 
 _FORMAT = "asyncrl"
+_FAILURES = (
+    ValueError, RuntimeError, AssertionError, LookupError, AttributeError, ImportError, OSError, TypeError, MemoryError,
+)  # fmt: skip  # whatever its many files raise for a model that they do not take
+_COUNTS = {3: "three", 4: "four", 5: "five"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step did to one request. `computed`, `cached`: of its prompt, told with its first token."""
+    """What a step did to one request. `computed`: its tokens beside one that decodes, of the prompt or anew; `cached`: those of the
+    prompt that were spared, told with its first token."""
 
     name: str
     token: int | None
@@ -86,35 +92,36 @@ class Core:
         """`pack`: linear layers are packed for oneDNN, at each version anew; else they read the buffer where it lies.
         Errors: ConfigError where vLLM cannot run this model, or cannot be handed its weights."""
         ops._supports_onednn = pack and hasattr(torch.ops._C, "create_onednn_mm_handler")
-        self._pack = ops._supports_onednn
         loader = _loader(form)
         try:
             _inspect_here(form.config["architectures"])
-            with _folder() as folder:
+            with _folder() as folder, _unbound_memory():
                 Path(folder, "config.json").write_text(json.dumps(form.config))
                 engine = LLMEngine.from_engine_args(_arguments(folder, form, room))
         except ConfigError:
             raise
-        except (ValueError, RuntimeError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"generation.engine is vllm, which cannot run this model: {first_line(error)}; use generation.engine=embedded"
-            ) from error
+        except _FAILURES as error:
+            raise ConfigError(_why(error, room)) from error
         self._engine = engine
         self._client = engine.engine_core
         self._core = self._client.engine_core
         runner = self._core.model_executor.driver_worker.worker.model_runner
         self.model: nn.Module = runner.model
         runner.sampler = _Sampler(runner, choose)
+        self._scheduled: dict[str, int] = {}  # tokens of the last step, by request
+        schedule = self._core.scheduler.schedule
+
+        def watched(*args: Any, **options: Any) -> Any:
+            found = schedule(*args, **options)
+            self._scheduled = found.num_scheduled_tokens
+            return found
+
+        self._core.scheduler.schedule = watched
         self._recorded, self._owners = loader.recorded, loader.owners
         _refuse(self.model, self._recorded)
         self._own: dict[str, Tensor] = {}
-        self._packed = _packed_layers(self.model) if self._pack else {}
-        blocks = int(self._core.vllm_config.cache_config.num_gpu_blocks)
-        if blocks < _blocks(room):
-            raise ConfigError(
-                f"generation.engine is vllm, whose cache has {blocks} blocks of {BLOCK} positions for this model where "
-                f"{_blocks(room)} are needed: its layers are of several kinds; use generation.engine=embedded"
-            )
+        self._packed = _packed_layers(self.model)  # always: where a CPU has AMX, vLLM packs without oneDNN, too
+        _require_cache(self._core, room)
 
     # -- requests: between two steps
 
@@ -153,8 +160,12 @@ class Core:
 
     @torch.no_grad()
     def step(self) -> list[Stepped]:
-        """Compute once for all requests, as many tokens as a step may; what became of those that got a token."""
-        return [_stepped(output) for output in self._client.get_output().outputs]
+        """Compute once for all requests, as many tokens as a step may; what became of those of which some were computed."""
+        self._scheduled = {}
+        outputs = self._client.get_output().outputs
+        counts = dict(self._scheduled)
+        stepped = [_stepped(output, counts.pop(output.request_id, 0)) for output in outputs]
+        return stepped + [Stepped(name, None, False, False, count, 0, None) for name, count in counts.items()]
 
     # -- weights: between two steps
 
@@ -213,6 +224,13 @@ class _Loader(BaseModelLoader):
         }
         plain = {name: target.data for name, target in targets.items()}
         kind.recorded = record(model.load_weights, self.form.layout, self.form.buffer, plain)
+        now = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        for name, tensor in plain.items():
+            if now.get(name) != tensor.data_ptr():
+                raise ConfigError(
+                    f"generation.engine is vllm, which replaces its parameter {name} while it loads, so that new versions cannot "
+                    "be handed to it; use generation.engine=embedded"
+                )
 
 
 def _loader(form: Form) -> type[_Loader]:
@@ -232,6 +250,19 @@ def _folder() -> Iterator[str]:
             yield folder
         finally:
             tempfile.tempdir = before
+
+
+@contextlib.contextmanager
+def _unbound_memory() -> Iterator[None]:
+    """vLLM would bind all memory of this process to the NUMA node of the first core that it may use, whichever it then runs on:
+    all workers of a machine to one node. Without it memory comes from where it is touched first, or as `numactl` says."""
+    name, library = "init_cpu_memory_env", torch.ops._C
+    before = getattr(library, name)
+    setattr(library, name, lambda nodes: None)
+    try:
+        yield
+    finally:
+        setattr(library, name, before)
 
 
 def _inspect_here(architectures: Sequence[str]) -> None:
@@ -258,7 +289,7 @@ def _arguments(folder: str, form: Form, room: Room) -> EngineArgs:
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
         block_size=BLOCK,
-        kv_cache_memory_bytes=_blocks(room) * BLOCK * room.position_bytes,
+        kv_cache_memory_bytes=_cache_bytes(room),
         enforce_eager=True,
         generation_config="vllm",
         async_scheduling=False,
@@ -271,13 +302,58 @@ def _blocks(room: Room) -> int:
     return -(-room.positions // BLOCK) + room.sequences + 1
 
 
+def _why(error: Exception, room: Room) -> str:
+    """The sentence for what vLLM raised while it was made."""
+    said = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else first_line(error)
+    if said.partition(": ")[2].startswith("Available memory on node") or isinstance(error, MemoryError):
+        return (
+            f"generation.engine is vllm, whose cache of {_cache_bytes(room):,} bytes for {room.positions} positions finds no room "
+            "in memory; make engine.kv_positions smaller, or end what else takes memory"
+        )
+    return f"generation.engine is vllm, which cannot run this model: {said}; use generation.engine=embedded"
+
+
+def _cache_bytes(room: Room) -> int:
+    return _blocks(room) * BLOCK * room.position_bytes
+
+
+def _require_cache(core: Any, room: Room) -> None:
+    """Errors: ConfigError for a cache of another size than was asked for, or one in which a sequence could be preempted.
+
+    Where layers differ (sliding windows beside full attention), vLLM cuts them into groups of equal size, and a sequence takes a
+    block of each: those that fill the last group up take memory, too."""
+    config, asked = core.vllm_config.cache_config, _cache_bytes(room)
+    if config.kv_cache_memory_bytes != asked:
+        raise ConfigError(
+            f"generation.engine is vllm, which was asked for a cache of {asked:,} bytes and has made one of "
+            f"{config.kv_cache_memory_bytes:,}: something overrules it; take VLLM_CPU_KVCACHE_SPACE out of the environment"
+        )
+    groups, blocks = len(core.scheduler.kv_cache_config.kv_cache_groups), int(config.num_gpu_blocks)
+    needed = groups * (_blocks(room) - 1) + 1
+    if blocks < needed:
+        raise ConfigError(
+            f"generation.engine is vllm, which keeps the layers of this model in {groups} groups: {blocks} blocks of {BLOCK} "
+            f"positions fit into its cache, and all sequences together may need {needed}, so some would lose theirs and begin "
+            "again; use generation.engine=embedded"
+        )
+
+
 def _refuse(model: nn.Module, recorded: Mapping[str, Recorded]) -> None:
     """Errors: ConfigError for what vLLM builds, and would compute wrongly or not at all."""
     for name, each in recorded.items():
         if len(each.shape) > 2:
+            what = "experts" if ".experts." in name else f"weights of {_COUNTS.get(len(each.shape), 'many')} dimensions"
             raise ConfigError(
-                f"generation.engine is vllm, and the model has experts ({name}, {tuple(each.shape)}), which vLLM packs in ways "
+                f"generation.engine is vllm, and the model has {what} ({name}, {tuple(each.shape)}), which vLLM packs in ways "
                 "of their own that new versions do not reach; use generation.engine=embedded"
+            )
+    safe = Attention.process_weights_after_loading  # scales of a quantized cache, which is never asked for
+    for name, module in model.named_modules():
+        own = getattr(type(module), "process_weights_after_loading", None)
+        if own is not None and own is not safe:
+            raise ConfigError(
+                f"generation.engine is vllm, whose {type(module).__name__} ({name or 'the model'}) computes something of its own "
+                "from the first weights, which new versions do not reach; use generation.engine=embedded"
             )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     for module in model.modules():
@@ -303,14 +379,14 @@ def _packed_layers(model: nn.Module) -> dict[nn.Module, bool]:
     return found
 
 
-def _stepped(output: EngineCoreOutput) -> Stepped:
+def _stepped(output: EngineCoreOutput, scheduled: int) -> Stepped:
     prefill, prompt = output.prefill_stats, output.new_prompt_logprobs_tensors
     return Stepped(
         output.request_id,
         output.new_token_ids[0] if output.new_token_ids else None,
         output.finish_reason is not None,
         output.finish_reason is FinishReason.STOP,
-        0 if prefill is None else prefill.num_computed_tokens,
+        max(scheduled - (prefill is None), 0),
         0 if prefill is None else prefill.num_cached_tokens,
         None if prompt is None else prompt.logprobs[:, 0].double().tolist(),
     )

@@ -18,6 +18,8 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# What would overrule how the core is made: the size of its cache, and whether it is a test of vLLM's own.
+OVERRULING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
 
 
 def installed_version() -> str | None:
@@ -50,9 +52,12 @@ def require_vllm() -> str:
 
 
 def load_adapter() -> ModuleType:
-    """The adapter for the installed vLLM, which is imported with it: seconds. Errors: as `require_vllm`."""
+    """The adapter for the installed vLLM, which is imported with it: seconds. It changes the environment of this process.
+    Errors: as `require_vllm`."""
     name = ADAPTERS[_minor(require_vllm())]
     os.environ.update(ENVIRONMENT)
+    for each in OVERRULING:
+        os.environ.pop(each, None)
     return import_module(f"{__package__}.{name}")
 
 
