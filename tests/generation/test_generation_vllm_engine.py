@@ -255,3 +255,42 @@ def greedy(folder: str, prompts: list[list[int]]) -> list[list[int]]:
         torch.get_num_threads, torch.set_num_threads = threads
         engine.engine_core.shutdown()
     return [found[index] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_sampled_while_outputs_are_compared_is_counted(kind: str) -> None:
+    """The look's prompt is not."""
+    policy, plain = policy_and_plain("llama")
+    async with opened_core(kind, policy, plain) as made:
+        answers: list[Generation] = []
+
+        async def one() -> None:
+            answers.append(await made.engine.generate(request(9, 1, max_tokens=12)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            while not answers:
+                await made.engine.outputs()
+        found = made.engine.statistics()
+    assert (found["tokens"], found["decode_steps"], found["prefill_tokens"]) == (12, 12, 9)
+
+
+@needs_vllm
+async def test_what_is_computed_anew_is_counted() -> None:
+    policy, plain = policy_and_plain("llama")
+    async with opened_core("vllm", policy, plain, kv_after_update="recompute") as made:
+        moved: list[int] = []
+
+        async def move() -> None:
+            while made.engine.statistics()["tokens"] < 4:
+                await anyio.lowlevel.checkpoint()
+            await made.move(policy.weights.working.clone(), policy.version)
+            moved.append(int(made.engine.statistics()["tokens"]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(move)
+            await made.engine.generate(request(9, 1, max_tokens=40))
+        prefilled = made.engine.statistics()["prefill_tokens"]
+    assert 4 <= moved[0] < 40
+    # The prompt twice, and what was sampled before the move but for the token that the next step decodes with.
+    assert 9 + 9 + 4 - 1 <= prefilled <= 9 + 9 + moved[0]

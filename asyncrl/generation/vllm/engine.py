@@ -121,6 +121,8 @@ class VllmEngine(OwnedEngine):
         self._ended: list[tuple[int, Generation]] = []  # not yet told to the owner
         self._probed: list[float] | None = None
         self._prefilled = self._copied = 0
+        self._untold = 0  # of the tokens prefilled
+        self._batches: list[int] = []  # tokens sampled by each step that was not told to the owner
 
     async def __aenter__(self) -> VllmEngine:
         await super().__aenter__()
@@ -180,9 +182,9 @@ class VllmEngine(OwnedEngine):
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         with self.recorder.span("decode", track=WHO, sequences=len(self._running)):
-            rows, prefilled, ended = await self.lane.run(self._step, name="engine/decode")
+            batches, prefilled, ended = await self.lane.run(self._step, name="engine/decode")
         self.recorder.count("engine/prefill_tokens", prefilled)
-        if rows:
+        for rows in batches:
             self._tokens += rows
             self._decode_steps += 1
             self.recorder.observe("engine/decode_batch", rows)
@@ -195,14 +197,14 @@ class VllmEngine(OwnedEngine):
 
     # -- on the lane
 
-    def _step(self) -> tuple[int, int, list[tuple[int, Generation]]]:
-        """(tokens sampled, prompt tokens computed, what ended)."""
+    def _step(self) -> tuple[list[int], int, list[tuple[int, Generation]]]:
+        """(tokens sampled by each step, tokens prefilled, what ended) since the last one; looks at outputs take steps, too."""
         self._settle()
-        rows, before = 0, self._prefilled
         if not self._ended:  # while the outputs were compared
-            rows = self._compute()
-        ended, self._ended = self._ended, []
-        return rows, self._prefilled - before, ended
+            self._compute()
+        batches, prefilled, ended = self._batches, self._untold, self._ended
+        self._batches, self._untold, self._ended = [], 0, []
+        return batches, prefilled, ended
 
     def _settle(self) -> None:
         """What came and went since the last closure."""
@@ -225,8 +227,8 @@ class VllmEngine(OwnedEngine):
         limit = request.sampling.max_tokens
         self._core.add(name, request.prompt_ids.tolist(), limit, running.stop_ids, salt=str(self.version))
 
-    def _compute(self) -> int:
-        """One step of the core. Returns the tokens sampled."""
+    def _compute(self) -> None:
+        """One step of the core."""
         rows = 0
         for each in self._core.step():
             if each.name == _PROBE:
@@ -235,6 +237,7 @@ class VllmEngine(OwnedEngine):
             slot = self._names[each.name]
             running = self._slots[slot]
             self._prefilled += each.computed
+            self._untold += each.computed
             self._copied += each.cached
             if each.token is None:
                 continue
@@ -247,7 +250,8 @@ class VllmEngine(OwnedEngine):
                 self._core.abort([each.name])
             if hit or each.ended:
                 del self._names[each.name]
-        return rows
+        if rows:
+            self._batches.append(rows)
 
     def _probe(self) -> list[float]:
         self._probed = None
