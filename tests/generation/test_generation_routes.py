@@ -124,9 +124,39 @@ def test_after_an_update_each_token_has_the_routes_it_was_sampled_with(recompute
     for _, parameter in (each for each in plain.named_parameters() if each[0].endswith("gate.weight")):
         parameter.data.mul_(-1)
     now = expected(plain, np.concatenate([prompt, found.token_ids]))[:, 0]
-    np.testing.assert_array_equal(found.routed_experts[:8, 0], now[:8] if recompute else first[:8])
+    np.testing.assert_array_equal(found.routed_experts[:8], before[:8])
+    np.testing.assert_array_equal(found.routed_experts[:8, 0], first[:8])
     assert (found.routed_experts[11:14] != -1).all() and (found.routed_experts[14] == -1).all()
     assert not np.array_equal(first[:8], now[:8])
+
+
+def test_who_shares_a_prompt_that_was_computed_again_has_the_routes_of_its_own_cache() -> None:
+    core, policy, plain = opened(recompute=True)
+    prompt = np.arange(9, dtype=np.int32) * 5
+    first = core.add(request(prompt, 9, 1, "g"), ())
+    steps(core, 3)
+    for module in (policy, None):
+        named = policy.flat.named_masters() if module is not None else plain.named_parameters()
+        for name, each in named:
+            if name.endswith("gate.weight"):
+                each.detach().mul_(-1)
+    policy.advance()
+    steps(core, 1)
+    second = core.add(request(prompt, 2, 2, "g"), ())
+    ended: list[int] = []
+    while second not in ended:
+        ended += steps(core, 1)
+    assert core.tokens_copied == 8
+    check(core.sequences.generation(second, FinishReason.LENGTH), prompt, plain)
+    early = core.sequences.generation(first, FinishReason.ABORT).routed_experts
+    late = core.sequences.generation(second, FinishReason.LENGTH).routed_experts
+    assert early is not None and late is not None and not np.array_equal(early[:8], late[:8])
+    core.remove(first, keep_prefix=False)
+    again = core.add(request(prompt, 2, 3), ())
+    assert again == first  # the slot knows nothing of the sequence before
+    while again not in steps(core, 1):
+        pass
+    check(core.sequences.generation(again, FinishReason.LENGTH), prompt, plain)
 
 
 def test_routes_cross_from_a_worker_to_its_node() -> None:

@@ -46,6 +46,7 @@ async def test_routes_come_to_the_trainer_and_are_replayed(tmp_path: Path, place
         assert (routes[:-1] >= 0).all() and (routes[-1] == -1).all()
     for line in metrics_of(tmp_path / "runs/run"):
         assert line["moe/balance_loss"] > 1.9  # k, where experts are used alike
+        assert line["moe/unreplayed_tokens"] == 0
         if "mismatch/current_max" in line:
             assert line["mismatch/current_max"] < 1e-4
 

@@ -156,6 +156,8 @@ class Core:
             # `keep` restarts a prompt before its first token, so that the versions of its tokens tell how to replay a
             # sequence: the prompt under the version of the first token, each token under the version of the next.
             stale = rows if self.recompute else rows[columns.length[rows] == columns.prompt[rows]]
+            for slot in stale.tolist():
+                columns.keep_first_routes(slot)
             columns.cached[stale] = 0
         return version
 
@@ -250,8 +252,8 @@ class Core:
             self._register(piece.slot)
 
     def _note(self, pieces: list[Piece], routes: Routes) -> None:
-        """Where the tokens of prompts went, in the cache that is there now. What follows keeps the routes that its tokens were
-        sampled with, also where its cache is computed again."""
+        """Where the tokens of prompts went, in the cache that is there now. A sequence that has sampled keeps the routes that it
+        began with, its prompt's (`Sequences.keep_first_routes`) and those of what follows."""
         columns, found, start = self.sequences, routes.numpy(), 0
         assert columns.routes is not None
         for piece in pieces:

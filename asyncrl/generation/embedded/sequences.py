@@ -43,6 +43,9 @@ class Sequences:
         self.routes: RoutesArray | None = None  # [capacity, C, layers, k]; what is not known yet is -1, from `add` on
         if routes is not None:
             self.routes = np.empty((capacity, max_context, routes.layers, routes.k), dtype=routes.dtype)
+        self._first: dict[
+            int, RoutesArray
+        ] = {}  # by slot, of prompts that were computed again: see `keep_first_routes`
         self.prompt = np.zeros(capacity, dtype=np.int64)  # prompt length
         self.length = np.zeros(capacity, dtype=np.int64)  # known tokens, prompt included
         self.cached = np.zeros(capacity, dtype=np.int64)  # positions whose keys and values the row holds
@@ -99,6 +102,7 @@ class Sequences:
         row, last = int(self.row_of[slot]), self.count - 1
         self.row_of[slot] = -1
         self.prefix_key[slot] = None
+        self._first.pop(slot, None)
         self._free.append(slot)
         self.count = last
         if row == last:
@@ -132,6 +136,20 @@ class Sequences:
         """Sampled tokens so far, a view."""
         return self.tokens[slot, self.prompt[slot] : self.length[slot]]
 
+    def keep_first_routes(self, slot: int) -> None:
+        """Before the prompt of a sequence is computed under other weights: if it has sampled tokens, it ends with the routes of
+        now. `routes` itself goes with the cache, from which others may take the prompt."""
+        if self.routes is not None and self.length[slot] > self.prompt[slot] and slot not in self._first:
+            self._first[slot] = self.routes[slot, : self.prompt[slot] - 1].copy()
+
+    def _routes_of(self, slot: int) -> RoutesArray | None:
+        if self.routes is None:
+            return None
+        found: RoutesArray = self.routes[slot, : self.length[slot]].copy()
+        if slot in self._first:
+            found[: self.prompt[slot] - 1] = self._first[slot]
+        return found
+
     def generation(self, slot: int, reason: FinishReason) -> Generation:
         """Copies of the columns of a sequence that ended."""
         own = slice(int(self.prompt[slot]), int(self.length[slot]))
@@ -141,5 +159,5 @@ class Sequences:
             sampled_logprobs=self.sampled_logprobs[slot, own].copy(),
             versions=self.versions[slot, own].copy(),
             finish_reason=reason,
-            routed_experts=None if self.routes is None else self.routes[slot, : self.length[slot]].copy(),
+            routed_experts=self._routes_of(slot),
         )
