@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 from blockbuster import blockbuster as module
+
+# Ignored in the background of a shell: the programs of tests would inherit it, and some are ended by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # (file, functions) -> why they may block where an event loop runs
 MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
