@@ -34,9 +34,7 @@ class Limits:
 
     longest: int | None = None  # tokens of one trajectory
     vocabulary: int | None = None  # token ids are below it
-    routes: tuple[int, int, int] | None = (
-        None  # layers, experts a token, experts: of what is replayed; None: nothing is
-    )
+    routes: tuple[int, int, int] | None = None  # layers, experts a token, experts, where routes are replayed
 
 
 def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:

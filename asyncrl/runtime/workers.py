@@ -56,7 +56,7 @@ def _form(sampler: Sampler, context: int) -> dict[str, Any]:
     return {
         "config": config | {"architectures": [type(policy.module).__name__]},
         "layout": asdict(policy.weights.layout()),
-        "vocabulary": int(policy.config.get_text_config().vocab_size),
+        "vocabulary": int(text.vocab_size),
         "stop_ids": eos_token_ids(policy, sampler.tokenizer),
         "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
     }
@@ -70,8 +70,7 @@ def _is_stretched(text: Any) -> bool:
 
 async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, PostedWeights]:
     """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
-    Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError for what
-    the engine cannot run."""
+    Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError for what the engine cannot run."""
     config, world, policy = site.config, site.world, sampler.policy
     logs = site.logs and (site.logs / f"rank_{world.rank}" if world.world_size > 1 else site.logs)
     weights = policy.weights

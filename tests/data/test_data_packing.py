@@ -211,7 +211,7 @@ def test_the_last_token_of_a_prompt_may_have_gone_elsewhere() -> None:
         replace(t, tokens=t.tokens[3:], mask=t.mask[3:], prompt_length=1, logprobs=t.logprobs[3:])
         for t in (first, second)
     ]
-    members = [replace(t, routed_experts=o.routed_experts[3:]) for t, o in zip(cut, (first, second), strict=True)]  # type: ignore[index]
+    members = [replace(t, routed_experts=o.routed_experts[3:]) for t, o in zip(cut, (first, second), strict=True)]  # type: ignore[index]  # theirs are there
     (batch,) = pack_groups([(replace(group, trajectories=tuple(members)), advantages)], 100)
     assert batch.prefix_length.tolist() == [1, 1]  # the only one there is
 

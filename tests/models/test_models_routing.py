@@ -38,6 +38,10 @@ TOKENS = torch.arange(12) * 7 % 61
 POSITIONS = torch.arange(12)
 
 
+def layers_of(policy: PolicyModel) -> Any:
+    return policy.decoder.layers
+
+
 def module_of(family: str = "Qwen3Moe", **settings: Any) -> PreTrainedModel:
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **settings})
     with torch.random.fork_rng(devices=[]):
@@ -131,7 +135,7 @@ def mixture(block: nn.Module, index_Tk: Tensor) -> Any:
 def test_gradients_are_those_of_gathered_scores() -> None:
     policy, other = policy_of(), policy_of()
     routes = np.random.default_rng(0).permuted(np.tile(np.arange(5, dtype=np.int8), (12, 2, 1)), axis=2)[..., :2]
-    for number, layer in enumerate(other.decoder.layers):  # type: ignore[union-attr, arg-type]
+    for number, layer in enumerate(layers_of(other)):
         layer.mlp.forward = mixture(layer.mlp, torch.from_numpy(routes[:, number].astype(np.int64)))
     found, expected = backward(policy, given(policy, routes)), backward(other, None)
     for name, wanted in expected.items():
@@ -198,7 +202,7 @@ def test_layers_that_are_computed_again_choose_the_same(missing: bool) -> None:
     routes = (recorded(policy) + 1) % 5
     routes[::3] = -1 if missing else routes[::3]
     calls = []
-    for layer in policy.decoder.layers:  # type: ignore[union-attr]
+    for layer in layers_of(policy):
         layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[1].clone()))
     found, expected = backward(policy, given(policy, routes)), backward(plain, given(plain, routes))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -215,7 +219,7 @@ def test_nothing_stays_after_an_error_and_two_instances_share_nothing() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("in the middle of a layer")
 
-    handle = policy.decoder.layers[1].post_attention_layernorm.register_forward_pre_hook(fail)  # type: ignore[union-attr, index]
+    handle = layers_of(policy)[1].post_attention_layernorm.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         hidden(policy, given(policy, routes))
     handle.remove()
@@ -231,7 +235,7 @@ def test_nothing_stays_after_an_error_and_two_instances_share_nothing() -> None:
 
 def test_a_layer_whose_router_is_not_told_is_named() -> None:
     policy = policy_of()
-    policy.decoder.layers[1].self_attn._forward_pre_hooks.clear()  # type: ignore[union-attr, index]
+    layers_of(policy)[1].self_attn._forward_pre_hooks.clear()
     routes = Routes(2)
     with torch.no_grad():
         hidden(policy, routes)

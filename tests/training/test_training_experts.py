@@ -206,7 +206,9 @@ def test_what_was_sampled_is_trained_with_the_same_logprobs() -> None:
     (batch,) = pack_groups([(group, [0.0] * 3)], 1000)
     assert batch.routes is not None and batch.routes.dtype == np.int8
     (alone,) = pack_groups([(replace(group, trajectories=group.trajectories[1:2]), [0.0])], 1000)
-    np.testing.assert_array_equal(alone.routes, group.trajectories[1].routed_experts[:-1])  # type: ignore[index]
+    recorded = group.trajectories[1].routed_experts
+    assert recorded is not None
+    np.testing.assert_array_equal(alone.routes, recorded[:-1])
     assert batch.tokens.size == len(batch.routes) and (batch.routes >= 0).all()
     np.testing.assert_allclose(core.compute_logprobs(batch), batch.sampler_logprobs, atol=2e-5, rtol=0)
     other = replace(batch, routes=(batch.routes + 1) % EXPERTS)
@@ -266,7 +268,8 @@ def test_a_forward_in_which_a_router_was_not_told_is_no_step(layers: tuple[int, 
     core = trainer()
     (batch,) = split([0] * SEQUENCES)
     for layer in layers:
-        core.policy.decoder.layers[layer].self_attn._forward_pre_hooks.clear()  # type: ignore[union-attr, index]
+        decoder: Any = core.policy.decoder
+        decoder.layers[layer].self_attn._forward_pre_hooks.clear()
     text = re.escape(f"of 2 layers with experts, {list(layers)} ran without")
     core.begin_train_step(LOSS)
     with pytest.raises(RuntimeError, match=text):

@@ -127,9 +127,8 @@ class Core:
             prefix.holders.discard(slot)
             if not prefix.holders and prefix.saved is None:
                 if keep_prefix and prefix.length <= self.prefill_tokens:
-                    if (
-                        columns.routes is not None
-                    ):  # now: the slot may have another sequence before the lane comes to it
+                    # Now: the slot may have another sequence before the lane comes to it.
+                    if columns.routes is not None:
                         prefix.routes = columns.routes[slot, : prefix.length].copy()
                     self._pending.append(lambda: self._save(key, prefix, row))
                 else:

@@ -14,7 +14,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from vllm.v1.sample.sampler import Sampler
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.parameters.layout import Layout
 
+from .engine import Choose
 from .recording import Recorded, record
 from .versions import BLOCK
 
@@ -80,9 +81,6 @@ class Stepped:
     computed: int
     cached: int
     prompt_logprobs: list[float] | None
-
-
-Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits [N, V]) -> tokens [N]
 
 
 class Core:
