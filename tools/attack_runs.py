@@ -27,8 +27,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -58,6 +58,8 @@ class Life:
     how: str
     settings: Sequence[str] = ()  # more of them
     launched: bool = True  # by torchrun
+    program: Sequence[str] = ("-m", "asyncrl.main")
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.run = self.folder / "runs" / "run"
@@ -74,13 +76,12 @@ class Life:
         if self.ranks > 1 or self.launched:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
         command += [
-            "-m",
-            "asyncrl.main",
+            *self.program,
             str(ROOT / "examples" / "quickstart.yaml"),
             *" ".join(settings).split(),
             *self.settings,
         ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -197,7 +198,8 @@ def attack(lives: int, kinds: list[str], signals: list[str], seed: int, keep: Pa
 
 def table(counts: Counter[str], *heads: str) -> int:
     """What was counted, and how often it was broken. The exit code."""
-    print(f"\n| {' | '.join(heads)} | broken |\n|---|---|---|")
+    head = f"| {' | '.join(heads)} | broken |"
+    print(f"\n{head}\n{'|---' * (head.count('|') - 1)}|")
     for name in sorted(name for name in counts if not name.startswith("broken")):
         print(f"| {name} | {counts[name]} | {counts[f'broken {name}']} |")
     return int(any(name.startswith("broken") for name in counts))

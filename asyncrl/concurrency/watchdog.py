@@ -134,6 +134,7 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)
+        self._arm_alarm()  # before the thread has looked once: from now on the GIL may be held for ever
         self._thread.start()
         return self
 

@@ -1,0 +1,234 @@
+"""Every fault in every phase of a run: while it starts, while it trains, while it ends; and the life after it.
+
+    python tools/attack_phases.py                             # one moment of each phase
+    python tools/attack_phases.py --all                       # each stage of the start and of the end
+    python tools/attack_phases.py --ranks 2 --faults blocks SIGSTOP --phases run
+
+A life of a few steps meets one fault of `faults.py` at one moment. Then this must hold:
+
+    ended       by itself, within its deadline, with success only where the fault leaves a run whole
+    named       what it says has the culprit in it: the stage, the frame, the signal, the rank, the error
+    left        nothing: no process, nothing in /dev/shm
+    whole       its newest checkpoint loads, every byte of it verified
+    exact       a second life goes on from there to the end, and every prompt was trained once
+
+Prints a line for each that breaks one of them (its output is kept), and a table. Exits 1 where there was any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from attack_runs import GROUPS, ROOT, Life, table, trained
+
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.errors import CheckpointError
+
+STEPS, LATER = 6, 9  # of the life that meets the fault, and of the one after it
+STANDSTILL_S = 20.0  # of a stage, a lane or everything; the event loop has less
+DEADLINE_S = 100.0  # from the fault on; torchrun alone may take 30 of them to end what does not answer
+PHASES = ("start", "run", "end")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Codes: of one rank without a launcher (several give 1). Words: a pattern of what it must say. Codes with 0: it may also go
+    on, and then says nothing."""
+
+    codes: tuple[int, ...]
+    words: str = ""
+    ranks: tuple[int, ...] = (1, 2)
+    phases: tuple[str, ...] = PHASES
+
+
+STALLED = (1, 4)  # 1: ended by the thread that needs no GIL
+EXPECTED = {
+    "blocks": Expected(STALLED, r"faults\.py"),
+    "holds the GIL": Expected(STALLED, r"faults\.py"),
+    "raises": Expected((1,), "a planted error"),
+    "SIGKILL": Expected((-9,)),
+    "SIGSTOP": Expected((), r"[Rr]ank 1|rank\s*:\s*1|Signal 9", ranks=(2,)),  # alone, nobody is there to tell
+    "SIGTERM": Expected((143, -15), "SIGTERM|^$"),
+    "SIGINT": Expected((130, -2), "SIGINT|^$"),
+    "SIGHUP": Expected((129, -1), "SIGHUP|^$"),
+    "children killed": Expected((0, 6), "reward|worker"),
+    "children stopped": Expected((0, 6), "reward|worker"),
+    "disk full": Expected((0, 1, 2, 5, 11), r"File too large|EFBIG|Errno 27"),
+    "no descriptors": Expected((0, 1, 2, 4, 5, 6, 11), r"[Tt]oo many open files|Errno 24"),
+    "output gone": Expected((0,)),
+    "names gone": Expected((0, 6, 11), "/dev/shm|shared memory"),
+    "task cancelled": Expected((1, 10), "cancel", phases=("run",)),
+    "weights NaN": Expected((3,), "NaN|nan|finite|weights", phases=("run",)),
+}
+
+
+@dataclass
+class Faulty(Life):
+    """Its process tree carries a mark in its environment, by which also those are found that nobody owns any more."""
+
+    last: int = STEPS
+    mark: str = field(default_factory=lambda: f"ASYNCRL_ATTACK_{os.getpid()}_{time.monotonic_ns()}")
+
+    def __post_init__(self) -> None:
+        limits = "watchdog.interval_s=1 watchdog.loop_timeout_s=8 watchdog.abort_grace_s=15 reward.timeout_s=10"
+        still = " ".join(f"watchdog.{name}_timeout_s={STANDSTILL_S:g}" for name in ("stall", "stage", "lane"))
+        self.settings = f"{limits} {still} checkpoint.every=2 train.max_steps={self.last}".split()
+        self.launched = self.ranks > 1
+        self.environment = {**self.environment, self.mark: "1"}
+        super().__post_init__()
+
+    def family(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if self.mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue  # another user's, or it has ended
+        return found
+
+    def watch(self, met: Path | None = None) -> Iterator[str]:
+        """Until it has ended; what is wrong with the end. met: a file that the fault makes."""
+        numbers, fault_at, began = set[str](), None, time.monotonic()
+        while self.process.poll() is None:
+            numbers |= {str(each.pid) for each in self.family()}
+            if fault_at is None and met is not None and met.exists():
+                fault_at = time.monotonic()
+            since, limit = (began, 300.0) if fault_at is None else (fault_at, DEADLINE_S)
+            if time.monotonic() - since > limit:
+                yield f"did not end within {limit:g} s"
+                break
+            time.sleep(0.1)  # there is no event that a foreign process could set
+        left = self.family()
+        psutil.wait_procs(left, timeout=5.0)  # reward workers hear of the death from their pipe
+        if left := self.family():
+            yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
+        for each in left:
+            each.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        names = {name for name in set(os.listdir("/dev/shm")) - self.shared if numbers & set(re.split(r"\W", name))}
+        if names:
+            yield f"left in /dev/shm: {sorted(names)}"
+            for name in names:
+                os.unlink(f"/dev/shm/{name}")
+
+
+def moments(folder: Path) -> dict[str, list[str]]:
+    """Of each phase, in their order, by a life without a fault."""
+    seen = folder / "moments"
+    life = Faulty(folder, 1, "replicate", "", (), False, ("tools/faults.py",), of("record", "", 0, seen))
+    if wrong := [*life.watch()] or life.process.returncode:
+        raise SystemExit(f"a life without a fault: {wrong}\n{life.log.read_text()}")
+    shutil.rmtree(life.run)
+    found: dict[str, list[str]] = {phase: [] for phase in PHASES}
+    trains = False
+    for line in seen.read_text().splitlines():
+        kind, _, name = line.partition(" ")
+        name = re.split(r"[:0-9]", name)[0].strip() if kind == "stage" else name
+        trains = trains or kind == "version"
+        phase = "run" if kind == "version" else "end" if trains else "start"
+        moment = f"{kind} {name}"
+        if moment not in found[phase] and (kind == "stage" or name == "4"):
+            found[phase].append(moment)
+    return found
+
+
+def of(fault: str, moment: str, rank: int, met: Path) -> dict[str, str]:
+    return {"FAULT": fault, "FAULT_AT": moment, "FAULT_RANK": str(rank), "FAULT_MET": str(met)}
+
+
+def meet(folder: Path, ranks: int, fault: str, moment: str) -> list[str]:
+    """What is wrong with a life that meets `fault`, and with the one after it."""
+    met, expected = folder / "met", EXPECTED[fault]
+    environment = of(fault, moment, ranks - 1, met)
+    first = Faulty(folder, ranks, "replicate", "", (), False, ("tools/faults.py",), environment)
+    wrong = [*first.watch(met)]
+    said, code = first.log.read_text(errors="replace"), first.process.returncode
+    if not met.exists():
+        return [*wrong, f"never came to {moment!r} (code {code})"]
+    if ranks == 1 and code not in expected.codes:
+        wrong.append(f"ended with {code}, and not with {' or '.join(map(str, expected.codes))}")
+    if ranks > 1 and (code == 0) > (0 in expected.codes):
+        wrong.append("ended with success")
+    if code and not re.search(expected.words, said):
+        wrong.append(f"says nothing that matches {expected.words!r}")
+    wrong += _whole(first.run)
+    shutil.copy(first.log, folder / "first.txt")
+    second = Faulty(folder, ranks, "replicate", "", last=LATER)
+    after = [*second.watch()]
+    if second.process.returncode:
+        after.append(f"ended with {second.process.returncode}")
+    after += _whole(second.run, LATER)
+    return [*wrong, *(f"the life after it: {each}" for each in after)]
+
+
+def _whole(run: Path, version: int | None = None) -> Iterator[str]:
+    """What is wrong with its newest checkpoint, which may be missing where no version is asked for."""
+    try:
+        found = CheckpointStore(run / "checkpoints").load_latest()
+    except CheckpointError as error:
+        yield f"the newest checkpoint does not load: {error}"
+        return
+    if found is None or (version is not None and found.version != version):
+        if version is not None:
+            yield f"the newest checkpoint is {found and found.version}, and not {version}"
+        return
+    if (count := trained(found)) != GROUPS * found.version:
+        yield f"{count} prompts are passed and not to come again, {GROUPS * found.version} were trained"
+
+
+def attack(ranks: int, faults: list[str], chosen: dict[str, list[str]], keep: Path) -> Counter[str]:
+    """How many lives met which fault in which phase, and in how many something was wrong ("broken ...")."""
+    counts = Counter[str]()
+    for fault in faults:
+        expected = EXPECTED[fault]
+        for phase, moment in ((phase, each) for phase, those in chosen.items() for each in those):
+            if ranks not in expected.ranks or phase not in expected.phases:
+                continue
+            folder = Path(tempfile.mkdtemp(prefix="asyncrl-phases-"))
+            name = f"{fault} | {phase}"
+            found = meet(folder, ranks, fault, moment)
+            counts[name] += 1
+            if found:
+                counts[f"broken {name}"] += 1
+                kept = keep / f"{fault}_{moment}".replace(" ", "_")
+                shutil.copytree(folder, kept, symlinks=True, dirs_exist_ok=True)
+                print(f"{fault} at {moment!r}: {'; '.join(found)}; what it left: {kept}", flush=True)
+            shutil.rmtree(folder)
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--faults", nargs="+", choices=EXPECTED, default=list(EXPECTED))
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--all", action="store_true", help="every stage of the start and of the end")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    keep = Path(tempfile.mkdtemp(prefix="asyncrl-phases-kept-"))
+    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as folder:
+        found = moments(Path(folder))
+    chosen = {phase: those if options.all else those[len(those) // 2 :][:1] for phase, those in found.items()}
+    print({phase: chosen[phase] for phase in options.phases}, flush=True)
+    counts = attack(options.ranks, options.faults, {phase: chosen[phase] for phase in options.phases}, keep)
+    return table(counts, "fault | phase", "lives")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`: the lives in hand are ended, too
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""One rank of a run that meets a fault at an exact moment: what attack_phases.py starts in the place of `asyncrl.main`.
+
+FAULT      a name of FAULTS
+FAULT_AT   "stage TEXT": when a stage of the start or of the end begins whose name begins so; "version N": when weights N are
+           there, before anything of them is written
+FAULT_RANK the rank that meets it
+FAULT_MET  a file that is made just before
+
+FAULT=record makes none: it writes every moment that comes into that file, one a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import random
+import resource
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from asyncrl.runtime.opened import OpenRun
+from asyncrl.runtime.stages import Stages
+
+FOR_EVER_S = 100_000
+fault, moment, rank = os.environ["FAULT"], os.environ["FAULT_AT"], os.environ["FAULT_RANK"]
+met = Path(os.environ["FAULT_MET"])
+mine = os.environ.get("RANK", "0") == rank
+
+
+def block() -> None:
+    time.sleep(FOR_EVER_S)
+
+
+def hold_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(FOR_EVER_S)
+
+
+def planted_error() -> None:
+    raise RuntimeError("a planted error")
+
+
+def children(number: int) -> None:
+    for child in psutil.Process().children(recursive=True):
+        child.send_signal(number)
+
+
+def full_disk() -> None:
+    """No file grows any more, in shared memory neither."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def no_descriptors() -> None:
+    """None beside those that are open."""
+    most = max(int(each) for each in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, most + 1))
+
+
+def output_gone() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
+
+
+def names_gone() -> None:
+    """What this process named in shared memory has no name any more."""
+    for name in os.listdir("/dev/shm"):
+        if str(os.getpid()) in name:
+            os.unlink(f"/dev/shm/{name}")
+
+
+def cancelled() -> None:
+    """One task inside of the run."""
+    others = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
+    pumps = [each for each in others if "pump" in each.get_name()]
+    random.Random(moment).choice(sorted(pumps, key=lambda each: each.get_name())).cancel()
+
+
+def signalled(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "blocks": block,
+    "holds the GIL": hold_the_gil,
+    "raises": planted_error,
+    "SIGKILL": signalled(signal.SIGKILL),
+    "SIGSTOP": signalled(signal.SIGSTOP),
+    "SIGTERM": signalled(signal.SIGTERM),
+    "SIGINT": signalled(signal.SIGINT),
+    "SIGHUP": signalled(signal.SIGHUP),
+    "children killed": lambda: children(signal.SIGKILL),
+    "children stopped": lambda: children(signal.SIGSTOP),
+    "disk full": full_disk,
+    "no descriptors": no_descriptors,
+    "output gone": output_gone,
+    "names gone": names_gone,
+    "task cancelled": cancelled,
+    "weights NaN": lambda: None,  # `at_version` has the weights
+}
+
+begin, at_version = Stages.begin, OpenRun._at_version
+
+
+def reached(now: str, exactly: bool) -> bool:
+    """True: this is the moment, for the first time."""
+    if fault == "record":
+        with met.open("a") as lines:
+            lines.write(now + "\n")
+    if not mine or met.exists() or not (now == moment if exactly else now.startswith(moment)):
+        return False
+    met.touch()
+    return True
+
+
+def beginning(self: Stages, text: str) -> None:
+    begin(self, text)
+    if reached(f"stage {text}", False):
+        FAULTS[fault]()
+
+
+async def arriving(self: OpenRun, version: int) -> None:
+    if reached(f"version {version}", True):
+        FAULTS[fault]()
+        if fault == "weights NaN":
+            self.built.policy.weights.working.fill_(float("nan"))
+    await at_version(self, version)
+
+
+if __name__ == "__main__":
+    Stages.begin = beginning  # type: ignore[method-assign]
+    OpenRun._at_version = arriving  # type: ignore[method-assign]
+    runpy.run_module("asyncrl.main", run_name="__main__", alter_sys=True)
