@@ -150,7 +150,7 @@ async def test_a_change_that_is_heard_late_is_counted_and_named_once(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "asyncrl.distributed"):
             for turn in range(number, number + 2):
-                assert await asyncio.to_thread(ranks.inside.wait, 5)  # the watcher waits for the change that comes first
+                assert await asyncio.to_thread(ranks.inside.wait, 5)  # the watcher waits for the next change
                 ranks.gate.clear()
                 ticket = await ranks.other.admit(turn)
                 assert isinstance(ticket, Ticket)
