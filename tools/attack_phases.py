@@ -40,6 +40,7 @@ STEPS, LATER = 6, 9  # of the life that meets the fault, and of the one after it
 STANDSTILL_S = 20.0  # of a stage, a lane or everything; the event loop has less
 DEADLINE_S = 100.0  # from the fault on; torchrun alone may take 30 of them to end what does not answer
 PHASES = ("start", "run", "end")
+FAULTY = str(ROOT / "tools" / "faults.py")
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Faulty(Life):
 def moments(folder: Path) -> dict[str, list[str]]:
     """Of each phase, in their order, by a life without a fault."""
     seen = folder / "moments"
-    life = Faulty(folder, 1, "replicate", "", (), False, ("tools/faults.py",), of("record", "", 0, seen))
+    life = Faulty(folder, 1, "replicate", "", (), False, (FAULTY,), of("record", "", 0, seen))
     if wrong := [*life.watch()] or life.process.returncode:
         raise SystemExit(f"a life without a fault: {wrong}\n{life.log.read_text()}")
     shutil.rmtree(life.run)
@@ -155,7 +156,7 @@ def meet(folder: Path, ranks: int, fault: str, moment: str) -> list[str]:
     """What is wrong with a life that meets `fault`, and with the one after it."""
     met, expected = folder / "met", EXPECTED[fault]
     environment = of(fault, moment, ranks - 1, met)
-    first = Faulty(folder, ranks, "replicate", "", (), False, ("tools/faults.py",), environment)
+    first = Faulty(folder, ranks, "replicate", "", (), False, (FAULTY,), environment)
     wrong = [*first.watch(met)]
     said, code = first.log.read_text(errors="replace"), first.process.returncode
     if not met.exists():
@@ -219,7 +220,6 @@ def main() -> int:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--all", action="store_true", help="every stage of the start and of the end")
     options = parser.parse_args()
-    os.chdir(ROOT)
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-phases-kept-"))
     with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as folder:
         found = moments(Path(folder))

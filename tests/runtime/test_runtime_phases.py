@@ -1,0 +1,21 @@
+"""A fault while a run ends: the short form of tools/attack_phases.py, which also plays the life after it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_whose_disk_is_full_at_its_end_says_so_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from attack_phases import meet
+
+    assert meet(tmp_path, 1, "disk full", "stage writing the last metrics") == []
+    sys.modules.pop("attack_phases")
+    sys.modules.pop("attack_runs")
