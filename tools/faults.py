@@ -18,6 +18,7 @@ import random
 import resource
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -54,7 +55,11 @@ def children(number: int) -> None:
 
 
 def full_disk() -> None:
-    """No file grows any more, in shared memory neither."""
+    """No file grows any more, in shared memory neither; only what the run says still gets into its log."""
+    cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0)  # ends with this process
+    assert cat.stdin is not None
+    for number in (1, 2):
+        os.dup2(cat.stdin.fileno(), number)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
