@@ -8,6 +8,7 @@ Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -100,6 +101,10 @@ class PolicyModel:
         if path == FUSED and self.fused is None:
             raise ConfigError(f"model.path: {type(module).__name__} has layers that the fused decoder does not know")
         self.path = path or (PACKED if self.fused is None else FUSED)
+        self._ahead: int | None = None  # the version that was packed ahead, all of it
+        self._products = [self._head_product]
+        for layer in [] if self.fused is None else self.fused.layers:
+            self._products += [layer.qkv, layer.out, layer.gate_up, layer.down]
         self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
         self.routing = (
             Routing.of(module) if self.path == PACKED else None
@@ -187,11 +192,35 @@ class PolicyModel:
     def packed_agrees(self, version: int) -> bool:
         """Whether packed copies of weights hold what the modules read now: all by a sample of what they were made of, and one of
         them, which `version` chooses (0: the head), by its output. On the lane."""
-        products = [self._head_product]
-        if self.fused is not None:
-            layers = self.fused.layers
-            products += [product for each in layers for product in (each.qkv, each.out, each.gate_up, each.down)]
+        products = self._products
         return all(product.is_fresh() for product in products) and products[version % len(products)].agrees()
+
+    def pack_ahead(self, buffer: Tensor, version: int) -> Iterator[None]:
+        """All that can be made of the weights in `buffer`, which are `version`, before the modules are bound to it: packed copies
+        and views. They go on with others meanwhile. In pieces, each on the lane."""
+        self._ahead = None
+        for product in self._products:
+            yield from product.pack_ahead(buffer)
+        yield from self.weights.expect(buffer)
+        self._ahead = version
+
+    def forget_ahead(self, but: int | None) -> None:
+        """What was made ahead is not used, unless it is whole, and of version `but`."""
+        if but is None or self._ahead != but:
+            for product in self._products:
+                product.forget_ahead()
+        self._ahead = None
+
+    def make_room_ahead(self) -> None:
+        """Once, so that no `pack_ahead` has to allocate: the memory of the packed weights a second time."""
+        for _ in self.pack_ahead(self.weights.bound, self.version):
+            pass
+        self.forget_ahead(but=None)
+
+    @property
+    def pieces_ahead(self) -> int:
+        """How many pieces the next `pack_ahead` takes."""
+        return sum(product.pieces_ahead for product in self._products) + self.weights.view_pieces
 
     def advance(self) -> int:
         """After the optimizer changed the masters: refresh the working copy and tick the version. Returns it."""

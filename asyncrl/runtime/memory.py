@@ -64,18 +64,19 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
     if any(device.type != "cpu" for device in placement.devices):
         return {"weight_board": board, "kv_cache": 0}
-    each = parts["packed_weights"] + _PROCESS
+    each, ahead = parts["packed_weights"] + _PROCESS, parts["packed_weights"]
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
         # Its packed weights, or at first its plain ones.
-        each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
+        each, ahead = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS, 0
     apart = (
         config.model.lora.rank or config.distributed.sharding == "fsdp"
     )  # else it is a half of the board (weights/posted.py)
     return {
         "weight_board": board,
         "workers": placement.workers * each,
+        "packed_ahead": placement.workers * ahead,
         "working_copy": parts["working_copy"] if apart else 0,
     }
 
@@ -133,14 +134,18 @@ def check_memory(
     prompts: PromptLengths | None = None,
     path: ModelPath | None = None,
     placement: Placement | None = None,
-) -> int:
-    """Bytes that the run will need. Errors: PlatformError where the prediction exceeds what is free."""
-    parts = predicted(config, ranks, prompts, path, placement)
-    total, free = sum(parts.values()), available(device)
+) -> tuple[int, bool]:
+    """(bytes that the run will need, whether workers pack the weights of the next version beside those in use: where there is room
+    for that). Errors: PlatformError where the prediction exceeds what is free."""
+    parts, free = predicted(config, ranks, prompts, path, placement), available(device)
+    ahead = sum(parts.values()) <= free
+    if not ahead:
+        parts.pop("packed_ahead", None)
+    total = sum(parts.values())
     if total > free:
         raise PlatformError(
             f"this run needs about {total / GIB:.1f} GiB on {device} and {free / GIB:.1f} GiB are free:\n{table(parts)}\n"
             "Smaller: engine.kv_positions, engine.max_sequences, rollout.max_tokens, data.max_prompt_tokens, "
             "train.tokens_per_microbatch; train.gradient_checkpointing=true"
         )
-    return total
+    return total, ahead

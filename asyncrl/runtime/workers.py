@@ -33,6 +33,7 @@ class Sampler:
     lane: Lane  # the trainer's
     kv_positions: int  # of all engines of this rank together
     shards: Shards | None  # the masters of a model that is cut over the ranks
+    packs_ahead: bool = True  # there is memory for a worker's packed weights twice
 
 
 def _form(sampler: Sampler, context: int) -> dict[str, Any]:
@@ -102,6 +103,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         "max_context": context,
         "kv_positions": max(placement.share(sampler.kv_positions), context),
         "threads": placement.threads,
+        "packs_ahead": sampler.packs_ahead,
     }
 
     if config.generation.engine == "vllm":

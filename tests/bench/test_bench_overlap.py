@@ -11,7 +11,7 @@ import pytest
 from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.telemetry.records import TraceEvent
 from asyncrl_bench.app import main
-from asyncrl_bench.child_overlap import busy, hand_over
+from asyncrl_bench.child_overlap import busy, hand_over, stops
 from asyncrl_bench.overlap import figures
 from asyncrl_bench.overlap_dry import Pace
 
@@ -70,11 +70,27 @@ def test_a_hand_over_is_cut_into_its_parts() -> None:
     lanes = {"cpu": trainer, "worker0": worker}
     found = hand_over([*worker, *trainer, *published], lanes, 0.0, 10.0)
     ms = {name: pytest.approx([1e3 * value for value in values]) for name, values in {
-        "usual_gap": [0.3], "decode": [1.7], "gap": [0.5], "bind": [0.1], "decode_after": [2.5],
-        "to_write": [0.5], "write": [1.0], "to_bind": [0.6], "to_answer": [0.7], "total": [2.9],
+        "usual_gap": [0.3], "decode": [1.7], "gap": [0.5], "bind": [0.1], "decode_after": [2.5], "slice": [],
+        "token_gap": [2.0], "stop": [3.0], "to_write": [0.5], "write": [1.0], "to_bind": [0.6], "to_answer": [0.7], "total": [2.9],
     }.items()}  # fmt: skip
     assert found == ms
     assert busy(worker, 3.0, 7.2, steps=2) == pytest.approx({"decode": 1.75, "publish": 0.05, "prefill": 0.05})
+
+
+def test_the_stop_of_decoding_is_the_longest_gap_between_two_tokens_around_a_move() -> None:
+    def decode(start: float, end: float) -> tuple[str, float, float]:
+        return ("engine/decode", start, end)
+
+    own = spans(
+        "lane:worker0", decode(0, 1), decode(1, 2), ("engine/prefill", 2, 9), decode(9, 10), ("engine/check", 10, 10.5),
+        decode(10.5, 11.5),  # usual: 1, 1.5
+        ("engine/prepare", 11.5, 12), decode(12, 13), decode(13, 15),  # 1.5; and 2, whatever the reason
+        ("engine/prepare", 15, 15.2), decode(15.2, 16), ("engine/bind", 16, 16.1), decode(16.1, 17), decode(17, 18.7),
+        decode(18.7, 19.7), ("engine/bind", 20, 21), ("engine/prefill", 21, 30), decode(30, 31), decode(31, 32.5),
+        ("engine/bind", 33, 34), decode(34, 35),  # its second step is not there any more
+    )  # fmt: skip
+    usual, longest = stops(own)
+    assert usual == pytest.approx([1, 1.5, 2, 1]) and longest == pytest.approx([1.7, 1.5])
 
 
 def test_the_dry_run_on_short_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,7 +133,7 @@ class Restless(ThreadLane):
 async def test_every_bucket_is_checked_in_the_end_although_versions_are_faster(
     boards: Boards, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.generation.worker.main._CHECK_S", 0.0)  # one bucket a closure
+    monkeypatch.setattr("asyncrl.generation.worker.main._SLICE_S", 0.0)  # one bucket a closure
     async with opened(boards, Restless) as made, plain_task_group() as tasks:
         lane: Any = made.server._lane
         buckets = made.owner.buckets

@@ -106,7 +106,8 @@ def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) 
     position = ours["kv_cache"] // kv_positions(config)
     weights = ours["weight_board"] // 2
     assert theirs["workers"] == 2 * (weights + 4 * 32 * position + (900 << 20))
-    assert {**theirs, "workers": ours["workers"]} == ours
+    assert {**theirs, "workers": ours["workers"], "packed_ahead": ours["packed_ahead"]} == ours
+    assert ours["packed_ahead"] == 2 * ours["packed_weights"] and theirs["packed_ahead"] == 0
 
 
 def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +115,23 @@ def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "available", lambda device: 1000)
     with pytest.raises(PlatformError, match=r"(?s)needs about .* are free:.*kv_cache.*Smaller: engine\.kv_positions"):
         check_memory(config, torch.device("cpu"))
+
+
+def test_weights_are_packed_ahead_where_there_is_room_for_them_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_file(tmp_path, [3], "generation.placement=worker")
+    one = Placement((torch.device("cpu"),), 1, 1, "one worker")
+    parts = predicted(config, placement=one)
+    if not parts["packed_ahead"]:
+        pytest.skip("this torch does not pack weights here")
+    total, without = sum(parts.values()), sum(parts.values()) - parts["packed_ahead"]
+    for free, expected in ((total, (total, True)), (total - 1, (without, False)), (without, (without, False))):
+        monkeypatch.setattr(memory, "available", lambda device, free=free: free)
+        assert check_memory(config, torch.device("cpu"), placement=one) == expected
+    monkeypatch.setattr(memory, "available", lambda device: without - 1)
+    with pytest.raises(PlatformError, match="needs about"):
+        check_memory(config, torch.device("cpu"), placement=one)
 
 
 async def test_a_prompt_longer_than_what_was_measured_is_served(

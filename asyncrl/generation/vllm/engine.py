@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,6 +145,10 @@ class VllmEngine(OwnedEngine):
     def open_on_lane(self) -> None:
         """Make the core. On the lane, whose thread it belongs to; before the engine is opened, or by its owner."""
         self._core = self._open_core(self._choose)
+
+    def prepare(self, half: Tensor, version: int) -> tuple[int, Iterator[None]]:
+        """Nothing: vLLM packs its layers in place."""
+        return 0, iter(())
 
     def move_to(self, half: Tensor, version: int) -> None:
         """Every later token comes from the weights in `half`, which are `version`. On the lane."""

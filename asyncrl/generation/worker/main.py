@@ -26,8 +26,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import torch
@@ -52,7 +53,17 @@ from .serving import Serving
 from .wire import read_item, sequence_plan
 
 _REPORT_S = 0.1
-_CHECK_S = 0.001  # between two closures, so that nobody who generates sees it
+_SLICE_S = 0.001  # between two closures, so that nobody who generates sees it
+_END = object()
+_MOST_SLICES = 32  # of the preparation of a move: where one of `_SLICE_S` is too little for that, they are longer
+
+
+class Move(NamedTuple):
+    """Weights that the node has told of. `outputs`: what the trainer computes with them, if it says so."""
+
+    version: int
+    half: int
+    outputs: Sequence[float] | None
 
 
 class Server:
@@ -68,8 +79,14 @@ class Server:
         self._producer = producer
         self._recorder = engine.recorder
         self._scopes: dict[int, anyio.CancelScope] = {}  # of the requests that it has, by number
+        self._halves = [board.half(0), board.half(1)]
         self._half = -1  # what the modules read
         self._moved = anyio.Event()
+        self._moving: Move | None = None
+        self._next: Move | None = None  # newer than that
+        self._told = anyio.Event()
+        self._prepared = anyio.Event()  # nothing is under way: checks wait for that, so that slices come one at a time
+        self._prepared.set()
 
     async def take(self, requests: TensorReceiver, tasks: TaskGroup) -> None:
         """For ever: requests begin, and those that were given up end."""
@@ -99,13 +116,32 @@ class Server:
             with contextlib.suppress(RingFull):  # the node is late: its own watchdog knows
                 return await self._producer.put(plan)
 
+    def tell(self, move: Move) -> None:
+        """The weights are these now; `follow` goes there. Told again what it is at: that is answered once."""
+        if self._moving is None or self._moving[:2] != move[:2]:
+            self._next = move
+            self._told.set()
+
+    async def follow(self) -> None:
+        """For ever: to the newest weights that the node has told of."""
+        while True:
+            await self._told.wait()
+            self._told = anyio.Event()
+            while self._next is not None:
+                self._moving, self._next = self._next, None
+                await self.move(*self._moving)
+                self._moving = None
+
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """To these weights, between two closures. `outputs`: what has to come out, computed after the node has its answer."""
+        """To these weights, between two closures, once what can be done before it is done; or not at all, where there are newer
+        ones by then. `outputs`: what has to come out, computed after the node has its answer."""
+        if not await self._prepare(version, half):
+            return
 
         def bind() -> int | None:
             found = self._board.version(half)
             if found == version:
-                self._engine.move_to(self._board.half(half), version)
+                self._engine.move_to(self._halves[half], version)
                 self._half = half
             return found
 
@@ -118,6 +154,21 @@ class Server:
         self._moved = anyio.Event()
         if outputs is not None:
             await self._compare(version, outputs)
+
+    async def _prepare(self, version: int, half: int) -> bool:
+        """A little between two closures, so that tokens go on to come, from the weights of before: the node writes into neither
+        half until it has the answer. False: there are newer weights."""
+        if self._half < 0 or self._board.version(half) != version:
+            return True  # nobody is served yet; or the move says what is wrong
+        count, pieces = self._engine.prepare(self._halves[half], version)
+        least, ready = -(-count // _MOST_SLICES), not count
+        self._prepared = anyio.Event()
+        try:
+            while not ready and self._next is None:
+                ready = await self._lane.run(partial(_go_on, pieces, least), name="engine/prepare")
+        finally:
+            self._prepared.set()
+        return ready
 
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
         found = distance(
@@ -140,6 +191,7 @@ class Server:
             moved = self._moved
             version, left = self._engine.version, self._board.buckets
             while left and not moved.is_set():
+                await self._prepared.wait()
                 checked, text = await self._lane.run(partial(self._check, following, left), name="engine/check")
                 following, left = (following + checked) % self._board.buckets, left - checked
                 if text is not None:
@@ -154,8 +206,8 @@ class Server:
         await self._control.drain()
 
     def _check(self, first: int, most: int) -> tuple[int, str | None]:
-        """On the lane, for `_CHECK_S`: how many buckets were looked at, and what is wrong with the last of them."""
-        until = time.monotonic() + _CHECK_S
+        """On the lane, for `_SLICE_S`: how many buckets were looked at, and what is wrong with the last of them."""
+        until = time.monotonic() + _SLICE_S
         for count in range(1, most + 1):
             bucket = (first + count - 1) % self._board.buckets
             if not self._board.check(self._half, bucket):
@@ -173,7 +225,18 @@ class Server:
             while True:
                 message = await self._control.receive()
                 if "weights" in message:
-                    await self.move(int(message["weights"]), int(message["half"]), message["outputs"])
+                    self.tell(Move(int(message["weights"]), int(message["half"]), message["outputs"]))
+
+
+def _go_on(pieces: Iterator[None], least: int) -> bool:
+    """On the lane: at least so many pieces, and for `_SLICE_S`. Whether that was all."""
+    until = time.monotonic() + _SLICE_S
+    done = 0
+    while done < least or time.monotonic() < until:
+        if next(pieces, _END) is _END:
+            return True
+        done += 1
+    return False
 
 
 async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
@@ -226,6 +289,7 @@ async def serve(control: ControlLine) -> None:
             server = Server(control, engine, lane, opened.board, producer)
             engines.append(engine)
             spawn(tasks, "requests", server.take, requests, tasks)
+            spawn(tasks, "moves of the weights", server.follow)
             spawn(tasks, "checks of the weights", server.check)
             control.send({"ready": producer.identity.hex()})
             await server.obey()

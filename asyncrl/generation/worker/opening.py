@@ -58,6 +58,7 @@ async def open_serving(
         recorder,
         prefill_tokens=config.engine.prefill_tokens,
         record_routes=config.algorithm.router_replay,
+        packs_ahead=setup["packs_ahead"],
         **numbers,
     )
     return Opened(engine, board)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -37,6 +38,12 @@ class Serving(Protocol):
         """As `ports.Engine.statistics`."""
         ...
 
+    def prepare(self, half: Tensor, version: int) -> tuple[int, Iterator[None]]:
+        """What can be done before a move to `half`, which is `version`, while every token still comes from the weights of before:
+        about so many pieces, each on the lane, between two closures. It may be left at any place: then the move does all of it, or
+        another preparation begins anew."""
+        ...
+
     def move_to(self, half: Tensor, version: int) -> None:
         """Every later token comes from the weights in `half`, which are `version`, and nobody reads the other half. On the lane,
         between two closures."""
@@ -48,20 +55,35 @@ class Serving(Protocol):
 
 
 class EmbeddedServing(EmbeddedEngine):
-    """`EmbeddedEngine` of a policy that was loaded to be served (models/loading.py, `load_reader`)."""
+    """`EmbeddedEngine` of a policy that was loaded to be served (models/loading.py, `load_reader`).
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    packs_ahead: the packed weights of the next version are made beside those that are in use, which takes their memory twice; else
+    the first products after a move make them.
+    """
+
+    def __init__(self, *args: Any, packs_ahead: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
         self.bound = BOUNDS[self.policy.dtype]
+        self._packs_ahead = packs_ahead
+        self._moved = False
 
     @property
     def version(self) -> int:
         """See Serving."""
         return self.policy.version
 
+    def prepare(self, half: Tensor, version: int) -> tuple[int, Iterator[None]]:
+        """See Serving."""
+        if not self._packs_ahead:
+            return 0, iter(())
+        return self.policy.pieces_ahead, self.policy.pack_ahead(half, version)
+
     def move_to(self, half: Tensor, version: int) -> None:
         """See Serving: the modules read the half where it lies."""
         read_from_board(self.policy, half, version)
+        if self._packs_ahead and not self._moved:  # nobody is served yet: the place of the next copies is made now
+            self.policy.make_room_ahead()
+        self._moved = True
 
     async def outputs(self) -> list[float]:
         """See Serving."""

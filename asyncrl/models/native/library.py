@@ -33,6 +33,7 @@ _SIGNATURES = {
     "row_softmax": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _I),
     "row_softmax_backward": (_I, _P, _P, _F, _N, _N, _I),
     "add_widened": (_P, _P, _N, _I),
+    "reorder": (_P, _N, _P, _N, _N, _N, _N, _I),
     "decode_attention": (_I, _P, _N, _P, _N, _P, _N, _P, _P, _N, _N, _P, _F, _P, _N, _N, _N, _N, _I),
 }
 
@@ -173,6 +174,14 @@ def add_widened(target: Tensor, source: Tensor) -> None:
     """float32 `target` += bfloat16 `source`, both contiguous and of one length."""
     assert _library is not None
     _library.asyncrl_add_widened(target.data_ptr(), source.data_ptr(), source.numel(), torch.get_num_threads())
+
+
+def reorder(weight: Tensor, address: int, rows: int, words: int, first: int, last: int) -> None:
+    """weight [O, I], contiguous, into blocks of `rows` rows and `words` words of 32 bits, as reordered.py tells: the rows of blocks
+    [first..last) of what begins at `address`. Both sizes are multiples of 16 that divide the weight's."""
+    assert _library is not None
+    width = weight.shape[1] * weight.itemsize // 4
+    _library.asyncrl_reorder(weight.data_ptr(), width, address, rows, words, first, last, torch.get_num_threads())
 
 
 def decode_attention(

@@ -1,4 +1,5 @@
-// Elementwise kernels, the softmax of the head and the attention of decoding, for x86-64 with AVX2 or AVX-512.
+// Elementwise kernels, the softmax of the head, the attention of decoding and the layout of packed weights, for x86-64 with AVX2
+// or AVX-512.
 //
 // Optional: where this was not built, or for another dtype or size, the torch code of the callers runs; it is the
 // reference of the tests. What is won is passes over memory: torch needs three to eight for each function here, and in
@@ -333,6 +334,46 @@ void decode_rows(const T* query, long ldq, const T* key, long ldk, const T* valu
   }
 }
 
+// 16 rows of 16 words, `ld` apart -> 16 columns, `to` apart. Each step exchanges blocks of rows i and i + S.
+#define EXCHANGE(S, ...)                                          \
+  for (int i = 0; i < W; ++i)                                     \
+    if (!(i & S)) {                                               \
+      u16 a = r[i], b = r[i + S];                                 \
+      r[i] = __builtin_shufflevector(a, b, __VA_ARGS__);          \
+      r[i + S] = __builtin_shufflevector(b, a, TURNED_##S);       \
+    }
+#define TURNED_8 24, 25, 26, 27, 28, 29, 30, 31, 8, 9, 10, 11, 12, 13, 14, 15
+#define TURNED_4 20, 21, 22, 23, 4, 5, 6, 7, 28, 29, 30, 31, 12, 13, 14, 15
+#define TURNED_2 18, 19, 2, 3, 22, 23, 6, 7, 26, 27, 10, 11, 30, 31, 14, 15
+#define TURNED_1 17, 1, 19, 3, 21, 5, 23, 7, 25, 9, 27, 11, 29, 13, 31, 15
+
+inline void turn(const uint32_t* in, long ld, uint32_t* out, long to) {
+  u16 r[W];
+  for (int i = 0; i < W; ++i) std::memcpy(r + i, in + i * ld, sizeof r[i]);
+  EXCHANGE(8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+  EXCHANGE(4, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+  EXCHANGE(2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+  EXCHANGE(1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+  for (int i = 0; i < W; ++i) std::memcpy(out + i * to, r + i, sizeof r[i]);
+}
+
+// A weight of `width` words a row -> blocks of `tall` rows and `wide` words; those of the rows of blocks [first..last).
+void reorder_rows(const uint32_t* words, long width, uint32_t* out, long tall, long wide, long first, long last,
+                  int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long b = first; b < last; ++b) {
+    const uint32_t *in = words + b * tall * width, *following = in + tall * width;  // `tall` streams are too many for hardware
+    uint32_t* to = out + b * tall * width;
+    for (long c = 0; c < width; c += wide, to += tall * wide)
+      for (long row = 0; row < tall; row += W)
+        for (long k = 0; k < wide; k += W) {
+          if (b + 1 < last)
+            for (int i = 0; i < W; ++i, following += W) __builtin_prefetch(following, 0, 2);
+          turn(in + row * width + c + k, width, to + k * tall + row, tall);
+        }
+  }
+}
+
 }  // namespace
 
 // `narrow`: the tensors are bfloat16, else float32. Strides and sizes count elements.
@@ -398,6 +439,10 @@ void asyncrl_row_softmax_backward(int narrow, const void* weights, void* slope, 
 
 void asyncrl_add_widened(float* into, const void* from, long size, int threads) {
   add_widened_range(into, (const bf16*)from, size, threads);
+}
+
+void asyncrl_reorder(const void* words, long width, void* out, long tall, long wide, long first, long last, int threads) {
+  reorder_rows((const uint32_t*)words, width, (uint32_t*)out, tall, wide, first, last, threads);
 }
 
 void asyncrl_decode_attention(int narrow, const void* query, long ldq, const void* key, long ldk, const void* value,

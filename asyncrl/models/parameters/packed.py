@@ -2,8 +2,8 @@
 
 On a CPU a plain `F.linear` reaches half of the GEMM rate for the batches of decoding: the weight is laid out anew in every
 call. oneDNN can do that once (`mkldnn._reorder_linear_weight`, what torch's own freezing uses), so the copy is made once per
-version of the weights, at their first use; it costs as much as reading them twice. Backward products read the plain weights:
-their layout suits the GEMM as it is.
+version of the weights (reordered.py): at their first use, or before it, beside the copy that is in use (`pack_ahead`), so that
+nobody waits for it. Backward products read the plain weights: their layout suits the GEMM as it is.
 
 The copy must never outlive the weights. `FlatWeights.stamp()` changes with everything that changes them; each product
 compares. Where oneDNN is not there, or the dtype is not its own, or a swapped buffer is bound, the plain product runs.
@@ -13,17 +13,18 @@ Shape legend: N rows, I input features, O output features of all members togethe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .flat import FlatWeights, add_wider_
+from .reordered import Reordered, reorder
 
-_ROWS_HINT = 64  # measured: the layout does not depend on it between 16 and 1,024 rows
 _ROWS, _COLUMNS = 32, 16  # of each weight: a copy is known by them; a look costs what its cache misses cost
 
 
@@ -37,15 +38,10 @@ def packing_works(dtype: torch.dtype, device: torch.device) -> bool:
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        packed = product(x, _pack(weight), None)
+        packed = product(x, reorder(weight), None)
     except (AttributeError, RuntimeError, NotImplementedError):  # private operators: another torch may lack them
         return False
     return torch.allclose(packed.float(), F.linear(x, weight).float(), rtol=2e-2, atol=2e-1)
-
-
-def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-    return packed
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,6 +55,15 @@ def _spread(start: int, shape: tuple[int, ...]) -> Tensor:
     rows, width = shape[0], torch.Size(shape[1:]).numel()
     chosen = torch.arange(0, rows, max(rows // _ROWS, 1)) * width
     return (start + chosen[:, None] + torch.arange(min(width, _COLUMNS))).flatten()
+
+
+class _Ahead(NamedTuple):
+    """Copies of what lies in a buffer that is not bound yet."""
+
+    buffer: Tensor
+    writes: int  # torch's counter, when they were made
+    bias: Tensor | None
+    sample: Tensor
 
 
 class JoinedLinear:
@@ -78,7 +83,10 @@ class JoinedLinear:
             flat.offsets[a] + flat.shapes[a][0] * flat.shapes[a][1] == flat.offsets[b]
             for a, b in pairwise(self.weights)
         )
-        self._packed: Tensor | None = None
+        self._packed: Tensor | None = None  # what the products read: that of `_copy`, while it is one of the weights
+        self._copy: Reordered | None = None
+        self._other: Reordered | None = None  # where the next version's is made, while this one is in use
+        self._ahead: _Ahead | None = None  # what `_other` is a copy of
         self._bias: Tensor | None = None
         self._sample: Tensor | None = None  # of the weights, when the copies were made
         positions = [_spread(flat.offsets[place], flat.shapes[place]) for place in self._copied]
@@ -100,28 +108,70 @@ class JoinedLinear:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [N, O], a fresh tensor."""
-        stamp = self.flat.stamp(self._copied)
-        if stamp != self._stamp:
-            self._packed = None
-            self._bias = self._join(self.flat.bound, self.biases) if self.biases else None
-            if self._pack and self.flat.bound is self.flat.working:
-                self._packed = _pack(self.weight())
-            copied = self._packed is not None or len(self.biases) > 1
-            self._sample = self._sampled() if copied else None
-            self._stamp = stamp
+        self.renew()
         if self._packed is None:
             return F.linear(x_NI, self.weight(), self._bias)
         return product(x_NI, self._packed, self._bias)
+
+    def renew(self) -> None:
+        """Make the copies, where they are older than the weights: what every product begins with."""
+        stamp = self.flat.stamp(self._copied)
+        if stamp != self._stamp:
+            self._renew()
+            self._stamp = stamp
+
+    def _renew(self) -> None:
+        bound, ahead, self._ahead = self.flat.bound, self._ahead, None
+        if ahead is not None and ahead.buffer is bound and ahead.writes == bound._version:
+            self._copy, self._other = self._other, self._copy
+            assert self._copy is not None
+            self._packed, self._bias, self._sample = self._copy.tensor, ahead.bias, ahead.sample
+            return
+        self._packed = None
+        self._bias = self._join(bound, self.biases) if self.biases else None
+        if self._pack and bound is self.flat.working:
+            if self._copy is None:
+                self._copy = Reordered(self.weight())
+            else:
+                self._copy.write(self.weight())
+            self._packed = self._copy.tensor
+        copied = self._packed is not None or len(self.biases) > 1
+        self._sample = self._sampled(bound) if copied else None
+
+    def pack_ahead(self, buffer: Tensor) -> Iterator[None]:
+        """Make the copies of what lies in `buffer`, laid out like the flat one, in pieces, beside those that are in use. Once the
+        modules are bound to it, and nothing was written into it since, products begin with these. Begun again, or left: no harm."""
+        self.renew()  # what was made ahead of the present version may not be in use yet
+        self._ahead = None
+        if not self._pack:
+            return
+        writes, bias = buffer._version, self._join(buffer, self.biases) if self.biases else None
+        weight, sample = self._join(buffer, self.weights), self._sampled(buffer)
+        if self._other is None:
+            self._other = Reordered(weight)
+            yield
+        else:
+            yield from self._other.write_in_pieces(weight)
+        self._ahead = _Ahead(buffer, writes, bias, sample)
+
+    def forget_ahead(self) -> None:
+        """What `pack_ahead` made is not used."""
+        self._ahead = None
+
+    @property
+    def pieces_ahead(self) -> int:
+        """How many pieces the next `pack_ahead` takes."""
+        return 0 if not self._pack else 1 if self._other is None else self._other.pieces
 
     def is_fresh(self) -> bool:
         """Whether the copies, where there are any, were made of the weights as they are: sampled positions, exactly. (A product
         could not tell the weights of one version from those of the next.)"""
         if self._sample is None or self._stamp != self.flat.stamp(self._copied):
             return True  # they are made anew before the next product
-        return torch.equal(self._sample, self._sampled())
+        return torch.equal(self._sample, self._sampled(self.flat.bound))
 
-    def _sampled(self) -> Tensor:
-        return self.flat.bound.index_select(0, self._positions)
+    def _sampled(self, buffer: Tensor) -> Tensor:
+        return buffer.index_select(0, self._positions)
 
     def agrees(self) -> bool:
         """Whether the product is that of the weights as they are: a proof by output, on one row."""

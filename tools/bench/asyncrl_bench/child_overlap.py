@@ -37,6 +37,7 @@ from .machine import versions
 AHEAD = 3  # steps whose groups are asked for at a time, as at staleness 2
 COPIES, CHECKPOINTS = 9, 3
 SHOWN_STEPS = 3  # of the timeline
+PARTS = ("token_gap", "stop", "usual_gap", "decode", "slice", "gap", "bind", "decode_after")
 Groups = deque[list[Trajectory]]
 
 
@@ -148,13 +149,14 @@ def hand_over(
 ) -> dict[str, Any]:
     """Milliseconds at each version within the window; nothing where trainer and engine share a lane.
 
-    `total`, from the end of the optimizer's closure to the last worker's answer: until its copy begins, the copy, until the
-    closure has ended that the worker was in, and the answer's way back. `gap`: between two decode steps with the move in it.
+    `total`, from the end of the optimizer's closure to the last worker's answer: until its copy begins, the copy, until the worker
+    has prepared the move and the closure has ended that it was in, and the answer's way back. `gap`: between two decode steps with
+    the move in it. `stop`, `token_gap`: see `stops`.
     """
     workers = [own for name, own in lanes.items() if name.startswith("worker")]
     if not workers:
         return {}
-    found: dict[str, list[float]] = {name: [] for name in ("usual_gap", "decode", "gap", "bind", "decode_after")}
+    found: dict[str, list[float]] = {name: [] for name in PARTS}
     for own in workers:
         inside = [event for event in own if first <= event.start <= last]
         decodes = [i for i, event in enumerate(inside) if event.name == "engine/decode"]
@@ -168,6 +170,10 @@ def hand_over(
                 found["gap"].append(gap)
                 found["decode_after"].append(inside[j].duration)
         found["bind"] += [event.duration for event in inside if event.name == "engine/bind"]
+        found["slice"] += [event.duration for event in inside if event.name == "engine/prepare"]
+        usual, longest = stops(inside)
+        found["token_gap"] += usual
+        found["stop"] += longest
     found |= {"to_write": [], "write": [], "to_bind": [], "to_answer": [], "total": []}
     lane_events = sorted((event for own in lanes.values() for event in own), key=_end)
     for published in events:
@@ -183,6 +189,30 @@ def hand_over(
             found["to_answer"].append(_end(published) - _end(binds[-1]))
             found["total"].append(_end(published) - done[-1])
     return {name: [1e3 * value for value in values] for name, values in found.items()}
+
+
+def stops(own: Sequence[TraceEvent]) -> tuple[list[float], list[float]]:
+    """Seconds between two tokens of a running request, from the end of one decode step to the end of the next, of a worker's lane:
+    (the usual ones, the longest around each move). Around: from the first slice of its preparation to the second step after it.
+    Gaps with a prefill in them are left out: requests come at any time."""
+    usual, longest = list[float](), list[float]()
+    decodes = [i for i, event in enumerate(own) if event.name == "engine/decode"]
+    around, after = 0.0, 0  # the longest gap so far of a move that is under way; steps that still belong to it
+    for i, j in pairwise(decodes):
+        between = {event.name for event in own[i + 1 : j]}
+        gap = 0.0 if "engine/prefill" in between else _end(own[j]) - _end(own[i])
+        if "engine/bind" in between:
+            after = 2
+        if after or "engine/prepare" in between:
+            around = max(around, gap)
+        elif between <= {"engine/check"} and gap:
+            usual.append(gap)
+        if after:
+            after -= 1
+            if not after and around:
+                longest.append(around)
+                around = 0.0
+    return usual, longest
 
 
 def timeline(lanes: dict[str, list[TraceEvent]], commits: Sequence[float]) -> dict[str, Any]:

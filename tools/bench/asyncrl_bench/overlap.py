@@ -158,14 +158,17 @@ def report(summary: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], sequen
 
 def hand_overs(moves: Mapping[str, float], size: int) -> list[str]:
     texts = {
+        "token_gap": "between two tokens of a running request",
+        "stop": "the same around a move, the longest: slices of its preparation, the move, the step after it",
+        "slice": "a slice of the preparation, between two decode steps",
         "gap": "between the decode steps before and after the move",
         "usual_gap": "between two other decode steps",
         "bind": "of the gap: the modules move to the other half",
         "decode": "a decode step",
-        "decode_after": "the first one after the move (packs the weights anew)",
+        "decode_after": "the first one after the move",
         "to_write": "from the optimizer's end until the copy begins",
         "write": "proof, copy with checksums, proof of the copy",
-        "to_bind": "until the closure has ended that the worker was in",
+        "to_bind": "until the worker has prepared the move, and the closure has ended that it was in",
         "to_answer": "from the worker's move until the publish pump goes on",
         "total": "from the optimizer's end until the publish pump goes on",
         "memcpy": "a plain copy of the same bytes, on the same lane",

@@ -1,0 +1,127 @@
+"""A weight in the layout of oneDNN's products, at a place that the next version is written into.
+
+torch gives such a copy as an opaque tensor and has no way to write another weight into it; a fresh one for every version costs its
+page faults, and comes whole. The layout is that of blocks: some rows by some words of 32 bits (a float32, or two neighbours of
+bfloat16), a row of blocks after the other, and in a block word after word, each of all its rows. Which blocks, nobody says: they
+are found by comparing what torch makes of numbers that differ in every word, and are looked at again in what it makes of the
+weight itself. Where they are others, or without native code, torch makes a fresh copy each time.
+
+Shape legend: O output features (rows), I input features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..native import library as native
+
+PIECE_BYTES = 1 << 18  # written at a time: some 50 us
+_ROWS_HINT = 64  # measured: the layout does not depend on it between 16 and 1,024 rows
+_WORD = 4  # bytes
+
+
+class Blocks(NamedTuple):
+    """Rows and words of a block."""
+
+    rows: int
+    words: int
+
+
+_KNOWN = tuple(Blocks(rows, words) for words in (16, 32) for rows in (64, 48, 32, 16))
+
+
+def reorder(weight_OI: Tensor) -> Tensor:
+    """A fresh copy, opaque, by torch."""
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _ROWS_HINT)
+    return found
+
+
+class Reordered:
+    """See the module. `tensor`: the copy, for `mkldnn._linear_pointwise`. Lives on the lane."""
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self.tensor = reorder(weight_OI)
+        found = _blocks(*weight_OI.shape, weight_OI.dtype)
+        self._blocks = found if found is not None and _holds(self.tensor, weight_OI, found) else None
+        self._step, self.pieces = 1, 1  # rows of blocks that are written at a time, and how often
+        if self._blocks is not None:
+            count = weight_OI.shape[0] // self._blocks.rows
+            self._step = max(PIECE_BYTES * count // weight_OI.nbytes, 1)
+            self.pieces = -(-count // self._step)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `write` keeps the memory."""
+        return self._blocks is not None
+
+    def write(self, weight_OI: Tensor) -> None:
+        """Become a copy of another weight of the same shape and dtype."""
+        if self._blocks is None:
+            self.tensor = reorder(weight_OI)
+        else:
+            _write(weight_OI, self.tensor, self._blocks, 0, weight_OI.shape[0] // self._blocks.rows)
+
+    def write_in_pieces(self, weight_OI: Tensor) -> Iterator[None]:
+        """The same, `pieces` times; in between it is a mixture, which nobody may use."""
+        if self._blocks is None:
+            self.write(weight_OI)
+            yield
+            return
+        count = weight_OI.shape[0] // self._blocks.rows
+        for first in range(0, count, self._step):
+            _write(weight_OI, self.tensor, self._blocks, first, min(first + self._step, count))
+            yield
+
+
+def _write(weight_OI: Tensor, tensor: Tensor, blocks: Blocks, first: int, last: int) -> None:
+    address: int = torch.ops.mkldnn.data_ptr(tensor)
+    native.reorder(weight_OI, address, blocks.rows, blocks.words, first, last)
+
+
+def _holds(tensor: Tensor, weight_OI: Tensor, blocks: Blocks) -> bool:
+    """Whether the first and the last row of blocks lie in `tensor` as they would be written."""
+    if torch.ops.mkldnn._nbytes(tensor) != weight_OI.nbytes:  # padded
+        return False
+    size = blocks.rows * weight_OI.shape[1] * weight_OI.itemsize
+    expected = np.empty(size, np.uint8)
+    count = weight_OI.shape[0] // blocks.rows
+    address: int = torch.ops.mkldnn.data_ptr(tensor)
+    for row in (0, count - 1):
+        native.reorder(
+            weight_OI[row * blocks.rows : (row + 1) * blocks.rows],
+            expected.ctypes.data,
+            blocks.rows,
+            blocks.words,
+            0,
+            1,
+        )
+        if ctypes.string_at(address + row * size, size) != expected.tobytes():
+            return False
+    return True
+
+
+@cache
+def _blocks(rows: int, columns: int, dtype: torch.dtype) -> Blocks | None:
+    """Those of a weight [rows, columns]; None: they are not known, or cannot be written."""
+    words, odd = divmod(columns * dtype.itemsize, _WORD)
+    if odd or not native.available() or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    fitting = [each for each in _KNOWN if rows % each.rows == 0 and words % each.words == 0]
+    if not fitting:
+        return None
+    probe = _different(rows, words).view(dtype)
+    copied = reorder(probe)
+    return next((each for each in fitting if _holds(copied, probe, each)), None)
+
+
+def _different(rows: int, words: int) -> Tensor:
+    """int32 [rows, words], no two alike within 2^26 of them, each a float32 and two bfloat16 of ordinary size."""
+    number = torch.arange(rows * words, dtype=torch.int32).view(rows, words)
+    return (number & 0x1FFF) | 0x4000 | (((number >> 13) & 0x1FFF) | 0x4000) << 16
