@@ -16,6 +16,8 @@ from asyncrl.models.native import kernels
 from asyncrl.models.native import library as native
 from asyncrl.models.native.kernels import Scratch
 from asyncrl.models.parameters.flat import add_wider_
+from asyncrl.models.parameters.packed import packing_works, product
+from asyncrl.models.parameters.reordered import Blocks, Reordered, reorder
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built here")
 
@@ -260,3 +262,41 @@ def test_what_the_kernels_do_not_know_is_refused() -> None:
     assert native.takes(x, size=32) and not native.takes(x, size=24)
     assert not native.takes(x.double()) and not native.takes(x, x.bfloat16()) and not native.takes(x.t())
     assert native.attends(64, x) and not native.attends(80, x)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (192, 96), (960, 576), (2048, 64), (48, 160), (100, 36)])
+def test_a_packed_weight_is_written_anew_as_torch_would_pack_it(
+    dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its layout is known, in the place where it lies; of every size, by the products."""
+    if not packing_works(dtype, torch.device("cpu")):
+        pytest.skip("this torch does not pack weights here")
+    monkeypatch.setattr("asyncrl.models.parameters.reordered.PIECE_BYTES", 1 << 14)
+    x = values(5, columns, dtype=dtype)
+    copy = Reordered(values(rows, columns, dtype=dtype))
+    for seed in (1, 2):
+        weight = values(rows, columns, dtype=dtype, seed=seed)
+        address = torch.ops.mkldnn.data_ptr(copy.tensor)
+        if seed == 1:
+            copy.write(weight)
+        else:
+            assert len(list(copy.write_in_pieces(weight))) == copy.pieces
+        assert torch.equal(product(x, copy.tensor, None), product(x, reorder(weight), None))
+        assert not copy.in_place or torch.ops.mkldnn.data_ptr(copy.tensor) == address
+    if copy.in_place and rows == 960:
+        assert copy.pieces > 10
+
+
+def test_a_layout_that_is_not_known_is_packed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packing_works(torch.float32, torch.device("cpu")):
+        pytest.skip("this torch does not pack weights here")
+    monkeypatch.setattr(
+        "asyncrl.models.parameters.reordered._blocks", lambda *shape: Blocks(16, 16)
+    )  # of another order
+    weight, other = values(192, 96, dtype=torch.float32), values(192, 96, dtype=torch.float32, seed=1)
+    copy = Reordered(weight)
+    assert not copy.in_place and copy.pieces == 1
+    assert len(list(copy.write_in_pieces(other))) == 1
+    x = values(5, 96, dtype=torch.float32)
+    assert torch.equal(product(x, copy.tensor, None), product(x, reorder(other), None))
