@@ -50,7 +50,7 @@ def load_policy(
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
     if longest is not None:
-        _hold_rotary(module, longest)
+        hold_rotary(module, longest)
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, lora=config.lora, seed=seed, head_kernel=config.head_kernel, path=path)
     return policy, load_tokenizer(config) if tokenizer is None else tokenizer
@@ -64,7 +64,7 @@ def load_served(
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
-    _hold_rotary(module, longest)
+    hold_rotary(module, longest)
     twin = copy.deepcopy(module)
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel, path=path)
@@ -73,14 +73,13 @@ def load_served(
 
 def load_reader(
     config: ModelConfig, device: torch.device | str, seed: int, path: ModelPath, longest: int
-) -> tuple[PolicyModel, Any]:
-    """(policy, tokenizer) of a process that only generates: the policy reads weights that somebody else writes, and is run on the
-    path that was found for them. Errors: ConfigError."""
-    module, tokenizer = load_module(config, seed)
-    _hold_rotary(module, longest)
+) -> PolicyModel:
+    """The policy of a process that only generates: it reads weights that somebody else writes, and is run on the path that was
+    found for them. Errors: ConfigError."""
+    module, _ = load_module(config, seed)
+    hold_rotary(module, longest)
     nn.Module.to(module, torch.device(device))
-    policy = PolicyModel(module, config.dtype, served=True, head_kernel="torch", path=path)
-    return policy, load_tokenizer(config) if tokenizer is None else tokenizer
+    return PolicyModel(module, config.dtype, served=True, head_kernel="torch", path=path)
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
@@ -104,7 +103,8 @@ def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]
     return module.float(), tokenizer
 
 
-def _hold_rotary(module: PreTrainedModel, longest: int) -> None:
+def hold_rotary(module: PreTrainedModel, longest: int) -> None:
+    """As `hold_frequencies`. Errors: ConfigError where it cannot."""
     if not hold_frequencies(module, longest):
         raise ConfigError(f"model.path: {type(module).__name__} is refused: {not_held(module.config, longest)}")
 

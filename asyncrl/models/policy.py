@@ -24,7 +24,7 @@ from .attention.tree import TreePlan
 from .embedding import embed, is_plain
 from .fused.decoder import FusedDecoder
 from .head.liger import choose_head_kernel
-from .head.output import decoder_of, head_transform, linear_head
+from .head.output import HeadTransform, decoder_of, head_transform, linear_head
 from .native.norms import replace_norms
 from .parameters.flat import FlatParameters, FlatWeights, ServedParameters
 from .parameters.lora import LoraParameters
@@ -59,14 +59,15 @@ class PolicyModel:
         head_kernel: str = "auto",
         served: bool = False,
         path: ModelPath | None = None,
+        transform: HeadTransform | None = None,
     ) -> None:
         """`path`: how the model is run, as the gate has found (runtime/gate.py). None: fused where its parts allow it, else
         packed, unproved; for models that somebody else has compared. `lora` with a rank freezes the weights and trains
         adapters, whose start is keyed by `seed` (lora.py). `served`: the modules only read; the masters lie elsewhere, cut
-        over the ranks.
+        over the ranks. `transform`: what the model does around its head, where that is known; None: it is asked.
         Errors: ConfigError for a model that is not supported, and for a `head_kernel` that cannot be had (liger_head.py)."""
         refuse_unsupported(module)
-        self.transform = head_transform(module)  # asked before anything is replaced
+        self.transform = transform or head_transform(module)  # asked before anything is replaced
         prepare(module, path or PACKED, DTYPES[dtype])
         self.module = module
         self.dtype = DTYPES[dtype]

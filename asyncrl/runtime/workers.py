@@ -14,6 +14,7 @@ from asyncrl.generation.embedded.engine import cache_shape, eos_token_ids
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.reading import describe_rest
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights.posted import PostedWeights
 from asyncrl.weights.proof import Shards
@@ -36,7 +37,15 @@ class Sampler:
     packs_ahead: bool = True  # there is memory for a worker's packed weights twice
 
 
-def _form(sampler: Sampler, context: int) -> dict[str, Any]:
+def _form(sampler: Sampler) -> dict[str, Any]:
+    """What the embedded engine needs to know of the model beside its weights, as JSON takes it."""
+    return {
+        "rest": describe_rest(sampler.policy),
+        "stop_ids": eos_token_ids(sampler.policy, sampler.tokenizer),
+    }
+
+
+def _form_for_vllm(sampler: Sampler, context: int) -> dict[str, Any]:
     """What vLLM needs to know of the model beside its weights, as JSON takes it. `context`: tokens of the longest row.
     Errors: ConfigError."""
     policy = sampler.policy
@@ -106,8 +115,8 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         "packs_ahead": sampler.packs_ahead,
     }
 
-    if config.generation.engine == "vllm":
-        message["form"] = _form(sampler, context)
+    vllm = config.generation.engine == "vllm"
+    message["form"] = _form_for_vllm(sampler, context) if vllm else _form(sampler)
 
     def setup(number: int) -> Setup:
         return Setup(

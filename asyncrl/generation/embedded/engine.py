@@ -83,6 +83,7 @@ class EmbeddedEngine(OwnedEngine):
     prefill_tokens: most tokens computed by one prefill closure.
     kv_after_update: what happens to the cached keys and values of running sequences when the version changes.
     record_routes: generations say which experts each token went to.
+    eos: every token that ends a completion; None: those of tokenizer and model.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class EmbeddedEngine(OwnedEngine):
         prefill_tokens: int = 2048,
         kv_after_update: Literal["keep", "recompute"] = "keep",
         record_routes: bool = False,
+        eos: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
@@ -110,7 +112,7 @@ class EmbeddedEngine(OwnedEngine):
         self._recompute = kv_after_update == "recompute"
         self._record_routes = record_routes
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
-        self._eos = eos_token_ids(policy, tokenizer)
+        self._eos = eos_token_ids(policy, tokenizer) if eos is None else eos
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
         self._core: Core | PlainCore | None = None
 

@@ -1,6 +1,6 @@
 """The worker's program: `python -m asyncrl.generation.worker.main FD NODE`, started by exec, child of the node's process.
 
-It loads the form of the model, binds the parameters to the weight board, and serves the request queue with an engine: the one
+It builds the form of the model, binds the parameters to the weight board, and serves the request queue with an engine: the one
 that a node runs in `shared`, or vLLM's (`opening.py`); a lane for the closures, one owner task. The loop only moves messages while
 a closure runs.
 

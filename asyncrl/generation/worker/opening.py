@@ -12,11 +12,12 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import Config
 from asyncrl.generation.vllm.engine import Made, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
-from asyncrl.models.loading import load_reader, load_tokenizer_of
+from asyncrl.models.loading import load_tokenizer_of
 from asyncrl.models.outputs import TOKENS
 from asyncrl.models.parameters.layout import Layout
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
+from asyncrl.models.reading import Outline, open_reader
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 
@@ -44,13 +45,16 @@ async def open_serving(
     numbers["kv_after_update"] = config.engine.kv_after_update or "keep"
     if config.generation.engine == "vllm":
         return await _open_vllm(setup, config, lane, recorder, say, numbers)
-    say("loading the model")
-    path = ModelPath(**setup["path"])
-    policy, tokenizer = await lane.run(
-        lambda: load_reader(config.model, device, config.seed, path, setup["max_context"]), name="engine/load"
+    say("building the model")
+    path, form = ModelPath(**setup["path"]), setup["form"]
+    outline = await lane.run(lambda: Outline(config.model), name="engine/outline")
+    digest = outline.digest()
+    board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], digest), name="engine/board")
+    half = board.half(0 if board.version(0) is not None else 1)  # one that was written; it may be anew, meanwhile
+    policy = await lane.run(
+        lambda: open_reader(outline, half, form["rest"], path, setup["max_context"], config.seed), name="engine/load"
     )
-    layout = policy.weights.layout_digest()
-    board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], layout), name="engine/board")
+    tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = EmbeddedServing(
         policy,
         tokenizer,
@@ -59,6 +63,7 @@ async def open_serving(
         prefill_tokens=config.engine.prefill_tokens,
         record_routes=config.algorithm.router_replay,
         packs_ahead=setup["packs_ahead"],
+        eos=tuple(form["stop_ids"]),
         **numbers,
     )
     return Opened(engine, board)

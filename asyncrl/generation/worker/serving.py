@@ -55,7 +55,7 @@ class Serving(Protocol):
 
 
 class EmbeddedServing(EmbeddedEngine):
-    """`EmbeddedEngine` of a policy that was loaded to be served (models/loading.py, `load_reader`).
+    """`EmbeddedEngine` of a policy that reads the board (models/reading.py).
 
     packs_ahead: the packed weights of the next version are made beside those that are in use, which takes their memory twice; else
     the first products after a move make them.

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from ..native import library as native
 from .layout import Layout
 
-ALIGNMENT = 64  # elements: every parameter starts on a cache line in every dtype
-
 _BLOCK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in cache
 _VIEWS = 16  # made at a time: some 100 us
 
@@ -61,15 +59,11 @@ class FlatWeights:
 
     def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Tied parameters appear once in `named`."""
-        self.names = [name for name, _ in named]
+        layout = Layout.of(named)
         self.parameters = [p for _, p in named]
-        self.shapes = [tuple(p.shape) for p in self.parameters]
+        self.names, self.shapes, self.offsets = list(layout.names), list(layout.shapes), list(layout.offsets)
         self.numel = sum(p.numel() for p in self.parameters)
-        self.offsets: list[int] = []
-        self.size = 0  # elements of the buffer, padding included
-        for parameter in self.parameters:
-            self.offsets.append(self.size)
-            self.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        self.size = layout.size  # elements of the buffer, padding included
         self._generation = 0
         self._expected: tuple[Tensor, list[Tensor]] | None = None
 

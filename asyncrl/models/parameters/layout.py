@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+ALIGNMENT = 64  # elements: every parameter starts on a cache line in every dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,17 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     size: int
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, nn.Parameter]]) -> Self:
+        """One after the other, each from a multiple of `ALIGNMENT` on. Tied parameters appear once in `named`."""
+        names, shapes, offsets, size = list[str](), list[tuple[int, ...]](), list[int](), 0
+        for name, parameter in named:
+            names.append(name)
+            shapes.append(tuple(parameter.shape))
+            offsets.append(size)
+            size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(names), tuple(shapes), tuple(offsets), size)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
