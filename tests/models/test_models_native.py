@@ -288,13 +288,17 @@ def test_a_packed_weight_is_written_anew_as_torch_would_pack_it(
         assert copy.pieces > 10
 
 
-def test_a_layout_that_is_not_known_is_packed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["layout", "zeros", "rows"])
+def test_a_layout_that_is_not_known_is_packed_by_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not packing_works(torch.float32, torch.device("cpu")):
         pytest.skip("this torch does not pack weights here")
-    monkeypatch.setattr(
-        "asyncrl.models.parameters.reordered._blocks", lambda *shape: Blocks(16, 16)
-    )  # of another order
+    if why == "layout":
+        monkeypatch.setattr("asyncrl.models.parameters.reordered._KNOWN", (Blocks(16, 16), Blocks(96, 48)))
     weight, other = values(192, 96, dtype=torch.float32), values(192, 96, dtype=torch.float32, seed=1)
+    if why == "zeros":
+        weight[-64:] = 0
+    if why == "rows":  # all alike
+        weight[:] = weight[0].clone()
     copy = Reordered(weight)
     assert not copy.in_place and copy.pieces == 1
     assert len(list(copy.write_in_pieces(other))) == 1
