@@ -5,6 +5,7 @@
     write      copy into a half with a checksum for every bucket, over memcpy into the same half (the goal: at most 1.2)
     check      a reader's look at one bucket, the largest of all buckets' medians
     bind       the modules of a reader move to a half
+    pack       copies of all weights in oneDNN's layout: fresh ones by torch, and in the place of older ones (reordered.py)
     proof      what the trainer compares at every version before it writes, and in the half behind it
     refresh    bfloat16: from the masters to a half with its checksums, over a working copy (cast, then write), and with the working
                copy in the half (cast into it, then complete), as a run does it
@@ -27,6 +28,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.models.native import library
+from asyncrl.models.parameters.packed import packing_works
+from asyncrl.models.parameters.reordered import reorder
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.served import read_from_board
 from asyncrl.telemetry.machine import describe_cpu
@@ -55,6 +58,8 @@ def timed(call: Callable[[], object]) -> float:
 def measure(dtype: str, layers: int, repeat: int) -> None:
     trainer = PolicyModel(module_of(layers), dtype)
     served = PolicyModel(module_of(layers), dtype, served=True)
+    packer = PolicyModel(module_of(layers), dtype, served=True)  # nobody moves it
+    packer.make_room_ahead()
     weights, proof = trainer.weights, Proof(trainer)
     found: dict[str, list[float]] = {}
     with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
@@ -72,6 +77,11 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
                 "compare": lambda target=target: proof.compare(target, 0),
                 "bind": lambda half=half, turn=turn: read_from_board(served, reader.half(half), turn),
             }
+            if packing_works(trainer.dtype, trainer.device):
+                sides |= {
+                    "pack": lambda: [reorder(product.weight()) for product in trainer.products],
+                    "pack ahead": lambda half=half, turn=turn: list(packer.pack_ahead(reader.half(half), turn)),
+                }
             if trainer.flat.has_working_copy:
                 sides |= {
                     "cast": lambda: source.copy_(master),
@@ -95,6 +105,10 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
     print(f"  check  {max(checks):8.3f} ms   of one bucket; {sum(checks):.1f} ms of all")
     print(f"  bind   {median(found['bind']):8.2f} ms   {median(found['bind']) / median(found['memcpy']):.3f} x memcpy")
     print(f"  proof  {median(found['proof']):8.2f} ms   of the modules; {median(found['compare']):.2f} ms of the half")
+    if "pack" in found:
+        anew, ahead = median(found["pack"]), median(found["pack ahead"])
+        share = median(a / b for a, b in zip(found["pack ahead"], found["pack"], strict=True))
+        print(f"  pack   {anew:8.2f} ms   by torch; {ahead:.2f} ms in place, {share:.2f} of it")
     if "cast" in found:
         show_refresh({name: median(times) for name, times in found.items()})
 

@@ -49,6 +49,10 @@ class PolicyModel:
     new number are one closure on the lane (invariant 5b), which is `advance()` at its end.
     """
 
+    weights: FlatWeights
+    flat: FlatParameters
+    lora: LoraParameters | None = None
+
     def __init__(
         self,
         module: PreTrainedModel,
@@ -72,17 +76,11 @@ class PolicyModel:
         self.module = module
         self.dtype = DTYPES[dtype]
         self.version = 0
-        self.lora: LoraParameters | None = None
         if lora is not None and lora.rank:
             self.weights = FlatWeights(module, self.dtype)
-            self.flat: FlatParameters = LoraParameters(module, self.weights, lora, seed)
-            self.lora = self.flat
-        elif served:
-            self.flat = ServedParameters(module, self.dtype)
-            self.weights = self.flat
+            self.flat = self.lora = LoraParameters(module, self.weights, lora, seed)
         else:
-            self.flat = FlatParameters(module, self.dtype)
-            self.weights = self.flat
+            self.weights = self.flat = (ServedParameters if served else FlatParameters)(module, self.dtype)
         self.decoder = decoder_of(module)
         self.head = linear_head(module)
         embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
@@ -103,9 +101,10 @@ class PolicyModel:
             raise ConfigError(f"model.path: {type(module).__name__} has layers that the fused decoder does not know")
         self.path = path or (PACKED if self.fused is None else FUSED)
         self._ahead: int | None = None  # the version that was packed ahead, all of it
-        self._products = [self._head_product]
-        for layer in [] if self.fused is None else self.fused.layers:
-            self._products += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        self.products = [
+            self._head_product,
+            *(self.fused.products() if self.fused else ()),
+        ]  # all that read packed weights
         self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
         self.routing = (
             Routing.of(module) if self.path == PACKED else None
@@ -193,14 +192,14 @@ class PolicyModel:
     def packed_agrees(self, version: int) -> bool:
         """Whether packed copies of weights hold what the modules read now: all by a sample of what they were made of, and one of
         them, which `version` chooses (0: the head), by its output. On the lane."""
-        products = self._products
+        products = self.products
         return all(product.is_fresh() for product in products) and products[version % len(products)].agrees()
 
     def pack_ahead(self, buffer: Tensor, version: int) -> Iterator[None]:
         """All that can be made of the weights in `buffer`, which are `version`, before the modules are bound to it: packed copies
         and views. They go on with others meanwhile. In pieces, each on the lane."""
         self._ahead = None
-        for product in self._products:
+        for product in self.products:
             yield from product.pack_ahead(buffer)
         yield from self.weights.expect(buffer)
         self._ahead = version
@@ -208,7 +207,7 @@ class PolicyModel:
     def forget_ahead(self, but: int | None) -> None:
         """What was made ahead is not used, unless it is whole, and of version `but`."""
         if but is None or self._ahead != but:
-            for product in self._products:
+            for product in self.products:
                 product.forget_ahead()
         self._ahead = None
 
@@ -221,7 +220,7 @@ class PolicyModel:
     @property
     def pieces_ahead(self) -> int:
         """How many pieces the next `pack_ahead` takes."""
-        return sum(product.pieces_ahead for product in self._products) + self.weights.view_pieces
+        return sum(product.pieces_ahead for product in self.products) + self.weights.view_pieces
 
     def advance(self) -> int:
         """After the optimizer changed the masters: refresh the working copy and tick the version. Returns it."""

@@ -252,4 +252,4 @@ async def test_where_there_is_no_room_they_are_packed_after_the_move(boards: lis
             answer = await made.ask(version, 8)
             assert answer.versions.tolist() == [version] * 8
         assert PREPARE not in made.lane.names
-        assert all(product._other is None for product in made.engine.policy._products)
+        assert all(product._other is None for product in made.engine.policy.products)

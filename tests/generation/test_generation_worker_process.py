@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -71,7 +72,8 @@ def open_descriptors() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def used_before() -> None:
-    """uvloop keeps a pipe for signals as long as the process lives."""
+    """uvloop keeps a pipe for signals as long as the process lives, and earlier tests may have left boards to the collector."""
+    gc.collect()
     uvloop.run(asyncio.sleep(0))
 
 

@@ -136,12 +136,12 @@ def test_what_was_packed_ahead_is_used_after_the_move_and_not_before(
             if pieces % 3 == 0:
                 assert torch.equal(logprobs(served), before)
         assert pieces == expected and all(served.packed_agrees(turn) for turn in range(9))
-        copies = [product._other for product in served._products]
+        copies = [product._other for product in served.products]
         read_from_board(served, halves[half], version)
         assert torch.equal(logprobs(served), logprobs(trainer))
         assert all(served.packed_agrees(turn) for turn in range(9)) and served.weights.strays() == []
         if served._head_product._pack:
-            assert [product._copy for product in served._products] == copies  # none was made anew
+            assert [product._copy for product in served.products] == copies  # none was made anew
 
 
 def test_what_was_packed_ahead_of_something_else_is_not_used(boards: list[Board]) -> None:

@@ -31,7 +31,7 @@ from ..native import kernels
 from ..native.kernels import Scratch
 from ..native.norms import FusedRMSNorm
 from ..parameters.flat import FlatWeights
-from ..parameters.packed import packing_works
+from ..parameters.packed import JoinedLinear, packing_works
 from .layers import Layer, Norm, Rotation, RotationKind, kind_of, make_rotation, read_layer
 from .proof import listen, prove, repeats
 
@@ -91,6 +91,10 @@ class FusedDecoder:
                 return None
             layers.append(replace(layer, rotation=rotation))
         return cls(layers, norm, rotary, heard.multiplier)
+
+    def products(self) -> list[JoinedLinear]:
+        """Of all layers."""
+        return [product for each in self.layers for product in (each.qkv, each.out, each.gate_up, each.down)]
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Embedded tokens [T, E] at their positions -> final-normed hidden states [T, E]. Differentiable."""
