@@ -52,6 +52,7 @@ class PolicyModel:
     weights: FlatWeights
     flat: FlatParameters
     lora: LoraParameters | None = None
+    products: list[JoinedLinear]  # all that read packed weights
 
     def __init__(
         self,
@@ -101,10 +102,7 @@ class PolicyModel:
             raise ConfigError(f"model.path: {type(module).__name__} has layers that the fused decoder does not know")
         self.path = path or (PACKED if self.fused is None else FUSED)
         self._ahead: int | None = None  # the version that was packed ahead, all of it
-        self.products = [
-            self._head_product,
-            *(self.fused.products() if self.fused else ()),
-        ]  # all that read packed weights
+        self.products = [self._head_product] + (self.fused.products() if self.fused else [])
         self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
         self.routing = (
             Routing.of(module) if self.path == PACKED else None
