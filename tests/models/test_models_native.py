@@ -293,7 +293,7 @@ def test_a_layout_that_is_not_known_is_packed_by_torch(why: str, monkeypatch: py
     if not packing_works(torch.float32, torch.device("cpu")):
         pytest.skip("this torch does not pack weights here")
     if why == "layout":
-        monkeypatch.setattr("asyncrl.models.parameters.reordered._KNOWN", (Blocks(16, 16), Blocks(96, 48)))
+        monkeypatch.setattr("asyncrl.models.parameters.reordered.KNOWN_BLOCKS", (Blocks(16, 16), Blocks(96, 48)))
     weight, other = values(192, 96, dtype=torch.float32), values(192, 96, dtype=torch.float32, seed=1)
     if why == "zeros":
         weight[-64:] = 0

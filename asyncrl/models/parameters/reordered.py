@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
     words: int
 
 
-_KNOWN = tuple(Blocks(rows, words) for words in (16, 32) for rows in (64, 48, 32, 16))
+KNOWN_BLOCKS = tuple(Blocks(rows, words) for words in (16, 32) for rows in (64, 48, 32, 16))
 
 
 def reorder(weight_OI: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _blocks_of(tensor: Tensor, weight_OI: Tensor) -> Blocks | None:
         return None
     if torch.ops.mkldnn._nbytes(tensor) != weight_OI.nbytes:  # padded
         return None
-    fitting = [each for each in _KNOWN if rows % each.rows == 0 and words % each.words == 0]
+    fitting = [each for each in KNOWN_BLOCKS if rows % each.rows == 0 and words % each.words == 0]
     return next((each for each in fitting if _holds(tensor, weight_OI, each)), None)
 
 
