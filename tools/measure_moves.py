@@ -6,9 +6,9 @@
     late       as where there is no memory for that: the first step after the move writes them, in place
     fresh      the same by torch, without the native kernel
 
-Milliseconds of CPU time of the lane's thread, so that a busy machine shows less; `asyncrl bench overlap` has the wall time of a whole
-run. The longest gap between two tokens is from the end of a decode step to the end of the next one, between the announcement and the
-fourth step after the move.
+Milliseconds of CPU time of the lane's thread, so that a busy machine shows less; `asyncrl bench overlap` has the wall time of a
+whole run. The longest gap between two tokens is from the end of a decode step to the end of the next one, between the announcement
+and the fourth step after the move.
 """
 
 from __future__ import annotations
