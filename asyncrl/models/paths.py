@@ -2,7 +2,8 @@
 
 | path   | what computes a layer                                   | for                                                      |
 |--------|---------------------------------------------------------|----------------------------------------------------------|
-| fused  | our decoder layer, forward and backward written out     | the Llama, Qwen, Mistral, Gemma and Granite families     |
+| fused  | our decoder layer, forward and backward written out;    | the Llama, Qwen, Mistral, Gemma and Granite families;    |
+|        | of one with experts our half before the model's own     | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
 | packed | transformers' own modules around our attention          | whatever attends through transformers' interface         |
 | plain  | transformers' own forward and cache, row by row         | the rest: layers with a state, latent attention, ALiBi   |
 

@@ -104,9 +104,10 @@ class PolicyModel:
         self._ahead: int | None = None  # the version that was packed ahead, all of it
         self.products = [self._head_product] + (self.fused.products() if self.fused else [])
         self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
-        self.routing = (
-            Routing.of(module) if self.path == PACKED else None
-        )  # of experts; on other paths nobody asks routers
+        # Of experts; on the plain path nobody asks routers.
+        self.routing = Routing.of(module) if self.path in (FUSED, PACKED) else None
+        if self.fused is not None:
+            self.fused.routing = self.routing
         # Multiply-adds of one token's forward, attention's own left out: an embedding that is only looked up has none.
         looked_up = None if embedding.weight is self.head.weight else embedding.weight
         self.matmul_parameters = sum(p.numel() for p in self.weights.parameters if p.ndim >= 2 and p is not looked_up)

@@ -93,7 +93,7 @@ class Routing:
         self.current: Routes | None = None  # from a layer's attention to its router
         for number, (layer, router) in enumerate(routers):
             # The attention of a layer is computed again when its router is, and is handed the plan. Hooks of the layer itself
-            # are not called then.
+            # are not called then. (A fused layer calls its experts by `run`.)
             for child in layer.children():
                 if hasattr(child, "layer_idx"):
                     child.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -114,6 +114,14 @@ class Routing:
 
     def _clear(self, *_: Any) -> None:
         self.current = None
+
+    def run(self, experts: nn.Module, x: Tensor, routes: Routes | None) -> Any:
+        """`experts(x)`, whose router is told `routes`: where no attention of transformers is called that could tell it."""
+        self.current = routes
+        try:
+            return experts(x)
+        finally:
+            self.current = None
 
     def record(self, *, keep_logits: bool = False) -> Routes:
         """For one forward whose routers choose by themselves."""

@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.fused.decoder import FusedDecoder
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.probe import first_of_kind, probe_config
@@ -78,7 +79,7 @@ def measure_footprint(
     first = first_of_kind(module)
     try:
         policy, path = _few_layers(module, dtype, path, lora)
-        layers, rest = _measure_kept(policy, len(first), _row_length(policy.config))
+        layers, rest = _measure_kept(policy, _row_length(policy.config))
         cached = own_cache(module.config, dtype)
         if path.name == "plain":
             cached = _measure_cached(policy, first, _row_length(policy.config))
@@ -124,16 +125,12 @@ def _row_length(config: PretrainedConfig) -> int:
     return max(_ROW, *(size for size in given if isinstance(size, int)), 0)
 
 
-def _measure_kept(policy: PolicyModel, layers: int, row: int) -> tuple[list[Kept], Kept]:
+def _measure_kept(policy: PolicyModel, row: int) -> tuple[list[Kept], Kept]:
     """Of each of the few layers, and of the rest."""
     lengths = [row, 2 * row, 3 * row]
     found = [_kept_bytes(policy, length) for length in lengths]
     kinds = sorted({owner for sizes in found for owner in sizes} - {_HEAD})
     kept = {owner: _fit(lengths, [sizes.get(owner, 0) for sizes in found]) for owner in (*kinds, _HEAD)}
-    if policy.fused is not None:  # one node a layer, all of the same parts
-        count = len(policy.fused.layers)
-        one = Kept(kept[0].token / count, kept[0].score / count)
-        return [one] * max(count, layers), kept[_HEAD]
     return [kept[owner] for owner in kinds], kept[_HEAD]
 
 
@@ -172,30 +169,36 @@ def _kept_bytes(policy: PolicyModel, length: int) -> dict[int, int]:
 class _Owner:
     """Which layer computes now, and the storages that were handed to it beside its hidden states (masks, rotary tables)."""
 
-    def __init__(self, now: int) -> None:
-        self.now = now
+    def __init__(self, fused: FusedDecoder | None) -> None:
+        self._fused = fused
+        self.entered = _HEAD  # of transformers' own layers
         self.shared: set[int] = set()
+
+    @property
+    def now(self) -> int:
+        """Its number; `_HEAD` outside of them."""
+        if self._fused is None:
+            return self.entered
+        return _HEAD if self._fused.running is None else self._fused.running
 
 
 @contextmanager
 def _owners(policy: PolicyModel) -> Iterator[_Owner]:
-    owner = _Owner(_HEAD if policy.fused is None else 0)
+    owner = _Owner(policy.fused)
     handles = []
 
     def enter(number: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            owner.now = number
+            owner.entered = number
             owner.shared |= {each.untyped_storage().data_ptr() for each in _tensors((args[1:], kwargs))}
             owner.shared -= {each.untyped_storage().data_ptr() for each in _tensors(kwargs.get("hidden_states"))}
 
         return hook
 
     def leave(*_: Any) -> None:
-        owner.now = _HEAD
+        owner.entered = _HEAD
 
-    if policy.fused is not None:
-        handles.append(policy.fused.final_norm.register_forward_pre_hook(leave))
-    else:
+    if policy.fused is None:
         total = int(policy.config.get_text_config().num_hidden_layers)
         for stack in policy.decoder.modules():
             if isinstance(stack, nn.ModuleList) and len(stack) == total:

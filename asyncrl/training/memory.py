@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import ModelConfig, TrainConfig
 from asyncrl.models.attention.rows import fits
+from asyncrl.models.fused.layers import experts_of
 from asyncrl.models.head.logprobs import CHUNK_ROWS, KEEP_LOGITS
+from asyncrl.models.head.output import decoder_of
 from asyncrl.models.loading import adapter_sizes, describe_module, parameter_count
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
@@ -107,7 +110,8 @@ def _weight_bytes(
     layer = (parameters - embedding) // max(int(text.num_hidden_layers), 1)
     ends = embedding * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     packs = device == "cpu" and packing_works(DTYPES[model.dtype], torch.device("cpu"))
-    in_products = embedding + (parameters - ends if path == FUSED else 0)
+    own = parameters - ends - sum(experts_sizes(described))
+    in_products = embedding + (own if path == FUSED else 0)
     return {
         "masters": part * wide,
         "gradients": part * wide,
@@ -178,13 +182,21 @@ def _by_products(footprint: Footprint, lengths: Lengths) -> bool:
 
 
 def _largest_temporary(described: PreTrainedModel, path: ModelPath, narrow: int) -> int:
-    """Of the fused path none in float32: products add to the flat gradient. Else the largest weight's; that of the embedding,
-    where the model looks up by itself."""
+    """Of the fused path none in float32, but for experts: products add to the flat gradient. Else the largest weight's; that of the
+    embedding, where the model looks up by itself."""
     ends = {id(each.weight) for each in (described.get_input_embeddings(), described.get_output_embeddings()) if each}
     sizes = [p.numel() for p in described.parameters() if id(p) not in ends or path.name == "plain"]
     if path == FUSED:
-        return 0 if narrow >= 4 else 2 * max(sizes, default=0) * narrow
+        own = max(experts_sizes(described), default=0) if narrow >= 4 else 2 * max(sizes, default=0)
+        return own * narrow
     return max(sizes, default=0) * narrow
+
+
+def experts_sizes(described: PreTrainedModel) -> list[int]:
+    """Numbers of each parameter of the layers' experts, which a fused layer leaves to the model."""
+    blocks = getattr(decoder_of(described), "layers", None)
+    experts = [experts_of(block) for block in blocks] if isinstance(blocks, nn.ModuleList) else []
+    return [parameter.numel() for each in experts if each is not None for parameter in each.parameters()]
 
 
 def cache_bytes(footprint: Footprint, max_sequences: int, kv_positions: int) -> int:

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.core import Core
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.generation.worker.wire import read_sequence, sequence_plan
-from asyncrl.models.paths import PACKED
+from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.records.read import read
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
@@ -39,10 +39,10 @@ def mixture() -> PreTrainedModel:
     return module.eval()
 
 
-def opened(recompute: bool = False) -> tuple[Core, PolicyModel, PreTrainedModel]:
+def opened(recompute: bool = False, path: ModelPath = PACKED) -> tuple[Core, PolicyModel, PreTrainedModel]:
     module = mixture()
     plain = copy.deepcopy(module)
-    policy = PolicyModel(module, path=PACKED)
+    policy = PolicyModel(module, path=path)
     core = open_core(policy, **NUMBERS, recompute=recompute, record_routes=True)
     assert isinstance(core, Core)
     return core, policy, plain
@@ -79,8 +79,9 @@ def check(found: Generation, prompt: npt.NDArray[np.int32], plain: PreTrainedMod
     np.testing.assert_array_equal(routes[:-1], expected(plain, row)[:-1])
 
 
-def test_prompts_shared_prompts_and_completions_are_those_of_one_forward() -> None:
-    core, _, plain = opened()
+@pytest.mark.parametrize("path", (PACKED, FUSED), ids=str)
+def test_prompts_shared_prompts_and_completions_are_those_of_one_forward(path: ModelPath) -> None:
+    core, _, plain = opened(path=path)
     draw = np.random.default_rng(0)
     long, short = (draw.integers(0, 61, size).astype(np.int32) for size in (19, 3))
     longer = draw.integers(0, 61, 33).astype(np.int32)  # two prefills

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.paths import PACKED
+from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import RoutesShape, find_routers, require_routing
@@ -53,8 +53,13 @@ def module_of(family: str = "Qwen3Moe", **settings: Any) -> PreTrainedModel:
     return module
 
 
-def policy_of(family: str = "Qwen3Moe", dtype: str = "float64", **settings: Any) -> PolicyModel:
-    return PolicyModel(module_of(family, **settings), dtype, path=PACKED)
+BOTH_PATHS = pytest.mark.parametrize("path", (PACKED, FUSED), ids=str)
+
+
+def policy_of(
+    family: str = "Qwen3Moe", dtype: str = "float64", path: ModelPath = PACKED, **settings: Any
+) -> PolicyModel:
+    return PolicyModel(module_of(family, **settings), dtype, path=path)
 
 
 def hidden(policy: PolicyModel, routes: Routes | None = None) -> Tensor:
@@ -89,9 +94,10 @@ def gates(policy: PolicyModel) -> list[str]:
     return [name for name, _ in policy.flat.named_masters() if name.endswith(("gate.weight", "router.weight"))]
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_own_choice_given_again_changes_no_bit(family: str) -> None:
-    policy = policy_of(family, "float32")
+def test_the_own_choice_given_again_changes_no_bit(family: str, path: ModelPath) -> None:
+    policy = policy_of(family, "float32", path)
     assert policy.routing is not None and policy.routing.shape == RoutesShape(2, 2, 5)
     routes = recorded(policy)
     assert routes.shape == (12, 2, 2) and routes.dtype == np.int8
@@ -105,10 +111,11 @@ def test_the_own_choice_given_again_changes_no_bit(family: str) -> None:
     assert all(torch.equal(own[name], replayed[name]) for name in own)
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize("family", ("Qwen3Moe", "Mixtral"))
-def test_what_is_recorded_is_what_transformers_says(family: str) -> None:
+def test_what_is_recorded_is_what_transformers_says(family: str, path: ModelPath) -> None:
     untouched = module_of(family).eval()
-    routes = recorded(policy_of(family, "float32"))
+    routes = recorded(policy_of(family, "float32", path))
     with torch.no_grad():
         logits = untouched(input_ids=TOKENS[None], output_router_logits=True).router_logits
     expected = torch.stack([each.softmax(-1).topk(2).indices for each in logits], 1)
@@ -132,8 +139,9 @@ def mixture(block: nn.Module, index_Tk: Tensor) -> Any:
     return forward
 
 
-def test_gradients_are_those_of_gathered_scores() -> None:
-    policy, other = policy_of(), policy_of()
+@BOTH_PATHS
+def test_gradients_are_those_of_gathered_scores(path: ModelPath) -> None:
+    policy, other = policy_of(path=path), policy_of()
     routes = np.random.default_rng(0).permuted(np.tile(np.arange(5, dtype=np.int8), (12, 2, 1)), axis=2)[..., :2]
     for number, layer in enumerate(layers_of(other)):
         layer.mlp.forward = mixture(layer.mlp, torch.from_numpy(routes[:, number].astype(np.int64)))
@@ -143,8 +151,9 @@ def test_gradients_are_those_of_gathered_scores() -> None:
     assert len(gates(policy)) == 2 and all(found[name].abs().sum() > 1 for name in gates(policy))
 
 
-def test_other_scores_leave_the_selection_and_change_the_weights() -> None:
-    policy = policy_of("GptOss", "float32")
+@BOTH_PATHS
+def test_other_scores_leave_the_selection_and_change_the_weights(path: ModelPath) -> None:
+    policy = policy_of("GptOss", "float32", path)
     routes = recorded(policy)
     with torch.no_grad():
         before = hidden(policy, given(policy, routes))
@@ -160,8 +169,9 @@ def test_other_scores_leave_the_selection_and_change_the_weights() -> None:
     assert not torch.allclose(before, after)
 
 
-def test_rows_that_are_missing_are_the_routers_own() -> None:
-    policy = policy_of()
+@BOTH_PATHS
+def test_rows_that_are_missing_are_the_routers_own(path: ModelPath) -> None:
+    policy = policy_of(path=path)
     with torch.no_grad():
         native, own = hidden(policy), recorded(policy)
         routes = own.copy()
@@ -195,9 +205,10 @@ def test_routes_are_told_as_narrow_as_they_came_and_are_not_copied() -> None:
     assert found.dtype == torch.int64 and (found == torch.tensor([1, 0])).all()
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize("missing", (False, True))
-def test_layers_that_are_computed_again_choose_the_same(missing: bool) -> None:
-    policy, plain = policy_of(), policy_of()
+def test_layers_that_are_computed_again_choose_the_same(missing: bool, path: ModelPath) -> None:
+    policy, plain = policy_of(path=path), policy_of(path=path)
     policy.enable_checkpointing()
     routes = (recorded(policy) + 1) % 5
     routes[::3] = -1 if missing else routes[::3]
@@ -210,16 +221,17 @@ def test_layers_that_are_computed_again_choose_the_same(missing: bool) -> None:
     assert policy.routing is not None and policy.routing.current is None
 
 
-def test_nothing_stays_after_an_error_and_two_instances_share_nothing() -> None:
-    policy = policy_of()
-    other = PolicyModel(copy.deepcopy(policy.module), "float64", path=PACKED)
+@BOTH_PATHS
+def test_nothing_stays_after_an_error_and_two_instances_share_nothing(path: ModelPath) -> None:
+    policy = policy_of(path=path)
+    other = PolicyModel(copy.deepcopy(policy.module), "float64", path=path)
     routes = (recorded(policy) + 1) % 5
     native = hidden(policy).detach()
 
     def fail(*_: Any) -> None:
         raise RuntimeError("in the middle of a layer")
 
-    handle = layers_of(policy)[1].post_attention_layernorm.register_forward_pre_hook(fail)
+    handle = layers_of(policy)[1].mlp.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         hidden(policy, given(policy, routes))
     handle.remove()

@@ -16,6 +16,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BloomConfig,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -37,6 +38,7 @@ from asyncrl.generation.embedded import plain_core, plans
 from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
 from asyncrl.models.attention.interface import AttentionTerms
+from asyncrl.models.fused.decoder import FusedDecoder
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import build_probe
@@ -62,6 +64,14 @@ def llama(**changes: Any) -> PreTrainedModel:
     return built(LlamaConfig(**(GATED | changes)))
 
 
+def gpt_oss() -> PreTrainedModel:
+    model = built(GptOssConfig(**GATED, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8))
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(parameter)
+    return model
+
+
 def stateful() -> PreTrainedModel:
     return built(Lfm2Config(**GATED, layer_types=["conv", "full_attention"]))
 
@@ -71,6 +81,7 @@ def stateful() -> PreTrainedModel:
 
 def test_the_first_path_that_agrees_is_used() -> None:
     assert check_model(llama()).path == FUSED
+    assert check_model(gpt_oss()).path == FUSED
     assert check_model(llama(hidden_act="relu")).path == PACKED
     assert check_model(built(BloomConfig(**SMALL))).path in PLAIN
     assert check_model(stateful()).path in PLAIN
@@ -326,6 +337,31 @@ def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
     return built(MixtralConfig(**GATED, num_local_experts=4, router_jitter_noise=0.3))
 
 
+def break_wide_window(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """As `break_mask`, in front of experts."""
+    break_mask(patch)
+    return gpt_oss()
+
+
+def break_sinks(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """Heads have each other's sinks."""
+    within = AttentionTerms.within
+
+    def wrong(self: AttentionTerms, longest: int) -> AttentionTerms:
+        terms = within(self, longest)
+        return terms if terms.sinks is None else replace(terms, sinks=terms.sinks.flip(0))
+
+    patch.setattr(AttentionTerms, "within", wrong)
+    return gpt_oss()
+
+
+def break_experts(patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """Experts are given what is not normed."""
+    add = FusedDecoder._add_experts
+    patch.setattr(FusedDecoder, "_add_experts", lambda self, layer, x, normed, plan: add(self, layer, x, x, plan))
+    return gpt_oss()
+
+
 @pytest.mark.parametrize(
     ("broken", "path", "what"),
     [
@@ -337,6 +373,11 @@ def break_mode(patch: pytest.MonkeyPatch) -> PreTrainedModel:
         (break_leaving, PLAIN[0], "sampler"),
         (break_groups, FUSED, "sampler"),
         (break_mode, PACKED, "logprobs"),
+        (break_mode, FUSED, "logprobs"),
+        (break_wide_window, FUSED, "logprobs"),
+        (break_wide_window, FUSED, "sampler"),
+        (break_sinks, FUSED, "logprobs"),
+        (break_sinks, FUSED, "sampler"),
     ],
 )
 def test_what_is_made_wrong_on_purpose_is_caught(
@@ -350,6 +391,29 @@ def test_what_is_made_wrong_on_purpose_is_caught(
     with monkeypatch.context() as patch:
         model = broken(patch)
     assert check_model(model, checkpointing=True, paths=[path]).path == path  # it was that, and nothing else
+
+
+def test_experts_that_are_run_otherwise_than_by_the_model_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Already the proof of a layer says so."""
+    with monkeypatch.context() as patch:
+        model = break_experts(patch)
+        verdict = check_model(model, paths=[FUSED, PACKED])
+    assert "the fused decoder does not know" in verdict.results[0].reason and verdict.path == PACKED
+    assert check_model(model, paths=[FUSED, PACKED]).path == FUSED
+
+
+@pytest.mark.parametrize("lost", ["experts", "attention"])
+def test_a_gradient_that_is_lost_around_experts_is_caught(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    add = FusedDecoder._add_experts
+    back = FusedDecoder.attend_backward
+    if lost == "experts":
+        monkeypatch.setattr(FusedDecoder, "_add_experts", lambda *given: add(*given[:3], given[3].detach(), given[4]))
+    else:
+        monkeypatch.setattr(FusedDecoder, "attend_backward", lambda *given: 0.9 * back(*given))
+    verdict = check_model(gpt_oss())
+    distance = verdict.results[0].distance
+    assert distance is not None and distance.logprobs < 1e-5 and distance.gradients > 100 * RELATIVE
+    assert verdict.path == PACKED
 
 
 def test_a_gradient_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +430,11 @@ def test_a_gradient_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 # -- with what else a run asks for --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [llama, stateful, lambda: built(BloomConfig(**SMALL))], ids=["llama", "lfm2", "bloom"])
+@pytest.mark.parametrize(
+    "make",
+    [llama, gpt_oss, stateful, lambda: built(BloomConfig(**SMALL))],
+    ids=["llama", "gpt-oss", "lfm2", "bloom"],
+)
 @pytest.mark.parametrize(
     "more", [{"lora": LoraConfig(rank=2, alpha=4)}, {"checkpointing": True}], ids=["lora", "checkpoints"]
 )
@@ -376,6 +444,7 @@ def test_adapters_and_checkpointing_are_compared_too(make: Callable[[], PreTrain
 
 def test_a_model_cut_over_ranks_needs_the_packed_path() -> None:
     assert check_model(llama(), sharded=True).path == FUSED
+    assert check_model(gpt_oss(), sharded=True).path == FUSED
     verdict = check_model(stateful(), sharded=True)
     assert all(result.path.name != "plain" for result in verdict.results)
     with pytest.raises(ConfigError, match="is refused"):

@@ -22,7 +22,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.embedded.engine import open_core
-from asyncrl.models.paths import PACKED
+from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.training.balance import METRIC, balance_of
@@ -31,13 +31,14 @@ from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import FinishReason, GenerationRequest, Group, Microbatch, SamplingParams, Trajectory
 
 COEFFICIENT = 0.5  # of the tiny model
+BOTH_PATHS = pytest.mark.parametrize("path", (PACKED, FUSED), ids=str)
 
 
-def trainer(dtype: str = "float64", balance: bool = True, **options: Any) -> TorchTrainer:
+def trainer(dtype: str = "float64", balance: bool = True, path: ModelPath = PACKED, **options: Any) -> TorchTrainer:
     module = tiny_module("moe")
     module.config.output_router_logits = balance
     config = TrainConfig(grad_clip=None, **options.pop("train", {}))
-    return TorchTrainer(PolicyModel(module, dtype, path=PACKED), config, max_completion_length=MAX_LENGTH, **options)
+    return TorchTrainer(PolicyModel(module, dtype, path=path), config, max_completion_length=MAX_LENGTH, **options)
 
 
 def gradient(
@@ -84,9 +85,11 @@ def balance_by_transformers(sequences: bool) -> tuple[dict[str, torch.Tensor], f
     return {name: none if p.grad is None else p.grad for name, p in module.named_parameters()}, float(total.detach())
 
 
-@pytest.mark.parametrize("name", ("dapo", "grpo", "dr_grpo"))
-def test_experts_are_balanced_alike_however_a_step_is_split(name: str) -> None:
-    loss, core, other = build_loss(name), trainer(), trainer(balance=False)
+@pytest.mark.parametrize(
+    ("name", "path"), (("dapo", PACKED), ("grpo", PACKED), ("dr_grpo", PACKED), ("grpo", FUSED)), ids=str
+)
+def test_experts_are_balanced_alike_however_a_step_is_split(name: str, path: ModelPath) -> None:
+    loss, core, other = build_loss(name), trainer(path=path), trainer(balance=False, path=path)
     state = core.state_dict()
     kept = {key: {n: v.clone() for n, v in state[key].items()} for key in ("masters",)}
     whole = [0] * SEQUENCES
@@ -147,9 +150,10 @@ class Heard:
         return LOSS(inputs)
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize("checkpointing", (False, True))
-def test_old_logprobs_and_training_replay_and_the_reference_does_not(checkpointing: bool) -> None:
-    core = trainer(needs_reference=True, train={"gradient_checkpointing": checkpointing})
+def test_old_logprobs_and_training_replay_and_the_reference_does_not(checkpointing: bool, path: ModelPath) -> None:
+    core = trainer(path=path, needs_reference=True, train={"gradient_checkpointing": checkpointing})
     (native,) = split([0] * SEQUENCES)
     batch = with_routes(native)
     old, entropies = core.compute_logprobs(batch), core.compute_entropies(batch)
@@ -199,9 +203,10 @@ def sampled(core: TorchTrainer, lengths: tuple[int, ...]) -> Group:
     return replace(group, trajectories=tuple(found[i] for i in range(len(slots))))
 
 
-def test_what_was_sampled_is_trained_with_the_same_logprobs() -> None:
+@BOTH_PATHS
+def test_what_was_sampled_is_trained_with_the_same_logprobs(path: ModelPath) -> None:
     """Float32, the same weights, other products: a whole tree at once instead of a token at a time. Prompts are shared."""
-    core = trainer("float32")
+    core = trainer("float32", path=path)
     group = sampled(core, (9, 12, 4))
     (batch,) = pack_groups([(group, [0.0] * 3)], 1000)
     assert batch.routes is not None and batch.routes.dtype == np.int8

@@ -2,14 +2,15 @@
 
     x -> norm -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) + x
       -> norm -> [gate up] -> silu or gelu of gate * up -> down -> (norm) +
+                 experts: the model's own module, through autograd
 
 transformers' own forward makes three products where one does, a fresh buffer for every elementwise result, and a graph of
 some thirty nodes a layer. Here a layer is one autograd node: it keeps the inputs of both halves, q/k/v, the attention's
 output and gate/up, computes again what is cheap, and adds weight gradients straight into the flat buffer. Sampling and
-training run the same code.
+training run the same code. Of a layer with experts the node ends with the norm before them.
 
-`FusedDecoder.of` takes a model only if its layers consist of known parts alone (fused_layers.py) *and* one of each kind was
-proved to compute the same numbers (fused_proof.py); every other architecture goes on through transformers, correct if
+`FusedDecoder.of` takes a model only if its layers consist of known parts alone (layers.py) *and* one of each kind was
+proved to compute the same numbers (proof.py); every other architecture goes on through transformers, correct if
 slower. The modules stay what they are: weights, names and files are untouched.
 
 Shape legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head size, F size of the MLP.
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..attention.interface import AttentionPlan
@@ -29,10 +31,11 @@ from ..attention.tree import TreePlan
 from ..head.output import decoder_of
 from ..native import kernels
 from ..native.kernels import Scratch
-from ..native.norms import FusedRMSNorm
+from ..native.norms import FusedRMSNorm, rms_norm
 from ..parameters.flat import FlatWeights
 from ..parameters.packed import JoinedLinear, packing_works
-from .layers import Layer, Norm, Rotation, RotationKind, kind_of, make_rotation, read_layer
+from ..routing import Routing
+from .layers import Layer, Mlp, Norm, Rotation, RotationKind, kind_of, make_rotation, read_layer
 from .proof import listen, prove, repeats
 
 
@@ -43,10 +46,10 @@ class _Kept(NamedTuple):
     attended: Tensor  # [T, H, D]
     lse: Tensor  # [T, H]; the weights of short rows where the plan goes by products: what `TreePlan.forward` gave
     middle: Tensor  # [T, E], after the attention half
-    gate_up: Tensor  # [T, 2F]
     raw: Tensor | None  # [T, (H + K) D] before the norms of queries and keys
     added: Tensor | None  # [T, E] what attention adds, before its norm
-    added_last: Tensor | None  # [T, E] what the MLP adds, before its norm
+    gate_up: Tensor | None = None  # [T, 2F]; None: of the attention half alone
+    added_last: Tensor | None = None  # [T, E] what the MLP adds, before its norm
 
 
 class FusedDecoder:
@@ -61,6 +64,8 @@ class FusedDecoder:
         self.rotations = list(dict.fromkeys(layer.rotation for layer in layers))
         self.scratch = Scratch()
         self.checkpointing = False
+        self.routing: Routing | None = None  # whose routers are told what to choose
+        self.running: int | None = None  # the layer that computes in a forward
 
     @classmethod
     def of(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
@@ -94,36 +99,76 @@ class FusedDecoder:
 
     def products(self) -> list[JoinedLinear]:
         """Of all layers."""
-        return [product for each in self.layers for product in (each.qkv, each.out, each.gate_up, each.down)]
+        return [product for layer in self.layers for product in layer.products]
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Embedded tokens [T, E] at their positions -> final-normed hidden states [T, E]. Differentiable."""
         rotations = {kind: self._rotation(kind, rows_TE, positions_T) for kind in self.rotations}
         x = rows_TE if self.multiplier == 1 else rows_TE * self.multiplier
         for layer in self.layers:
-            if torch.is_grad_enabled():
-                x = _FusedLayer.apply(x, self, layer, plan, rotations[layer.rotation])
+            self.running = layer.number
+            rotation = rotations[layer.rotation]
+            if not torch.is_grad_enabled():
+                x = self.compute(layer, x, plan, rotation)
+            elif isinstance(layer.mlp, Mlp):
+                x = _FusedLayer.apply(x, self, layer, plan, rotation)
+            elif self.checkpointing:
+                given = layer, cast(TreePlan, plan), rotation
+                x = checkpoint(self._before_experts, x, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, _ = self.forward(layer, x, plan, rotations[layer.rotation], keep=False)
+                x = self._before_experts(x, layer, cast(TreePlan, plan), rotation)
+        self.running = None
         result: Tensor = self.final_norm(x)
         return result
 
     def _rotation(self, kind: RotationKind, rows_TE: Tensor, positions_T: Tensor) -> Rotation:
         rotary = None
         if kind.rotary is not None:
-            arguments, named = kind.rotary
-            rotary = self.rotary(rows_TE.unsqueeze(0), positions_T.unsqueeze(0), *arguments, **dict(named))
+            call = kind.rotary
+            rotary = self.rotary(rows_TE.unsqueeze(0), positions_T.unsqueeze(0), *call.arguments, **dict(call.named))
         return make_rotation(kind, rotary, positions_T, rows_TE)
 
     def compute(self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation) -> Tensor:
         """One layer without a graph: [T, E] -> [T, E]."""
-        return self.forward(layer, x, plan, rotation, keep=False)[0]
+        if isinstance(layer.mlp, Mlp):
+            return self.forward(layer, x, plan, rotation, keep=False)[0]
+        middle, _ = self.attend(layer, x, plan, rotation, keep=False)
+        return self._add_experts(layer, middle, self._normed(layer.mlp_norm, middle), plan)
+
+    def _before_experts(self, x: Tensor, layer: Layer, plan: TreePlan, rotation: Rotation) -> Tensor:
+        middle, normed = _FusedAttention.apply(x, self, layer, plan, rotation)
+        return self._add_experts(layer, middle, normed, plan)
+
+    def _add_experts(self, layer: Layer, middle: Tensor, normed: Tensor, plan: AttentionPlan) -> Tensor:
+        """`middle` and what the model's own module makes of `normed`, [T, E] each, in a tensor of its own: what a module gives may
+        be what it was given."""
+        experts = cast(nn.Module, layer.mlp)
+        if self.routing is None:
+            found = experts(normed.unsqueeze(0))
+        else:
+            found = self.routing.run(experts, normed.unsqueeze(0), plan.routes)
+        branch: Tensor = (found[0] if isinstance(found, tuple) else found).squeeze(0)
+        norm = layer.output_norm
+        if norm is not None:
+            branch = rms_norm(branch, norm.weight, norm.eps, norm.offset)
+        return torch.add(middle, branch, alpha=layer.multiplier)
 
     def forward(
         self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
     ) -> tuple[Tensor, _Kept | None]:
         """One layer: [T, E] -> [T, E], and what its backward needs."""
-        tokens = x.shape[0]
+        mlp = cast(Mlp, layer.mlp)
+        middle, kept = self.attend(layer, x, plan, rotation, keep)
+        gate_up = mlp.gate_up(self._normed(layer.mlp_norm, middle))
+        active = self.scratch.take("active", x.shape[0], gate_up.shape[1] // 2, x)
+        kernels.gated(gate_up, active, mlp.activation)
+        out, added_last = _add(layer, layer.output_norm, mlp.down(active), middle)
+        return out, None if kept is None else kept._replace(gate_up=gate_up, added_last=added_last)
+
+    def attend(
+        self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
+    ) -> tuple[Tensor, _Kept | None]:
+        """The half before the MLP: [T, E] -> [T, E], and what its backward needs."""
         qkv = layer.qkv(self._normed(layer.input_norm, x))
         raw = self._rotate(layer, qkv, rotation, keep)
         q, k, v = _split(layer, qkv)
@@ -131,12 +176,8 @@ class FusedDecoder:
             attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
         else:
             attended = plan.attend(layer.number, q, k, v, layer.scaling, layer.terms)
-        middle, added = _add(layer, layer.attention_norm, layer.out(attended.reshape(tokens, -1)), x)
-        gate_up = layer.gate_up(self._normed(layer.mlp_norm, middle))
-        active = self.scratch.take("active", tokens, gate_up.shape[1] // 2, x)
-        kernels.gated(gate_up, active, layer.activation)
-        out, added_last = _add(layer, layer.output_norm, layer.down(active), middle)
-        return out, _Kept(qkv, attended, lse, middle, gate_up, raw, added, added_last) if keep else None
+        middle, added = _add(layer, layer.attention_norm, layer.out(attended.reshape(x.shape[0], -1)), x)
+        return middle, _Kept(qkv, attended, lse, middle, raw, added) if keep else None
 
     def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
         return x if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
@@ -169,19 +210,25 @@ class FusedDecoder:
         self, layer: Layer, x: Tensor, kept: _Kept, grad: Tensor, plan: TreePlan, rotation: Rotation
     ) -> Tensor:
         """Gradient of the layer's output [T, E] -> that of its input, fresh; weight gradients are added where they belong."""
-        scratch, (tokens, width) = self.scratch, x.shape
-        size = kept.gate_up.shape[1] // 2
+        scratch, mlp, gate_up = self.scratch, cast(Mlp, layer.mlp), cast(Tensor, kept.gate_up)
+        tokens, size = x.shape[0], gate_up.shape[1] // 2
         active = scratch.take("active", tokens, size, x)
         inner = scratch.take("inner", tokens, size, x)
         own = self._into_branch(layer, layer.output_norm, grad, kept.added_last)
-        torch.mm(own, layer.down.weight(), out=inner)
-        kernels.gated_backward_(kept.gate_up, inner, active, scratch, layer.activation)
-        layer.down.add_gradient(own, active)
-        below = scratch.take("below", tokens, width, x)
-        layer.gate_up.backward(kept.gate_up, self._normed(layer.mlp_norm, kept.middle), below)
+        torch.mm(own, mlp.down.weight(), out=inner)
+        kernels.gated_backward_(gate_up, inner, active, scratch, mlp.activation)
+        mlp.down.add_gradient(own, active)
+        below = scratch.take("below", tokens, x.shape[1], x)
+        mlp.gate_up.backward(gate_up, self._normed(layer.mlp_norm, kept.middle), below)
         through = grad.clone()
         _through_norm(layer.mlp_norm, below, kept.middle, through)
+        return self.attend_backward(layer, x, kept, through, plan, rotation)
 
+    def attend_backward(
+        self, layer: Layer, x: Tensor, kept: _Kept, through: Tensor, plan: TreePlan, rotation: Rotation
+    ) -> Tensor:
+        """The same of `attend`. `through`: the gradient of what it gave, contiguous, which becomes that of its input."""
+        scratch, tokens = self.scratch, x.shape[0]
         own = self._into_branch(layer, layer.attention_norm, through, kept.added)
         flat = kept.attended.view(tokens, -1)
         grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
@@ -191,6 +238,7 @@ class FusedDecoder:
         grad = grad_attended.view(kept.attended.shape)
         plan.backward(grad, saved, layer.scaling, targets, layer.terms, layer.sinks_gradient)
         self._rotate_back(layer, grad_qkv, kept.raw, rotation)
+        below = scratch.take("below", tokens, x.shape[1], x)
         layer.qkv.backward(grad_qkv, self._normed(layer.input_norm, x), below)
         _through_norm(layer.input_norm, below, x, through)
         return through
@@ -234,6 +282,29 @@ class _FusedLayer(torch.autograd.Function):
         decoder, layer, plan, rotation = ctx.rest
         kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, rotation, keep=True)[1]
         return decoder.backward(layer, x, kept, grad.contiguous(), plan, rotation), None, None, None, None
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What comes before experts: [T, E] -> the residual stream [T, E], and the same normed [T, E]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        middle, kept = decoder.attend(layer, x, plan, rotation, keep=True)
+        norm = layer.mlp_norm
+        normed = middle.clone() if norm is None else norm(middle, torch.empty_like(middle))
+        ctx.save_for_backward(x, *(kept or ()))
+        ctx.rest = decoder, layer, plan, rotation
+        return middle, normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, below: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = ctx.saved_tensors
+        decoder, layer, plan, rotation = ctx.rest
+        kept, through = _Kept(*saved), grad.clone(memory_format=torch.contiguous_format)
+        _through_norm(layer.mlp_norm, below.contiguous(), kept.middle, through)
+        return decoder.attend_backward(layer, x, kept, through, plan, rotation), None, None, None, None
 
 
 def _add(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,6 +9,8 @@ layer is one that is known here, and what it answers is a hypothesis, which `fus
     four norms         around both: Gemma-2, Gemma-3
     q_norm, k_norm     of each head: Qwen3, Gemma-3; of all heads together: OLMo-2
     one matrix         for q, k and v, and for gate and up: Phi-3
+    sinks              one more score of each head: gpt-oss
+    experts            in the place of the MLP: gpt-oss, Qwen2-MoE and Qwen3-MoE, Mixtral, OLMoE; called as the model calls them
 
 Shape legend: E hidden size, H query heads, K key/value heads, D head size, F size of the MLP, N rows, T packed
 tokens, R numbers of a head that rotary turns.
@@ -72,10 +74,14 @@ class Norm:
 
 
 class RotaryCall(NamedTuple):
-    """What a model hands to its rotary embedding beside hidden states and positions: Gemma-3, the type of the layer."""
+    """What a model hands to its rotary embedding beside hidden states and positions: Gemma-3, the type of the layer.
+
+    doubled: whether the tables that it is given hold each angle twice (gpt-oss: once).
+    """
 
     arguments: tuple[Any, ...] = ()
     named: tuple[tuple[str, Any], ...] = ()
+    doubled: bool = True
 
 
 class RotationKind(NamedTuple):
@@ -101,15 +107,24 @@ class Rotation(NamedTuple):
 def make_rotation(
     kind: RotationKind, rotary: tuple[Tensor, Tensor] | None, positions_T: Tensor, like: Tensor
 ) -> Rotation:
-    """`rotary`: cos and sin [1, T, R], whose halves hold the same. Numbers in the dtype of `like`."""
+    """`rotary`: cos and sin [1, T, R], or [1, T, R / 2] where each angle is in them once. Numbers in the dtype of `like`."""
     cos = sin = scale = None
-    if rotary is not None:
-        half = rotary[0].shape[-1] // 2
-        cos, sin = (part[0, :, :half].contiguous() for part in rotary)
+    if rotary is not None and kind.rotary is not None:
+        angles = rotary[0].shape[-1] // (2 if kind.rotary.doubled else 1)
+        cos, sin = (part[0, :, :angles].contiguous() for part in rotary)
     if kind.query_scaling is not None:
         beta, length = kind.query_scaling
         scale = (1 + beta * torch.log(1 + torch.floor(positions_T / length))).to(like.dtype)
     return Rotation(cos, sin, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """`down(activation(gate) * up)`."""
+
+    gate_up: JoinedLinear
+    activation: str
+    down: JoinedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +139,7 @@ class Layer:
     out: JoinedLinear
     attention_norm: Norm | None  # of what attention adds
     mlp_norm: Norm | None
-    gate_up: JoinedLinear
-    activation: str
-    down: JoinedLinear
+    mlp: Mlp | nn.Module  # a module: the model's own, of experts
     output_norm: Norm | None  # of what the MLP adds
     multiplier: float  # of what either adds
     heads: int
@@ -136,6 +149,11 @@ class Layer:
     terms: AttentionTerms
     sinks_gradient: Tensor | None
     rotation: RotationKind
+
+    @property
+    def products(self) -> tuple[JoinedLinear, ...]:
+        """Those that are ours."""
+        return (self.qkv, self.out, *((self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, Mlp) else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +168,25 @@ class Heard:
     terms: AttentionTerms
 
 
+class _MlpParts(NamedTuple):
+    gate_up: list[Any]
+    down: Any
+    activation: str
+
+
 class _Parts(NamedTuple):
     qkv: list[Any]
     out: Any
-    gate_up: list[Any]
-    down: Any
+    mlp: _MlpParts | nn.Module
     norms: list[Any]  # as in _NORMS
     head_norms: list[Any]  # none, or of queries and of keys
-    activation: str
     rooms: list[nn.Module]  # the layer, its halves, the activation: whatever holds no parameter itself
 
     def own(self) -> list[Any]:
-        """All that may hold a parameter."""
+        """All that may hold a parameter, experts left out."""
         norms = [norm for norm in (*self.norms, *self.head_norms) if norm is not None]
-        return [*self.qkv, self.out, *self.gate_up, self.down, *norms]
+        mlp = [*self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, _MlpParts) else []
+        return [*self.qkv, self.out, *mlp, *norms]
 
 
 def read_layer(
@@ -174,6 +197,7 @@ def read_layer(
     sinks = heard.terms.sinks
     if parts is None or settings_of(block) is None or not _accounts_for(block, parts, sinks, index):
         return None
+    mlp = parts.mlp
     attention: Any = block.self_attn
     sizes = _head_sizes(attention, parts)
     if sizes is None:
@@ -200,9 +224,7 @@ def read_layer(
         out=joined(parts.out),
         attention_norm=norm(behind),
         mlp_norm=norm(mlp_before),
-        gate_up=joined(*parts.gate_up),
-        activation=parts.activation,
-        down=joined(parts.down),
+        mlp=Mlp(joined(*mlp.gate_up), mlp.activation, joined(mlp.down)) if isinstance(mlp, _MlpParts) else mlp,
         output_norm=norm(mlp_behind),
         multiplier=float(getattr(block, "residual_multiplier", 1.0)),
         heads=heads,
@@ -217,34 +239,59 @@ def read_layer(
 
 def _find_parts(block: nn.Module) -> _Parts | None:
     """By name and class."""
-    attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
-    if not isinstance(attention, nn.Module) or not isinstance(mlp, nn.Module):
+    attention, mlp = getattr(block, "self_attn", None), _mlp_of(block)
+    if not isinstance(attention, nn.Module) or mlp is None:
         return None
-    qkv = _present(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
-    gate_up = _present(mlp, "gate_up_proj", "gate_proj", "up_proj")
-    out, down = _present(attention, "o_proj"), _present(mlp, "down_proj")
+    qkv, out = _present(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), _present(attention, "o_proj")
     norms = next((found for names in _NORMS if (found := _norms(block, names)) is not None), None)
     head_norms = _present(attention, "q_norm", "k_norm")
-    functions = _present(mlp, "act_fn", "activation_fn")
-    counted = (len(qkv), len(gate_up), len(out), len(down), len(functions), len(head_norms))
-    if norms is None or counted not in {(q, g, 1, 1, 1, n) for q in (1, 3) for g in (1, 2) for n in (0, 2)}:
+    experts = experts_of(block)
+    half = _find_mlp(mlp) if experts is None else experts
+    if norms is None or half is None or len(qkv) not in (1, 3) or len(out) != 1 or len(head_norms) not in (0, 2):
+        return None
+    if not _are_linear(qkv, out) or not all(isinstance(norm, FusedRMSNorm) for norm in head_norms):
+        return None
+    rooms = [block, attention, *((mlp, *_activations(mlp)[0].modules()) if experts is None else ())]
+    return _Parts(qkv, out[0], half, norms, head_norms, rooms)
+
+
+def _mlp_of(block: nn.Module) -> nn.Module | None:
+    found = _present(block, "mlp", "block_sparse_moe")
+    return found[0] if len(found) == 1 and isinstance(found[0], nn.Module) else None
+
+
+def experts_of(block: nn.Module) -> nn.Module | None:
+    """What a layer has in the place of an MLP, where that has experts."""
+    mlp = _mlp_of(block)
+    return mlp if mlp is not None and any("expert" in name for name, _ in mlp.named_modules()) else None
+
+
+def _find_mlp(mlp: nn.Module) -> _MlpParts | None:
+    gate_up, down = _present(mlp, "gate_up_proj", "gate_proj", "up_proj"), _present(mlp, "down_proj")
+    functions = _activations(mlp)
+    if len(gate_up) not in (1, 2) or len(down) != 1 or len(functions) != 1 or not _are_linear(gate_up, down):
         return None
     activation = _activation(functions[0])
-    if (
-        activation is None
-        or not all(type(part) in (nn.Linear, AdaptedLinear) for part in (*qkv, *gate_up, *out, *down))
-        or not all(isinstance(norm, FusedRMSNorm) for norm in head_norms)
-        or any(len({part.bias is None for part in joined}) != 1 for joined in (qkv, gate_up))
-    ):
-        return None
-    rooms = [block, attention, mlp, *functions[0].modules()]
-    return _Parts(qkv, out[0], gate_up, down[0], norms, head_norms, activation, rooms)
+    return None if activation is None else _MlpParts(gate_up, down[0], activation)
+
+
+def _activations(mlp: nn.Module) -> list[Any]:
+    return _present(mlp, "act_fn", "activation_fn")
+
+
+def _are_linear(*products: list[Any]) -> bool:
+    """Whether all are plain, and those of one product alike in having a bias."""
+    return all(type(part) in (nn.Linear, AdaptedLinear) for joined in products for part in joined) and all(
+        len({part.bias is None for part in joined}) == 1 for joined in products
+    )
 
 
 def settings_of(block: nn.Module) -> tuple[tuple[str, str], ...] | None:
-    """Every setting of a layer's modules as text, less its own number; None where one is not known here."""
+    """Every setting of a layer's modules as text, less its own number; None where one is not known here. Experts have their own,
+    which they heed themselves."""
     found = []
-    for place, part in (("block", block), ("attention", block.self_attn), ("mlp", block.mlp)):
+    places = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
+    for place, part in places.items():
         for name, value in vars(part).items():
             if name in _OF_MODULES or name.startswith("_"):
                 continue
@@ -268,18 +315,19 @@ def _norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
 
 
 def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
-    """Whether a layer has no modules and no parameters but these, and no buffers."""
-    modules = {id(module) for module in (*parts.rooms, *parts.own())} | {
+    """Whether a layer has no modules and no parameters but these, and no buffers; but for what its experts have."""
+    experts = parts.mlp if isinstance(parts.mlp, nn.Module) else nn.Module()
+    modules = {id(module) for module in (*parts.rooms, *parts.own(), *experts.modules())} | {
         id(part) for part in block.modules() if _is_idle(part)
     }
-    parameters = {id(parameter) for part in parts.own() for parameter in part.parameters()}
+    parameters = {id(parameter) for part in (*parts.own(), experts) for parameter in part.parameters()}
     if sinks is not None:
         parameters.add(id(sinks))
     return (
         {id(part) for part in block.modules()} <= modules
         and {id(parameter) for parameter in block.parameters()} == parameters
         and parameters <= index.keys()
-        and not any(True for _ in block.buffers())
+        and {id(buffer) for buffer in block.buffers()} == {id(buffer) for buffer in experts.buffers()}
     )
 
 
@@ -325,14 +373,13 @@ def kind_of(block: nn.Module, config: PretrainedConfig, layer: Layer) -> tuple[A
     norms = (
         layer.input_norm, layer.query_norm, layer.key_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm,
     )  # fmt: skip
-    products = (layer.qkv, layer.out, layer.gate_up, layer.down)
     return (
         settings_of(block),
         _lists_of(config, layer.number),
         tuple(None if norm is None else (norm.eps, norm.offset, norm.weight.numel()) for norm in norms),
-        tuple((product.inputs, tuple(product.sizes), len(product.biases)) for product in products),
+        tuple((product.inputs, tuple(product.sizes), len(product.biases)) for product in layer.products),
         (
-            layer.activation,
+            layer.mlp.activation if isinstance(layer.mlp, Mlp) else type(layer.mlp),
             layer.multiplier,
             layer.heads,
             layer.kv_heads,

@@ -3,8 +3,9 @@
 `listen` runs the model's own decoder once, on a few tokens, and notes how each layer is called and what it gives to
 attention, which answers zeros. `prove` takes a layer, copies it in float64 with its weights scaled so that every term shows
 (scores of some tens, no constant norms), and compares, at positions beyond any context that the configuration names, what
-both add to the residual stream. The copy lives on the CPU, whatever device the model is on. `repeats` asks every layer, as
-it is, for what was heard of it.
+both add to the residual stream. The copy lives on the CPU, whatever device the model is on; in it something small stands in
+the place of experts, which are gigabytes, and which a fused layer calls as they are. `repeats` asks every layer, as it is,
+its experts included, for what was heard of it.
 
 A term that only a later layer of a kind has, or that needs more than these tokens to show, is found by the gate, which
 compares whole models (runtime/gate.py).
@@ -32,7 +33,7 @@ from ..head.output import decoder_of
 from ..parameters.flat import FlatWeights
 from ..parameters.lora import AdaptedLinear
 from ..rotary import original_context
-from .layers import Heard, Layer, RotaryCall, Rotation, RotationKind, make_rotation, read_layer
+from .layers import Heard, Layer, RotaryCall, Rotation, RotationKind, experts_of, make_rotation, read_layer
 
 Compute = Callable[[Layer, Tensor, AttentionPlan, Rotation], Tensor]
 
@@ -136,7 +137,9 @@ def _rotary_call(rotary: Any, call: tuple[tuple[Any, ...], dict[str, Any], Any],
     cannot be told apart by their values: rotations are kept by them."""
     arguments, named, given = call
     rest = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
-    found = RotaryCall(tuple(arguments[2:]), tuple(sorted(rest.items())))
+    half = given[0].shape[-1] // 2
+    doubled = all(torch.equal(table[..., :half], table[..., half:]) for table in given)
+    found = RotaryCall(tuple(arguments[2:]), tuple(sorted(rest.items())), doubled)
     cos, sin = rotary(arguments[0] if arguments else named["x"], positions_T[None], *found.arguments, **rest)
     hash(found)
     if not (torch.equal(cos, given[0]) and torch.equal(sin, given[1])):
@@ -165,15 +168,15 @@ def prove(block: nn.Module, layer: Layer, heard: Heard, positions_T: Tensor, com
 
     `compute(layer, x [T, E], plan, rotation) -> [T, E]`. Errors of ours that say that the parts do not fit are taken for no.
     """
-    copied, flat = _copy(block)
     named = {name: _on_cpu(value) for name, value in heard.named.items() if name != PLAN_ARGUMENT}
     positions_T = positions_T.cpu()
     plan = TreePlan([0], [_TOKENS])
     ear = _Ear(plan)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, heard.x.shape[-1], dtype=torch.float64, generator=generator)
-    index = {id(parameter): place for place, parameter in enumerate(flat.parameters)}
     try:
+        copied, flat = _copy(block, heard.x)
+        index = {id(parameter): place for place, parameter in enumerate(flat.parameters)}
         expected = copied(x[None], **named, **{PLAN_ARGUMENT: ear})[0]
         scaling, terms = ear.heard[layer.number]
         again = read_layer(layer.number, copied, replace(heard, scaling=scaling, terms=terms), flat, index, pack=False)
@@ -184,6 +187,8 @@ def prove(block: nn.Module, layer: Layer, heard: Heard, positions_T: Tensor, com
     rotary = named.get("position_embeddings")
     for rotation in dict.fromkeys((layer.rotation, layer.rotation._replace(rotary=None))):
         turned = make_rotation(rotation, None if rotation.rotary is None else rotary, positions_T, x)
+        if turned.cos is not None and 2 * turned.cos.shape[1] > layer.head_size:
+            continue
         try:
             found = compute(replace(again, rotation=rotation), x, plan, turned)
         except (RuntimeError, ValueError, ConfigError):  # sizes that do not fit; terms that nobody computes
@@ -204,10 +209,31 @@ def repeats(layer: Layer, heard: Heard, rotation: Rotation, compute: Compute) ->
     return bool(error <= unit**0.5 * added + 2 * unit * whole)
 
 
-def _copy(block: nn.Module) -> tuple[nn.Module, FlatWeights]:
-    """`block` in float64 on the CPU, its weights enlivened."""
-    adapters = {id(part.adapter): part.adapter for part in block.modules() if isinstance(part, AdaptedLinear)}
-    copied = copy.deepcopy(block, adapters).to("cpu", torch.float64)
+class _InPlaceOfExperts(nn.Module):
+    """Answers in their form, and otherwise for every input."""
+
+    def __init__(self, experts: nn.Module, x: Tensor) -> None:
+        """`x` [1, T, E]: what they take."""
+        super().__init__()
+        self.experts = nn.Identity()  # by this name a layer is known to have some
+        found = experts(x)
+        self.others = found[1:] if isinstance(found, tuple) else None
+
+    def forward(self, x: Tensor) -> Any:
+        """[1, T, E] -> [1, T, E], or a tuple that begins with that."""
+        return torch.sin(x) if self.others is None else (torch.sin(x), *self.others)
+
+
+def _copy(block: nn.Module, x: Tensor) -> tuple[nn.Module, FlatWeights]:
+    """`block` in float64 on the CPU, its weights enlivened. `x` [1, T, E]: what it was given. Errors: whatever experts raise that
+    are called otherwise."""
+    kept: dict[int, Any] = {
+        id(part.adapter): part.adapter for part in block.modules() if isinstance(part, AdaptedLinear)
+    }
+    experts = experts_of(block)
+    if experts is not None:
+        kept[id(experts)] = _InPlaceOfExperts(experts, x[:, :1])
+    copied = copy.deepcopy(block, kept).to("cpu", torch.float64)
     flat = FlatWeights(copied, torch.float64)
     generator = torch.Generator().manual_seed(1)
     for parameter in flat.parameters:

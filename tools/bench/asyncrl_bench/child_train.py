@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
+from asyncrl.models.paths import PACKED
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import FinishReason, Group, Int32Array, Prompt, Ticket, Trajectory
@@ -80,7 +81,7 @@ class Steps:
     def __init__(self, job: TrainJob) -> None:
         torch.set_num_threads(job.threads)
         module = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
-        self.policy = PolicyModel(module, job.dtype)
+        self.policy = PolicyModel(module, job.dtype, path=PACKED if job.packed else None)
         config = TrainConfig(lr=job.lr)
         self.trainer = TorchTrainer(self.policy, config, max_completion_length=job.max_tokens)
         self.vocabulary = self.policy.head.out_features
@@ -99,7 +100,9 @@ class Steps:
     def sizes(self, job: TrainJob) -> dict[str, Any]:
         """Tokens are the job's, not those that this packing runs: what a prompt costs twice is not needed twice."""
         head = self.policy.head.weight.numel()
-        body = self.policy.matmul_parameters - head
+        experts = [parameter for parameter in self.policy.weights.parameters if parameter.ndim == 3]  # [experts, ...]
+        left_out = sum(each.numel() - each[: self.policy.config.num_experts_per_tok].numel() for each in experts)
+        body = self.policy.matmul_parameters - head - left_out  # what a token goes through
         scored = sum(batch.scored for batch in self.batches)
         prompts = sum(group.prompt.ids.size for group, _ in make_groups(job, self.vocabulary))
         tokens = prompts + scored - job.groups * job.group_size  # the last token of a completion is only predicted
@@ -126,6 +129,7 @@ def run_training(job: TrainJob) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         print(f"step {number + 1}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
     answer = {
+        "path": str(steps.policy.path),
         "step_seconds": seconds[job.warmup_steps :],
         "gemm_flops": gemm,
         "peak_bytes": peak_bytes(),

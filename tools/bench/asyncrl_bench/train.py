@@ -8,7 +8,7 @@ Needed FLOP of a step: 6 per parameter of a matrix product and token; a prompt c
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,10 @@ def measure(place: Place) -> Measured:
         return TrainJob.asked(options, model=model, dtype=dtype, profile=not options.no_profile), {}
 
     cases = [(dtype, f"{options.groups} x {options.group_size} ragged") for dtype in options.dtypes]
-    for run in figures.pairs(place, cases, prepare, {"asyncrl": partial(place.own, "train")}, judge):
+    sides: dict[str, Callable[[TrainJob, str], dict[str, Any]]] = {"asyncrl": partial(place.own, "train")}
+    if options.against_packed:
+        sides["packed"] = lambda job, label: place.own("train", job.of(packed=True), f"packed-{label}")
+    for run in figures.pairs(place, cases, prepare, sides, judge):
         runs.append(run)
         figures.write(place, runs, figures.summarise(runs, SHEET), SHEET, breakdown=breakdowns(runs))
     entries, parts = figures.summarise(runs, SHEET), breakdowns(runs)
@@ -60,6 +63,7 @@ def judge(side: str, job: TrainJob, rates: Mapping[str, Any], result: dict[str, 
 def breakdowns(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     """By dtype: medians over repetitions of each part's share of the profiled step; the largest first, `rest` last."""
     found: dict[str, dict[str, float]] = {}
+    runs = [run for run in runs if run.side == "asyncrl"]
     for dtype in dict.fromkeys(run.dtype for run in runs):
         parts = [run.result["breakdown"] for run in runs if run.dtype == dtype and run.result["breakdown"]]
         if parts:
@@ -102,6 +106,7 @@ BENCH = Bench(
         option("--steps", 3, "measured steps of a run; their median counts", 1),
         option("--warmup-steps", 1, "steps before them"),
         option("--no-profile", False, "no breakdown: without the step under the profiler"),
+        option("--against-packed", False, "the same on the packed path, in turns"),
         MODEL,
         *run_options("bench_train"),
     ),
