@@ -320,7 +320,7 @@ def test_sinks_that_do_not_reach_the_attention_are_refused() -> None:
 
 
 def test_sinks_of_another_form_are_refused() -> None:
-    policy = PolicyModel(model("GptOss"))
+    policy = PolicyModel(model("GptOss"), path=PACKED)
     for layer in policy.module.model.layers:
         layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(6, 2))
     with pytest.raises(ConfigError, match=r"sinks \(6, 2\), not one for each"):

@@ -18,6 +18,7 @@ from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training import footprint as room
+from asyncrl.training import memory as predictions
 from asyncrl.training.footprint import Cached, estimate_footprint, measure_footprint
 from asyncrl.training.memory import Lengths, activation_bytes, cache_bytes, predict_memory
 from asyncrl.training.passes import Forward
@@ -110,6 +111,11 @@ def test_weights_gradients_and_copies_follow_from_the_parameters(tmp_path: Path)
     assert lean["activations"] < sizes["activations"] / 2
 
 
+# Layers without experts, and others with them.
+MIXED = {
+    "num_hidden_layers": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "mlp_only_layers": [1, 2],
+}  # fmt: skip
 HYBRID = {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2}
 
 
@@ -124,6 +130,8 @@ HYBRID = {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attentio
         ("mistral", {"num_hidden_layers": 5, "sliding_window": 8}, PLAIN[1]),
         ("lfm2", HYBRID, PLAIN[0]),
         ("olmoe", {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2}, PACKED),
+        ("olmoe", {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2}, FUSED),
+        ("qwen3_moe", MIXED, FUSED),
     ],
 )
 def test_what_a_step_keeps_is_predicted(kind: str, settings: dict[str, Any], path: ModelPath, dtype: str) -> None:
@@ -162,9 +170,20 @@ def test_the_engines_own_cache_is_predicted_to_the_byte() -> None:
 def test_the_path_is_the_first_that_takes_the_model() -> None:
     paths = [
         measure_footprint(described(kind, **more), "float32")
-        for kind, more in (("llama", {}), ("olmoe", {}), ("lfm2", HYBRID))
+        for kind, more in (("llama", {}), ("arcee", {}), ("lfm2", HYBRID))
     ]
     assert [str(each.path).split()[0] for each in paths if each] == ["fused", "packed", "plain"]
+
+
+def test_experts_are_not_packed_and_have_gradients_of_their_own_on_the_way(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3_moe", **SIZES | MIXED, tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), dtype="float32")
+    sizes = predict_memory(model, TRAIN, max_sequences=3, lengths=Lengths(4, 6), path=FUSED)
+    attention, dense = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 128
+    assert sizes["packed_weights"] in (0, pytest.approx((300 * 64 + 4 * attention + 2 * dense) * 4, rel=0.02))
+    gate_up = 4 * 2 * 48 * 64 * 4  # bytes, of all experts of a layer
+    assert predictions._largest_temporary(described("qwen3_moe", **MIXED), FUSED, 4) == gate_up
+    assert predictions._largest_temporary(described("llama"), FUSED, 4) == 0
 
 
 def test_frozen_weights_keep_less_on_transformers_modules() -> None:

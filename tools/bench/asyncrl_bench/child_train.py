@@ -121,16 +121,19 @@ def run_training(job: TrainJob) -> dict[str, Any]:
     """Seconds of each measured step, the best GEMM rate seen between them, and the breakdown of one more."""
     steps = Steps(job)
     seconds: list[float] = []
+    cpu_seconds: list[float] = []  # of all threads: what a busy machine says less about
     gemm = 0.0
     for number in range(job.warmup_steps + job.steps):
         gemm = max(gemm, gemm_rate(job.dtype, job.threads, _GEMM_SECONDS))
-        started = time.perf_counter()
+        started, before = time.perf_counter(), time.process_time()
         steps.step()
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - before)
         print(f"step {number + 1}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
     answer = {
         "path": str(steps.policy.path),
         "step_seconds": seconds[job.warmup_steps :],
+        "step_cpu_seconds": cpu_seconds[job.warmup_steps :],
         "gemm_flops": gemm,
         "peak_bytes": peak_bytes(),
         **steps.sizes(job),

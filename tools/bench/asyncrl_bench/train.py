@@ -24,6 +24,7 @@ SHEET = Sheet(
     (
         ("trained tokens/s", "tokens_per_s", ".1f"),
         ("s", "seconds", ".2f"),
+        ("CPU s", "cpu_seconds", ".2f"),
         ("of the limit", "limit_share", ".1%"),
         ("peak GiB", "peak_gib", ".2f"),
     ),
@@ -57,6 +58,7 @@ def judge(side: str, job: TrainJob, rates: Mapping[str, Any], result: dict[str, 
         "tokens": result["scored_tokens"],
         "needed_flop": result["needed_flop"],
         "gemm_flops": result["gemm_flops"],
+        "more": {"cpu_seconds": statistics.median(result["step_cpu_seconds"])},
     }
 
 
