@@ -7,6 +7,6 @@ Start reading in `policy.py` and `paths.py`.
     attention/              attention over packed prefix trees
     plain                   transformers' own forward, for everything else
     head/                   from hidden states to log-probs, without the logits of all tokens at once
-    probe                   a few layers of a model, for the gate (runtime/gate.py)
+    probe, copying          a few layers of a model, for the gate (runtime/gate.py)
     native/                 optional kernels of the CPU
 """

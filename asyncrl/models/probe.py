@@ -14,6 +14,7 @@ What is compared is what the class of the model computes under this configuratio
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,13 +54,13 @@ def build_probe(
     Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    source = dict(module.named_parameters()) | dict(module.named_buffers())
-    probe = _build(module, source, narrow, outgrown)
+    probe = _build(module, narrow, outgrown)
+    parameters = list(probe.named_parameters())
     with torch.no_grad():
-        for name, target in [*probe.named_parameters(), *_saved_buffers(probe)]:
-            _copy(source.get(name), target)
+        for name, target in [*parameters, *_saved_buffers(probe)]:
+            _copy(_named(module, name), target)
         head = probe.get_output_embeddings()
-        for name, parameter in probe.named_parameters():
+        for name, parameter in parameters:
             tied = head is not None and parameter is head.weight  # of a size for logits, not for a residual stream
             _enliven(parameter, "embed" in name and not tied, generator)
     nn.Module.to(probe, torch.device(device))
@@ -67,7 +68,7 @@ def build_probe(
     return probe
 
 
-def _build(module: PreTrainedModel, source: dict[str, Tensor], narrow: bool, outgrown: bool) -> PreTrainedModel:
+def _build(module: PreTrainedModel, narrow: bool, outgrown: bool) -> PreTrainedModel:
     """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
     then twice as many."""
     few = layer_kinds(module)
@@ -79,19 +80,19 @@ def _build(module: PreTrainedModel, source: dict[str, Tensor], narrow: bool, out
         if outgrown:
             _shrink_original(config.get_text_config())
         try:
-            return _of_config(module, source, config)
+            return _of_config(module, config)
         except (ValueError, IndexError, KeyError):
             if layers == total or layers > few:
                 raise
     raise AssertionError("the second number of layers returns or raises")
 
 
-def _of_config(module: PreTrainedModel, source: dict[str, Tensor], config: PretrainedConfig) -> PreTrainedModel:
-    """With random weights only where those of `source` cannot be copied: to draw them takes longer than all else."""
+def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """With random weights only where those of `module` cannot be copied: to draw them takes longer than all else."""
     with no_init_weights():
         probe = _empty(module, config)
     probe.tie_weights()
-    if all(_fits(source.get(name), parameter) for name, parameter in probe.named_parameters()):
+    if all(_fits(_named(module, name), parameter) for name, parameter in probe.named_parameters()):
         return probe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -195,7 +196,7 @@ def first_of_kind(module: PreTrainedModel) -> list[int]:
     """Of each layer, the number of the first one of its kind."""
     text = module.config.get_text_config()
     total = int(text.num_hidden_layers)
-    stacks = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == total]
+    stacks = list(_stacks(module, total))
     if not stacks:
         return list(range(total))
     lists = [v for v in vars(text).values() if isinstance(v, (list, tuple)) and len(v) == total]
@@ -208,14 +209,24 @@ def first_of_kind(module: PreTrainedModel) -> list[int]:
     ]
 
 
+def _stacks(module: nn.Module, total: int) -> Iterator[nn.ModuleList]:
+    """Lists of `total` modules, but for those inside of one."""
+    for part in module.children():
+        if isinstance(part, nn.ModuleList) and len(part) == total:
+            yield part
+        else:
+            yield from _stacks(part, total)
+
+
 def _kind(block: nn.Module) -> tuple[Any, ...]:
     """Classes, shapes and settings of everything in a layer. Floats are left out: some count the layer's own number."""
     parts: list[Any] = []
     for name, part in block.named_modules():
+        own = vars(part)
         settings = sorted(
-            (key, value)
-            for key, value in vars(part).items()
-            if key not in _DIFFERS_WITHIN_A_KIND and isinstance(value, (bool, int, str, type(None)))
+            (key, own[key])
+            for key in own.keys() - _DIFFERS_WITHIN_A_KIND
+            if isinstance(own[key], (bool, int, str, type(None)))
         )
         shapes = tuple((key, value.shape) for key, value in part._parameters.items() if value is not None)
         parts.append((name, type(part).__qualname__, tuple(settings), shapes))
@@ -225,6 +236,16 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     saved = module.state_dict().keys()
     return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+
+
+def _named(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of that name: asked one by one, as a model has many more than its probe."""
+    path, _, last = name.rpartition(".")
+    try:
+        found = getattr(module.get_submodule(path), last)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def _copy(source: Tensor | None, target: Tensor) -> None:

@@ -13,7 +13,6 @@ Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +25,7 @@ from asyncrl.config.schema import LoraConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import open_core
+from asyncrl.models.copying import copy_module
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.rotary import hold_frequencies, original_context
@@ -45,8 +45,10 @@ from asyncrl.types import (
 
 # (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py).
 _GROUPS = ((7, (13, 4)), (2, (26,)))
-# (prompt, completion, shares the prompt of the row before it)
-_REQUESTS = ((12, 5, False), (12, 6, True), (21, 2, False))
+# (prompt, completion, shares the prompt of the row before it). Products over so many rows as never before cost a compilation
+# each, several times what they compute: so prefills are full ones, before the new version (16 + 8 tokens; the last of a prompt is
+# decoded) and after it (16 + 8 + 3 x 4), and of the three rows two leave together.
+_REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 _PLAIN_PREFILL = 64  # of the plain path, so that rows share a cache, and the first of them leaves before the others
 _NEW_VERSION = 4  # after so many tokens
@@ -87,7 +89,7 @@ class Trial:
     ) -> None:
         """`probe`, `outgrown`: of models/probe.py. `lora`, `checkpointing`: as the run has them."""
         self.probe = probe
-        self._untouched = copy.deepcopy(probe)  # some models keep what they computed last
+        self._untouched = copy_module(probe)  # some models keep what they computed last
         self._lora = lora
         self._checkpointing = checkpointing
         self._random = np.random.default_rng(0)
@@ -159,13 +161,13 @@ class Trial:
 
     def holds(self) -> bool:
         """Whether one choice of rotary frequencies holds for all rows."""
-        return not self._outgrown or hold_frequencies(copy.deepcopy(self._untouched), self._longest)
+        return not self._outgrown or hold_frequencies(copy_module(self._untouched), self._longest)
 
     # -- a path -------------------------------------------------------------------------------------------------------
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
         """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
-        module = copy.deepcopy(self._untouched)
+        module = copy_module(self._untouched)
         hold_frequencies(module, self._longest)
         policy = PolicyModel(module, "float32", path=path, lora=self._lora)
         logprobs, gradients, parameter = self._training(policy)

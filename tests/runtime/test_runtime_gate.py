@@ -38,6 +38,7 @@ from asyncrl.generation.embedded import plain_core, plans
 from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
 from asyncrl.models.attention.interface import AttentionTerms
+from asyncrl.models.copying import copy_module
 from asyncrl.models.fused.decoder import FusedDecoder
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
@@ -152,6 +153,23 @@ def test_narrow_heads_are_what_the_kernels_see(whole: tuple[int, int, int], narr
         model = built(Qwen3Config(**config))
     probe = build_probe(model, narrow=True).config
     assert (probe.num_attention_heads, probe.num_key_value_heads, probe.hidden_size) == narrow
+
+
+def test_a_copy_shares_nothing_with_the_module() -> None:
+    model = llama(tie_word_embeddings=True)
+    heard: list[nn.Module] = []
+    model.model.norm.register_forward_hook(lambda module, given, out: heard.append(module))
+    copied = copy_module(model)
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight and copied.config is not model.config
+    own = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    assert not own & {id(part) for part in (*copied.modules(), *copied.parameters(), *copied.buffers())}
+    copied.model.layers[0].register_forward_hook(lambda module, given, out: heard.append(module))
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+        assert model.lm_head.weight.any()
+        model(input_ids=torch.arange(3)[None])
+        copied(input_ids=torch.arange(3)[None])
+    assert heard == [model.model.norm, copied.model.layers[0], copied.model.norm]
 
 
 def test_what_cannot_be_narrow_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:

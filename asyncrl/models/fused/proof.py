@@ -15,7 +15,6 @@ Shape legend: T tokens, E hidden size.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from asyncrl.errors import ConfigError
 
 from ..attention.interface import PLAIN, PLAN_ARGUMENT, AttentionPlan, AttentionTerms, Routed
 from ..attention.tree import TreePlan
+from ..copying import copy_module
 from ..head.output import decoder_of
 from ..parameters.flat import FlatWeights
 from ..parameters.lora import AdaptedLinear
@@ -233,7 +233,7 @@ def _copy(block: nn.Module, x: Tensor) -> tuple[nn.Module, FlatWeights]:
     experts = experts_of(block)
     if experts is not None:
         kept[id(experts)] = _InPlaceOfExperts(experts, x[:, :1])
-    copied = copy.deepcopy(block, kept).to("cpu", torch.float64)
+    copied = copy_module(block, kept).to("cpu", torch.float64)
     flat = FlatWeights(copied, torch.float64)
     generator = torch.Generator().manual_seed(1)
     for parameter in flat.parameters:
