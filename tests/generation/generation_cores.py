@@ -16,11 +16,17 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from asyncrl.concurrency.lane import ThreadLane
@@ -31,13 +37,15 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 
 VOCABULARY = 97
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe")  # models with experts
 HAS_VLLM = installed_version() is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: tools/vllm_check runs these")
 KINDS = ["plain", pytest.param("vllm", marks=needs_vllm)]
 
 
 def small_model(architecture: str, seed: int = 0) -> PreTrainedModel:
-    """Heads of a size that vLLM's attention on CPUs takes. llama: tied; qwen2: with biases; qwen3: norms of heads, not tied."""
+    """Heads of a size that vLLM's attention on CPUs takes. llama: tied; qwen2: with biases; qwen3: norms of heads, not tied; or
+    one of `MIXTURES`."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = dict(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
@@ -53,9 +61,30 @@ def small_model(architecture: str, seed: int = 0) -> PreTrainedModel:
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=0.5)
-    else:
+    elif architecture == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=False))
+    else:
+        model = _mixture(architecture, sizes)
     return model.eval()
+
+
+def _mixture(architecture: str, sizes: dict[str, Any]) -> PreTrainedModel:
+    """Two of six experts a token. qwen3_moe: tied, experts of a size that vLLM's kernel pads, and a dense layer before those with
+    experts; mixtral: other names in checkpoints; olmoe: weights of experts that do not sum to one."""
+    chosen = dict(num_experts_per_tok=2)
+    model: PreTrainedModel
+    if architecture == "qwen3_moe":
+        more: dict[str, Any] = dict(num_experts=6, moe_intermediate_size=48, head_dim=32, norm_topk_prob=True)
+        more |= dict(num_hidden_layers=3, mlp_only_layers=[0], tie_word_embeddings=True)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | more, **chosen))
+    elif architecture == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **chosen, num_local_experts=6, sliding_window=None))
+    else:
+        model = OlmoeForCausalLM(OlmoeConfig(**sizes, **chosen, num_experts=6))
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 @dataclass

@@ -10,7 +10,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
-from generation_cores import KINDS, OpenedCore, needs_vllm, opened_core, small_model
+from generation_cores import KINDS, MIXTURES, OpenedCore, needs_vllm, opened_core, small_model
 from generation_models import cached_logprobs, change_weights, generate_all, opened, plain_copy, plain_logprobs, request
 
 from asyncrl.models.outputs import distance, fixed_logprobs
@@ -53,7 +53,7 @@ def compare(ours: list[Generation], theirs: list[Generation]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", *MIXTURES])
 async def test_it_samples_what_the_embedded_engine_samples(kind: str, architecture: str) -> None:
     policy, plain = policy_and_plain(architecture)
     async with opened_core(kind, policy, plain) as made:
@@ -85,9 +85,11 @@ async def flipped(made: OpenedCore, policy: PolicyModel, asked: list[GenerationR
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("after", ["keep", "recompute"])
-async def test_tokens_on_both_sides_of_a_flip_have_the_version_that_sampled_them(kind: str, after: str) -> None:
-    policy, plain = policy_and_plain("llama")
+@pytest.mark.parametrize(("architecture", "after"), [("llama", "keep"), ("llama", "recompute"), ("qwen3_moe", "keep")])
+async def test_tokens_on_both_sides_of_a_flip_have_the_version_that_sampled_them(
+    kind: str, architecture: str, after: str
+) -> None:
+    policy, plain = policy_and_plain(architecture)
     before = plain_copy(policy, plain)
     asked = [request(20 + index, index, max_tokens=60, temperature=1.0) for index in range(4)]
     async with opened_core(kind, policy, copy.deepcopy(plain), kv_after_update=after) as made:
@@ -211,7 +213,7 @@ async def test_stop_strings_and_requests_that_are_given_up(kind: str) -> None:
 
 @needs_vllm
 @pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", *MIXTURES])
 async def test_after_an_update_in_place_it_samples_what_a_fresh_vllm_samples(
     tmp_path: Any, architecture: str, pack: bool
 ) -> None:

@@ -39,9 +39,9 @@ def bind(core: Any, policy: PolicyModel) -> None:
     type(core).bind(core, policy.weights.working)
 
 
-@pytest.fixture
-def made_policy() -> tuple[PolicyModel, Any]:
-    return policy_and_plain("llama")
+@pytest.fixture(params=["llama", "olmoe"])
+def made_policy(request: pytest.FixtureRequest) -> tuple[PolicyModel, Any]:
+    return policy_and_plain(request.param)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""vLLM 0.32: all that asyncrl knows of its inside. The next minor version gets a file of its own, with the same class.
+"""vLLM 0.32: all that asyncrl knows of its inside. The next minor version gets files of its own, with the same class.
 
 The engine core runs in this thread, without a process or a socket of its own (`InprocClient`). Between two calls of `step` nothing
 of it runs: weights are changed there.
@@ -24,13 +24,9 @@ import vllm._custom_ops as ops
 from pydantic import ValidationError
 from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -40,13 +36,13 @@ from asyncrl.models.parameters.layout import Layout
 
 from .engine import Choose
 from .recording import Recorded, record
+from .v0_32_layers import Packing, names_for, refuse
 from .versions import BLOCK
 
 _FORMAT = "asyncrl"
 _FAILURES = (
     ValueError, RuntimeError, AssertionError, LookupError, AttributeError, ImportError, OSError, TypeError, MemoryError,
 )  # fmt: skip  # whatever its many files raise for a model that they do not take
-_COUNTS = {3: "three", 4: "four", 5: "five"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +112,9 @@ class Core:
 
         self._core.scheduler.schedule = watched
         self._recorded, self._owners = loader.recorded, loader.owners
-        _refuse(self.model, self._recorded)
+        refuse(self.model, self._recorded)
         self._own: dict[str, Tensor] = {}
-        self._packed = _packed_layers(self.model)  # always: where a CPU has AMX, vLLM packs without oneDNN, too
+        self._packing = Packing(self.model)
         _require_cache(self._core, room)
 
     # -- requests: between two steps
@@ -176,8 +172,7 @@ class Core:
                 self._own[name] = tensor
             for module, attribute in self._owners[name]:
                 module._parameters[attribute].data = tensor  # type: ignore[union-attr]  # it had one when it was recorded
-        for module, is_linear in self._packed.items():
-            dispatch_cpu_unquantized_gemm(module, remove_weight=is_linear)
+        self._packing.pack()
 
     def close(self) -> None:
         """Let go of model and cache."""
@@ -221,7 +216,9 @@ class _Loader(BaseModelLoader):
             for name, target in targets.items()
         }
         plain = {name: target.data for name, target in targets.items()}
-        kind.recorded = record(model.load_weights, self.form.layout, self.form.buffer, plain)
+        kind.recorded = record(
+            lambda weights: model.load_weights(names_for(model, weights)), self.form.layout, self.form.buffer, plain
+        )
         now = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
         for name, tensor in plain.items():
             if now.get(name) != tensor.data_ptr():
@@ -334,47 +331,6 @@ def _require_cache(core: Any, room: Room) -> None:
             f"positions fit into its cache, and all sequences together may need {needed}, so some would lose theirs and begin "
             "again; use generation.engine=embedded"
         )
-
-
-def _refuse(model: nn.Module, recorded: Mapping[str, Recorded]) -> None:
-    """Errors: ConfigError for what vLLM builds, and would compute wrongly or not at all."""
-    for name, each in recorded.items():
-        if len(each.shape) > 2:
-            what = "experts" if ".experts." in name else f"weights of {_COUNTS.get(len(each.shape), 'many')} dimensions"
-            raise ConfigError(
-                f"generation.engine is vllm, and the model has {what} ({name}, {tuple(each.shape)}), which vLLM packs in ways "
-                "of their own that new versions do not reach; use generation.engine=embedded"
-            )
-    safe = Attention.process_weights_after_loading  # scales of a quantized cache, which is never asked for
-    for name, module in model.named_modules():
-        own = getattr(type(module), "process_weights_after_loading", None)
-        if own is not None and own is not safe:
-            raise ConfigError(
-                f"generation.engine is vllm, whose {type(module).__name__} ({name or 'the model'}) computes something of its own "
-                "from the first weights, which new versions do not reach; use generation.engine=embedded"
-            )
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    for module in model.modules():
-        if isinstance(module, Attention) and module.head_size not in sizes:
-            raise ConfigError(
-                f"generation.engine is vllm, and the model's heads have size {module.head_size}; vLLM's attention on CPUs takes "
-                f"{', '.join(map(str, sizes))}; use generation.engine=embedded"
-            )
-
-
-def _packed_layers(model: nn.Module) -> dict[nn.Module, bool]:
-    """Layers whose weights vLLM packs; whether it is a linear one, whose plain weight it then drops. An embedding is one too if
-    it is the head by itself; any other only looks rows up, and a packed copy would be memory that nobody reads."""
-    found: dict[nn.Module, bool] = {}
-    head = getattr(model, "lm_head", None)
-    for module in model.modules():
-        if not hasattr(module, "cpu_linear"):
-            continue
-        if isinstance(module, LinearBase) or module is head:
-            found[module] = isinstance(module, LinearBase)
-        else:
-            module.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
-    return found
 
 
 def _stepped(output: EngineCoreOutput, scheduled: int) -> Stepped:
