@@ -28,8 +28,3 @@ def check_generation(config: Config) -> Iterator[str]:
             "generation.engine is vllm but distributed.sharding is fsdp, whose gathered weights have not been compared with "
             "vLLM's; use generation.engine=embedded"
         )
-    if config.algorithm.router_replay:
-        yield (
-            "generation.engine is vllm but algorithm.router_replay is true, and routes are not recorded there; leave one of "
-            "them out"
-        )

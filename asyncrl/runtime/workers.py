@@ -15,6 +15,7 @@ from asyncrl.generation.worker.engine import Limits, WorkerEngine
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reading import describe_rest
+from asyncrl.models.routing import RoutesShape
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights.posted import PostedWeights
 from asyncrl.weights.proof import Shards
@@ -45,9 +46,9 @@ def _form(sampler: Sampler) -> dict[str, Any]:
     }
 
 
-def _form_for_vllm(sampler: Sampler, context: int) -> dict[str, Any]:
-    """What vLLM needs to know of the model beside its weights, as JSON takes it. `context`: tokens of the longest row.
-    Errors: ConfigError."""
+def _form_for_vllm(sampler: Sampler, context: int, routes: RoutesShape | None) -> dict[str, Any]:
+    """What vLLM needs to know of the model beside its weights, as JSON takes it. `context`: tokens of the longest row; `routes`:
+    where they are recorded. Errors: ConfigError."""
     policy = sampler.policy
     if policy.path.name == "plain":
         raise ConfigError(
@@ -69,6 +70,7 @@ def _form_for_vllm(sampler: Sampler, context: int) -> dict[str, Any]:
         "vocabulary": int(text.vocab_size),
         "stop_ids": eos_token_ids(policy, sampler.tokenizer),
         "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
+        "routes": None if routes is None else asdict(routes),
     }
 
 
@@ -116,7 +118,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     }
 
     vllm = config.generation.engine == "vllm"
-    message["form"] = _form_for_vllm(sampler, context) if vllm else _form(sampler)
+    message["form"] = _form_for_vllm(sampler, context, routes) if vllm else _form(sampler)
 
     def setup(number: int) -> Setup:
         return Setup(

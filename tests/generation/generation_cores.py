@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.vllm.engine import Made, VllmEngine
 from asyncrl.generation.vllm.versions import installed_version, load_adapter
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
 
 VOCABULARY = 97
@@ -87,6 +89,14 @@ def _mixture(architecture: str, sizes: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
+@torch.no_grad()
+def plain_routes(plain: PreTrainedModel, tokens: Tensor) -> npt.NDArray[Any]:
+    """[L, layers, 2] by transformers' own forward over the row, for a model of `MIXTURES`."""
+    logits = plain(input_ids=tokens[None], use_cache=False, output_router_logits=True).router_logits
+    routes: npt.NDArray[Any] = torch.stack([each.softmax(-1).topk(2).indices for each in logits], 1).numpy()
+    return routes
+
+
 @dataclass
 class Waiting:
     """A request in the plain core."""
@@ -104,6 +114,7 @@ class PlainCore:
     def __init__(self, policy: PolicyModel, plain: PreTrainedModel, choose: Callable[[Sequence[str], Tensor], Tensor]):
         self._policy, self._plain, self._choose = policy, plain, choose
         self._requests: dict[str, Waiting] = {}
+        self._routes: dict[str, npt.NDArray[Any]] = {}  # of all positions, by the last step
         self.recomputed = 0
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], salt: str) -> None:
@@ -128,14 +139,20 @@ class PlainCore:
 
     def step(self) -> list[Any]:
         with torch.no_grad():
-            rows = {name: self._logits(each) for name, each in self._requests.items()}
+            rows = {name: self._logits(name, each) for name, each in self._requests.items()}
         if not rows:
             return []
         tokens = self._choose(list(rows), torch.stack([row[-1] for row in rows.values()])).tolist()
         return [self._take(name, token, rows[name]) for name, token in zip(rows, tokens, strict=True)]
 
-    def _logits(self, each: Waiting) -> Tensor:
-        logits: Tensor = self._plain(input_ids=torch.tensor([each.prompt + each.tokens]), use_cache=False).logits[0]
+    def routes(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        return self._routes[name][start:stop]
+
+    def _logits(self, name: str, each: Waiting) -> Tensor:
+        tokens = torch.tensor([each.prompt + each.tokens])
+        logits: Tensor = self._plain(input_ids=tokens, use_cache=False).logits[0]
+        if self._policy.routing is not None:
+            self._routes[name] = plain_routes(self._plain, tokens[0])
         return logits
 
     def _take(self, name: str, token: int, logits: Tensor) -> Any:
@@ -161,9 +178,7 @@ def form_of(policy: PolicyModel) -> dict[str, Any]:
     return config | {"architectures": [type(policy.module).__name__]}
 
 
-def vllm_core(
-    policy: PolicyModel, choose: Any, *, sequences: int, context: int, positions: int, pack: bool = True
-) -> Any:
+def vllm_core(policy: PolicyModel, choose: Any, *, sequences: int, context: int, positions: int, **options: Any) -> Any:
     """On the thread that uses it. What vLLM says while it is imported and built are no warnings of ours."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -171,7 +186,7 @@ def vllm_core(
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.Room(sequences + 1, max(context, 17), positions + 17, 64, size)
         form = adapter.Form(form_of(policy), policy.weights.layout(), policy.weights.working.clone())
-        return adapter.Core(form, room, choose, pack=pack)
+        return adapter.Core(form, room, choose, **options)
 
 
 class OpenedCore:
@@ -186,7 +201,13 @@ class OpenedCore:
 
 @asynccontextmanager
 async def opened_core(
-    kind: str, policy: PolicyModel, plain: PreTrainedModel, tokenizer: Any = None, pack: bool = True, **options: Any
+    kind: str,
+    policy: PolicyModel,
+    plain: PreTrainedModel,
+    tokenizer: Any = None,
+    pack: bool = True,
+    routes: RoutesShape | None = None,
+    **options: Any,
 ) -> AsyncIterator[OpenedCore]:
     """With version 0 of the policy's weights. `plain`: an untouched copy of the policy's module."""
     numbers = {"max_sequences": 8, "max_context": 96} | options
@@ -195,13 +216,15 @@ async def opened_core(
 
     def make(choose: Any) -> Any:
         sizes = dict(sequences=numbers["max_sequences"], context=numbers["max_context"], positions=positions)
-        core = PlainCore(policy, plain, choose) if kind == "plain" else vllm_core(policy, choose, pack=pack, **sizes)
+        core = PlainCore(policy, plain, choose)
+        if kind != "plain":
+            core = vllm_core(policy, choose, **sizes, pack=pack, routes=routes)
         cores.append(core)
         return core
 
     threads = torch.get_num_threads, torch.set_num_threads  # vLLM replaces the second one for good
     recorder = Recorder(nvtx=False)
-    made = Made(policy.dtype, VOCABULARY, ())
+    made = Made(policy.dtype, VOCABULARY, (), routes)
     try:
         async with (
             ThreadLane("test", recorder) as lane,

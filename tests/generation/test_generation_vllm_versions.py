@@ -33,7 +33,6 @@ def config_of(*overrides: str) -> Any:
         (("model.dtype=float64",), "generation.engine is vllm but model.dtype is float64"),
         (("distributed.sharding=fsdp",), "generation.engine is vllm but distributed.sharding is fsdp"),
         (("engine.kind=dry_run", "train.kind=dry_run"), "generation.engine is vllm but engine.kind is dry_run"),
-        (("algorithm.router_replay=true",), "generation.engine is vllm but algorithm.router_replay is true"),
     ],
 )
 def test_settings_that_vllm_cannot_meet_are_refused_by_name(overrides: tuple[str, ...], text: str) -> None:

@@ -38,7 +38,7 @@ def build_never(seed: int) -> tuple[Any, Any]:
     raise AssertionError("the model was asked for")
 
 
-def build_experts(seed: int) -> tuple[Any, Any]:
+def build_experts(seed: int, head_dim: int = 16) -> tuple[Any, Any]:
     """Four experts in each of two layers, two of them a token, balanced by an auxiliary loss."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -50,7 +50,7 @@ def build_experts(seed: int) -> tuple[Any, Any]:
         Qwen3MoeConfig,
         seed,
         num_hidden_layers=2,
-        head_dim=16,
+        head_dim=head_dim,
         initializer_range=0.1,
         **experts,
         **balance,
@@ -58,6 +58,11 @@ def build_experts(seed: int) -> tuple[Any, Any]:
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.mlp.gate.weight, std=0.5)
     return model, make_tokenizer()
+
+
+def build_wide_experts(seed: int) -> tuple[Any, Any]:
+    """The same with heads that vLLM takes."""
+    return build_experts(seed, head_dim=32)
 
 
 def build_stateful(seed: int) -> tuple[Any, Any]:

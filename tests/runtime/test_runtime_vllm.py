@@ -25,14 +25,15 @@ WIDE: dict[str, Any] = REAL | {
     "train": REAL["train"] | {"max_steps": 4},
     "telemetry": {"live": "off", "report": False},
 }
+EXPERTS = f"model.path={MODEL}:build_wide_experts"
 VLLM = ("generation.engine=vllm", "generation.threads=1")
 
 
-@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)])
+@pytest.mark.parametrize("more", [(), ("model.lora.rank=4",), (EXPERTS, "algorithm.router_replay=true")])
 async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(
-    tmp_path: Path, lora: tuple[str, ...]
+    tmp_path: Path, more: tuple[str, ...]
 ) -> None:
-    sync = ("preset=sync", "telemetry.rollouts_per_step=64", *lora)
+    sync = ("preset=sync", "telemetry.rollouts_per_step=64", *more)
     shared = await run(tmp_path / "shared", *sync, base=WIDE)
     children: list[int] = []
 
@@ -49,6 +50,7 @@ async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(
     for mine, other in zip(lines, metrics_of(tmp_path / "shared/runs/run"), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
         assert mine["mismatch/current_mean"] < 5e-5
+        assert EXPERTS not in more or mine["moe/unreplayed_tokens"] == 0
     compared = [line["weights/outputs_nats"] for line in lines if "weights/outputs_nats" in line]
     assert compared and max(compared) < 5e-5
     assert "vLLM" in (tmp_path / "apart/runs/run/workers/worker-0.log").read_text()

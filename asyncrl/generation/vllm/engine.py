@@ -10,6 +10,8 @@ Guarantees, those of the embedded engine:
 * `keep`: a sequence that has a token goes on with its cached keys and values, and a prompt without one starts again. `recompute`:
   all of them are computed anew. No prompt is ever shared across versions.
 * Nothing is preempted: vLLM's cache has room for whatever was admitted.
+* Routes of experts, where they are recorded: each token has those that it was sampled with, a prompt those of the keys and values
+  that its first token attended to, whoever computed them.
 
 What the loop and the lane both touch is one queue of changes (requests that come and go): a move of the weights, and the look at
 their outputs, are closures of somebody else and may run while the owner admits.
@@ -21,6 +23,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,7 +37,9 @@ from asyncrl.generation.life import WHO
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.outputs import fixed_row
-from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from asyncrl.models.routing import RoutesShape
+from asyncrl.records.routes import MISSING
+from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArray, SamplingParams
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
@@ -50,23 +55,36 @@ Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion."""
+    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion; `routes`:
+    of the model, where it is recorded which experts each token went to."""
 
     dtype: torch.dtype
     vocabulary: int
     stop_ids: tuple[int, ...]
+    routes: RoutesShape | None = None
 
 
 class Running:
     """One running request and its columns, with room for all its tokens. On the lane."""
 
-    def __init__(self, request: GenerationRequest, stop_ids: tuple[int, ...], stop: StopStrings | None) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        stop_ids: tuple[int, ...],
+        stop: StopStrings | None,
+        routes: RoutesShape | None,
+    ) -> None:
         sampling = request.sampling
         self.request = request
         self.stop_ids = stop_ids
         self.seed = seed_array(request.seed)[0]
         self.count = 0
         self._stop = stop
+        self._prompt = int(request.prompt_ids.size)
+        self._routes: RoutesArray | None = None
+        if routes is not None:
+            limit = self._prompt + sampling.max_tokens
+            self._routes = np.full((limit, routes.layers, routes.k), MISSING, routes.dtype)
         self._tokens = np.zeros(sampling.max_tokens, np.int64)
         self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)
         self._versions = np.zeros(sampling.max_tokens, np.int32)
@@ -77,11 +95,22 @@ class Running:
         self._tokens[at], self._logprobs[:, at], self._versions[at] = token, logprobs, version
         return self._stop is not None and self._stop.hit(self._tokens[: self.count])
 
+    def keep_routes(self, read: Callable[[int, int], RoutesArray]) -> None:
+        """Before the token is appended that was sampled in a step. `read`: routes of positions [start, stop), as cached now. Those
+        from before an update that recomputes are not asked for again."""
+        if self._routes is not None:
+            stop = self._prompt + self.count
+            start = stop - 1 if self.count else 0
+            self._routes[start:stop] = read(start, stop)
+
     def generation(self, reason: FinishReason) -> Generation:
         """What was sampled."""
         own = slice(0, self.count)
         whole, sampled = self._logprobs[:, own].copy()
-        return Generation(self._tokens[own].astype(np.int32), whole, sampled, self._versions[own].copy(), reason)
+        routes = None if self._routes is None else self._routes[: self._prompt + self.count].copy()
+        return Generation(
+            self._tokens[own].astype(np.int32), whole, sampled, self._versions[own].copy(), reason, routes
+        )
 
 
 class VllmEngine(OwnedEngine):
@@ -178,7 +207,7 @@ class VllmEngine(OwnedEngine):
         if any(sampling.stop):
             assert self.tokenizer is not None  # `check` refused it otherwise
             stop = StopStrings(self.tokenizer, sampling.stop)
-        self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop)))
+        self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop, self.made.routes)))
         return slot
 
     def _remove(self, job: Job) -> None:
@@ -246,6 +275,7 @@ class VllmEngine(OwnedEngine):
             if each.token is None:
                 continue
             rows += 1
+            running.keep_routes(partial(self._core.routes, each.name))
             hit = running.append(each.token, self._drawn[each.name], self.version)
             if hit or each.ended:
                 reason = FinishReason.STOP if hit or each.stopped else FinishReason.LENGTH

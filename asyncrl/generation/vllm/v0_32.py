@@ -33,10 +33,13 @@ from vllm.v1.sample.sampler import Sampler
 
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.parameters.layout import Layout
+from asyncrl.models.routing import RoutesShape
+from asyncrl.types import RoutesArray
 
 from .engine import Choose
 from .recording import Recorded, record
 from .v0_32_layers import Packing, names_for, refuse
+from .v0_32_routes import CachedRoutes
 from .versions import BLOCK
 
 _FORMAT = "asyncrl"
@@ -82,8 +85,11 @@ class Stepped:
 class Core:
     """vLLM's scheduler, cache and model, stepped by hand. One thread makes and uses it; one at a time in a process."""
 
-    def __init__(self, form: Form, room: Room, choose: Choose, *, pack: bool = True) -> None:
-        """`pack`: linear layers are packed for oneDNN, at each version anew; else they read the buffer where it lies.
+    def __init__(
+        self, form: Form, room: Room, choose: Choose, *, pack: bool = True, routes: RoutesShape | None = None
+    ) -> None:
+        """`pack`: linear layers are packed for oneDNN, at each version anew; else they read the buffer where it lies. `routes`: of
+        the trainer's model, where it is recorded which experts each token goes to.
         Errors: ConfigError where vLLM cannot run this model, or cannot be handed its weights."""
         ops._supports_onednn = pack and hasattr(torch.ops._C, "create_onednn_mm_handler")
         loader = _loader(form)
@@ -116,6 +122,9 @@ class Core:
         self._own: dict[str, Tensor] = {}
         self._packing = Packing(self.model)
         _require_cache(self._core, room)
+        self._routes: CachedRoutes | None = None
+        if routes is not None:
+            self._routes = CachedRoutes(runner, routes, self._core.scheduler.kv_cache_config)
 
     # -- requests: between two steps
 
@@ -160,6 +169,11 @@ class Core:
         counts = dict(self._scheduled)
         stepped = [_stepped(output, counts.pop(output.request_id, 0)) for output in outputs]
         return stepped + [Stepped(name, None, False, False, count, 0, None) for name, count in counts.items()]
+
+    def routes(self, name: str, start: int, stop: int) -> RoutesArray:
+        """Where the tokens at these positions of a request of the last step went, [stop - start, layers, k]."""
+        assert self._routes is not None  # nobody asks otherwise
+        return self._routes.of(name, start, stop)
 
     # -- weights: between two steps
 

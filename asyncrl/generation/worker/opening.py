@@ -18,6 +18,7 @@ from asyncrl.models.parameters.layout import Layout
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.reading import Outline, open_reader
+from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 
@@ -92,10 +93,11 @@ async def _open_vllm(
         step_tokens=config.engine.prefill_tokens,
         position_bytes=form["position_bytes"],
     )
+    routes = None if form["routes"] is None else RoutesShape(**form["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = VllmEngine(
-        lambda choose: adapter.Core(adapter.Form(form["config"], layout, board.half(0)), room, choose),
-        Made(dtype, form["vocabulary"], tuple(form["stop_ids"])),
+        lambda choose: adapter.Core(adapter.Form(form["config"], layout, board.half(0)), room, choose, routes=routes),
+        Made(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes),
         tokenizer,
         lane,
         recorder,

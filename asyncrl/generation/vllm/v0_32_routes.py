@@ -1,0 +1,97 @@
+"""vLLM 0.32, which experts each token went to: kept beside its keys and values, in the same blocks of the cache.
+
+Each router of vLLM says what it chose; after the forward that is written where the keys and values of the same tokens were. So a
+prompt that is shared through the cache has the routes that its keys and values were computed with, whoever computed them, and a
+block that is given to somebody else is written before it is read. (vLLM's own recording needs the model runner that these adapters
+do not know.)
+
+Shape legend: T tokens of a forward, k experts a token.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from asyncrl.errors import ConfigError
+from asyncrl.models.routing import RoutesShape
+from asyncrl.records.routes import MISSING
+from asyncrl.types import Int32Array, RoutesArray
+
+_INSTEAD = "switch it off, or use generation.engine=embedded"
+
+
+class CachedRoutes:
+    """Of every token in the cache. Between two steps it has those of the requests that the last one computed."""
+
+    def __init__(self, runner: Any, shape: RoutesShape, cache: Any) -> None:
+        """Takes the routers of the runner's model over. `cache`: how vLLM's is made. Errors: ConfigError where the routers are
+        not those of `shape`, which are the trainer's, or a block may be given away before its sequence has ended."""
+        model: nn.Module = runner.model
+        layers = [module for module in model.modules() if isinstance(module, MoERunner)]
+        found = {(each.router.top_k, each.router.global_num_experts) for each in layers if _tells(each)}
+        if len(layers) != shape.layers or found != {(shape.k, shape.experts)} or not all(map(_tells, layers)):
+            raise ConfigError(
+                f"algorithm.router_replay is true, and the trainer's model has {shape.layers} layers that choose {shape.k} of "
+                f"{shape.experts} experts; vLLM has {len(layers)}, whose routers say that they choose {sorted(found)}; {_INSTEAD}"
+            )
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+            raise ConfigError(
+                f"algorithm.router_replay is true, and vLLM keeps the layers of this model in {len(specs)} group(s) of "
+                f"{type(specs[0]).__name__}; routes are kept beside a cache of one group that attends to everything; {_INSTEAD}"
+            )
+        self._block: int = specs[0].block_size
+        self._runner = runner
+        self._kept = np.full((cache.num_blocks * self._block, shape.layers, shape.k), MISSING, shape.dtype)
+        self._chosen: list[Tensor | None] = [None] * shape.layers  # [T, k], of the forward that runs
+        self._tables: dict[str, Int32Array] = {}  # blocks of each request of the last forward
+        for number, layer in enumerate(layers):
+            layer.router.set_capture_fn(partial(self._take, number))
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._keep)
+
+    def of(self, name: str, start: int, stop: int) -> RoutesArray:
+        """Of these positions of a request that was in the last step."""
+        places = np.arange(start, stop)
+        found: RoutesArray = self._kept[self._tables[name][places // self._block] * self._block + places % self._block]
+        return found
+
+    def _begin(self, *_: Any) -> None:
+        self._chosen = [None] * len(self._chosen)
+        self._tables = {}
+
+    def _take(self, layer: int, chosen_Tk: Tensor) -> None:
+        if self._chosen[layer] is not None:
+            raise RuntimeError(f"the router of layer {layer} with experts chose twice in one forward of vLLM")
+        self._chosen[layer] = chosen_Tk
+
+    def _keep(self, *_: Any) -> None:
+        """After a forward. Errors: RuntimeError for tokens whose routes are not known: those of others would be taken for them."""
+        every = get_forward_context().attn_metadata
+        assert isinstance(every, dict)
+        about: Any = next(iter(every.values()))  # of the one group
+        chosen = [each for each in self._chosen if each is not None]
+        sizes = {int(each.shape[0]) for each in chosen}
+        slots = about.slot_mapping.numpy()
+        if len(chosen) != len(self._chosen) or sizes != {slots.size} or slots.min() < 0:
+            raise RuntimeError(
+                f"vLLM computed {slots.size} tokens, and {len(chosen)} of {len(self._chosen)} routers chose, for {sorted(sizes)}"
+            )
+        self._kept[slots] = torch.stack(chosen, 1).numpy()
+        names = self._runner.input_batch.req_ids
+        self._tables = dict(zip(names, about.block_table.numpy()[: len(names)].copy(), strict=True))
+        self._chosen = [None] * len(self._chosen)
+
+
+def _tells(layer: MoERunner) -> bool:
+    """Whether its router is asked, and says what it chose: a kernel that routes by itself does not."""
+    return isinstance(layer.router, BaseRouter) and not layer.is_monolithic
