@@ -121,8 +121,8 @@ class PlainCore:
         assert name not in self._requests
         self._requests[name] = Waiting(list(prompt), max_tokens, set(stop_ids), False, [])
 
-    def add_probe(self, name: str, prompt: Sequence[int]) -> None:
-        self._requests[name] = Waiting(list(prompt), 1, set(), True, [])
+    def add_replay(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        self._requests[name] = Waiting(list(prompt), max_tokens, set(), True, [])
 
     def abort(self, names: Sequence[str]) -> None:
         for name in names:
@@ -164,7 +164,7 @@ class PlainCore:
         if ended:
             del self._requests[name]
         probed = None
-        if each.probe:
+        if each.probe and first:
             picked = torch.tensor(each.prompt[1:])[:, None]
             probed = logits[:-1].log_softmax(-1).gather(1, picked)[:, 0].double().tolist()
         computed = len(each.prompt) if first else 0

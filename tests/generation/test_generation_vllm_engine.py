@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -178,6 +179,54 @@ async def test_its_outputs_are_those_of_the_trainer_also_while_it_generates(kind
         await made.move(policy.weights.working.clone(), policy.version)
         assert distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
     compare(answers, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+async def test_replayed_tokens_have_the_log_probs_of_their_record(kind: str, architecture: str) -> None:
+    """The prompt's log-probs come from a prefill, those of the completion from steps that decode."""
+    policy, plain = policy_and_plain(architecture)
+    models = [plain_copy(policy, plain)]
+    asked = [request(5, 1, temperature=1.0, max_tokens=40), request(50, 2, temperature=1.0, max_tokens=30)]
+    async with opened_core(kind, policy, copy.deepcopy(plain)) as made:
+
+        async def replay(each: GenerationRequest, record: Generation) -> list[float]:
+            rows = each.prompt_ids.tolist(), record.token_ids.tolist()
+            found: list[float] = await made.lane.run(lambda: made.engine._replay(*rows), name="engine/outputs")
+            return found
+
+        records = await generate_all(made.engine, asked)
+        found = [[await replay(*pair) for pair in zip(asked, records, strict=True)]]
+        version = change_weights(policy)
+        await made.move(policy.weights.working.clone(), version)
+        found.append([await replay(*pair) for pair in zip(asked, records, strict=True)])
+    models.append(plain_copy(policy, plain))
+    for model, lines in zip(models, found, strict=True):
+        for each, record, line in zip(asked, records, lines, strict=True):
+            row = np.concatenate([each.prompt_ids, record.token_ids])
+            first = replace(each, prompt_ids=row[:1])
+            np.testing.assert_allclose(
+                line, plain_logprobs(model, first, replace(record, token_ids=row[1:])), atol=SAME
+            )
+    for each, record, line in zip(asked, records, found[0], strict=True):
+        np.testing.assert_allclose(line[each.prompt_ids.size - 1 :], record.logprobs, atol=SAME)
+
+
+@needs_vllm
+async def test_a_cache_that_is_not_what_was_computed_shows_in_the_outputs() -> None:
+    policy, plain = policy_and_plain("llama")
+    async with opened_core("vllm", policy, plain) as made:
+        core = made.cores[0]
+        step, runner = core.step, core._core.model_executor.driver_worker.worker.model_runner
+
+        def forget() -> Any:
+            found = step()
+            for cache in runner.kv_caches:
+                cache.zero_()
+            return found
+
+        core.step = forget
+        assert distance(await made.engine.outputs(), fixed_logprobs(policy)) > made.engine.bound
 
 
 class Letters:

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
 
 _HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
-_PROBE = "probe"
+_REPLAY = "replay"
+_DECODED = 4  # tokens of the fixed row that are decoded one by one; those before them are a prompt
 # Nats on average over the fixed row. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
@@ -113,6 +114,39 @@ class Running:
         )
 
 
+class Replay:
+    """A row whose tokens are given, and log-probs of all but the first (nats, of the whole vocabulary at temperature 1): those of
+    the prompt as vLLM computes them, each later one from the step that would have sampled the token.
+
+    (vLLM's `trace_decode_token_ids` does the same inside its own sampler, which draws nothing here.)"""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        """`tokens`: after the prompt."""
+        self._tokens = tokens
+        self._prompt_logprobs: list[float] | None = None
+        self._logprobs: list[float] = []
+        self._next = 0.0
+
+    def choose(self, logits_V: Tensor) -> int:
+        """The next token, which may be asked for again: the logits of half a prompt count for nothing."""
+        token = self._tokens[len(self._logprobs)]
+        self._next = float(logits_V.double().log_softmax(-1)[token])
+        return token
+
+    def take(self, token: int | None, prompt_logprobs: list[float] | None) -> None:
+        """What a step did to it."""
+        if prompt_logprobs is not None:
+            self._prompt_logprobs = prompt_logprobs
+        if token is not None:
+            self._logprobs.append(self._next)
+
+    @property
+    def found(self) -> list[float] | None:
+        """None: it has not come to its end."""
+        done = self._prompt_logprobs is not None and len(self._logprobs) == len(self._tokens)
+        return [*(self._prompt_logprobs or ()), *self._logprobs] if done else None
+
+
 class VllmEngine(OwnedEngine):
     """Implements `ports.Engine`, and what a worker asks of its engine (worker/serving.py), on a core of an adapter."""
 
@@ -148,7 +182,7 @@ class VllmEngine(OwnedEngine):
         self._names: dict[str, int] = {}  # of what the core has -> slot
         self._drawn: dict[str, tuple[float, float]] = {}  # log-probs of the newest token of each
         self._ended: list[tuple[int, Generation]] = []  # not yet told to the owner
-        self._probed: list[float] | None = None
+        self._replayed: Replay | None = None
         self._prefilled = self._copied = 0
         self._untold = 0  # of the tokens prefilled
         self._batches: list[int] = []  # tokens sampled by each step that was not told to the owner
@@ -191,8 +225,10 @@ class VllmEngine(OwnedEngine):
             self._put(self._names.pop(name))
 
     async def outputs(self) -> list[float]:
-        """Log-probs of the fixed row (models/outputs.py), as the next step would compute them."""
-        return await self.lane.run(self._probe, name="engine/outputs")
+        """Log-probs of the fixed row (models/outputs.py), as the next steps would compute them: most of it as a prompt, the rest as
+        steps that decode, which are other kernels and read the cache."""
+        row = fixed_row(self.made.vocabulary).tolist()
+        return await self.lane.run(lambda: self._replay(row[:-_DECODED], row[-_DECODED:]), name="engine/outputs")
 
     # -- the batch
 
@@ -264,8 +300,9 @@ class VllmEngine(OwnedEngine):
         """One step of the core."""
         rows = 0
         for each in self._core.step():
-            if each.name == _PROBE:
-                self._probed = each.prompt_logprobs
+            if each.name == _REPLAY:
+                assert self._replayed is not None
+                self._replayed.take(each.token, each.prompt_logprobs)
                 continue
             slot = self._names[each.name]
             running = self._slots[slot]
@@ -287,26 +324,34 @@ class VllmEngine(OwnedEngine):
         if rows:
             self._batches.append(rows)
 
-    def _probe(self) -> list[float]:
-        self._probed = None
-        self._core.add_probe(_PROBE, fixed_row(self.made.vocabulary).tolist())
-        while self._probed is None:
+    def _replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """See `Replay`. In steps of everything that runs."""
+        replay = self._replayed = Replay(tokens)
+        self._core.add_replay(_REPLAY, prompt, len(tokens))
+        while (found := replay.found) is None:
             self._compute()
-        return self._probed
+        return found
 
     def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
         """Tokens [N] for logits [N, V]; their log-probs are kept until the step tells which of them count."""
+        given = None
+        if _REPLAY in names:
+            assert self._replayed is not None
+            place = list(names).index(_REPLAY)
+            given = place, self._replayed.choose(logits_NV[place])  # the sampler writes into the logits
         parts = []
         for start in range(0, len(names), _HEAD_ROWS):
             own = logits_NV[start : start + _HEAD_ROWS].float().contiguous()
             parts.append(self._sampler.sample(own, self._parameters(names[start : start + _HEAD_ROWS])))
         sampled = parts[0] if len(parts) == 1 else Sampled.joined(parts)
+        if given is not None:
+            sampled.tokens[given[0]] = given[1]
         columns = zip(sampled.logprobs.tolist(), sampled.sampled_logprobs.tolist(), strict=True)
         self._drawn = dict(zip(names, columns, strict=True))
         return torch.from_numpy(sampled.tokens)
 
     def _parameters(self, names: Sequence[str]) -> RowParams:
-        """Of the next token of each; the probe's is greedy."""
+        """Of the next token of each; a replay's is greedy, and not taken."""
         found = [self._slots[self._names[name]] if name in self._names else None for name in names]
         sampling = [_GREEDY if each is None else each.request.sampling for each in found]
         seeds = np.array([0 if each is None else each.seed for each in found], np.uint64)

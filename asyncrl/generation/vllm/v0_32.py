@@ -132,9 +132,9 @@ class Core:
         """A request; none of this name is there. Prompts are shared with others of this `salt` alone."""
         self._add(name, prompt, salt, max_tokens=max_tokens, stop_token_ids=list(stop_ids))
 
-    def add_probe(self, name: str, prompt: Sequence[int]) -> None:
-        """One that answers with the log-probs of its prompt, computed anew, with its only token."""
-        self._add(name, prompt, name, max_tokens=1, prompt_logprobs=0)
+    def add_replay(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """One that answers with the log-probs of its prompt, computed anew, with its first token."""
+        self._add(name, prompt, name, max_tokens=max_tokens, prompt_logprobs=0)
 
     def _add(self, name: str, prompt: Sequence[int], salt: str, **sampling: Any) -> None:
         params = SamplingParams(ignore_eos=True, detokenize=False, **sampling)
