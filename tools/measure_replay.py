@@ -1,6 +1,7 @@
 """Router replay (R3): how far the trainer's log-probs are from the sampler's, with recorded routes and without.
 
     python tools/measure_replay.py            # writes tools/results/replay.json and .png; exit 1 if the goal is missed
+    python tools/measure_replay.py --engine vllm    # sampled by vLLM in a worker; writes replay_vllm.json and .png
 
 Two runs of a small Qwen3-MoE (four layers, 32 experts, four a token, random weights) in bfloat16 with float32 masters, alike but
 for `algorithm.router_replay`. They are sync, so each token is trained by the very weights that sampled it: what differs is the
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import date
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,15 @@ SETTINGS = {
 }
 
 
-def build(seed: int) -> tuple[Any, Any]:
+VLLM = {"model.path": f"{Path(__file__)}:build_wide", "generation.engine": "vllm", "generation.threads": 1}
+
+
+def build_wide(seed: int) -> tuple[Any, Any]:
+    """The same with heads of the smallest size that vLLM takes."""
+    return build(seed, head_dim=32)
+
+
+def build(seed: int, head_dim: int = 16) -> tuple[Any, Any]:
     """(model, tokenizer): letters as tokens."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -61,8 +71,8 @@ def build(seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=len(words), hidden_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True, initializer_range=0.15,
-        max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_key_value_heads=2, head_dim=head_dim, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
+        initializer_range=0.15, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     characters = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -104,11 +114,11 @@ class Listening:
         return [(float((np.expm1(d) - d).mean()), float((np.abs(d) > math.log(2)).mean())) for d in joined]
 
 
-async def run(replay: bool, steps: int, folder: str) -> dict[str, Any]:
+async def run(replay: bool, steps: int, folder: str, more: dict[str, Any]) -> dict[str, Any]:
     """One run, with a number for each of its steps."""
     from asyncrl import Runtime, load_config  # not above: the reward workers load this file too, and need no torch
 
-    options = SETTINGS | {"algorithm.router_replay": replay, "train.max_steps": steps, "run.dir": folder}
+    options = SETTINGS | more | {"algorithm.router_replay": replay, "train.max_steps": steps, "run.dir": folder}
     given = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
     rewards: list[float] = []
     started = time.perf_counter()
@@ -160,9 +170,11 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    steps = parser.parse_args().steps
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    options = parser.parse_args()
+    more, name = ({}, "replay") if options.engine == "embedded" else (VLLM, "replay_vllm")
     with tempfile.TemporaryDirectory() as folder:
-        runs = [asyncio.run(run(replay, steps, folder)) for replay in (False, True)]
+        runs = [asyncio.run(run(replay, options.steps, folder, more)) for replay in (False, True)]
     without, with_replay = (each["mean_k3"] for each in runs)
     record = {
         "date": date.today().isoformat(),
@@ -172,8 +184,9 @@ def main() -> int:
         "runs": runs,
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "replay.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(runs, RESULTS / "replay.png")
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    if util.find_spec("matplotlib") is not None:  # vLLM's environment has none
+        draw(runs, RESULTS / f"{name}.png")
     for each in runs:
         print({key: value for key, value in each.items() if not isinstance(value, list)})
     print(f"KL with replay is {with_replay / without:.3f} of that without; at most half is the goal")
