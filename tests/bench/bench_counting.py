@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -58,7 +58,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, dict):
         yield from tensors(tuple(value.values()))
-    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+    elif isinstance(value, (list, tuple)):  # not a storage: that one would be gone through byte by byte
         for item in value:
             yield from tensors(item)
 
