@@ -178,12 +178,17 @@ async def test_cancelled_while_it_runs_the_caller_waits_for_the_end(lane: AnyLan
 
 
 async def test_a_timeout_around_a_running_closure_is_still_a_timeout(lane: AnyLane) -> None:
+    gate = threading.Event()
+
     def slow() -> None:
         if isinstance(lane, ThreadLane):
-            time.sleep(0.05)
+            assert gate.wait(10)
 
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
+        async with asyncio.timeout(0.01) as limit:
+            when = limit.when()
+            assert when is not None
+            asyncio.get_running_loop().call_at(when + 0.02, gate.set)
             await lane.run(slow, name="slow", cost=0.05)
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -59,19 +60,18 @@ except StallError as error:
 """
 
 
-def run_program(tmp_path: Path, body: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "users_program.py"
     path.write_text(PROGRAM.format(body=textwrap.dedent(body)))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(path)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=50.0,  # less than what hangs in these programs would take
         check=False,
     )
-    return done
 
 
 def test_a_wedged_loop_is_named_and_the_process_ended(tmp_path: Path) -> None:
@@ -222,12 +222,19 @@ def test_a_quiet_run_hears_nothing(tmp_path: Path) -> None:
     done = run_program(
         tmp_path,
         """
+        from types import SimpleNamespace
+        from asyncrl.concurrency import watchdog as module
+
         SHORT, HARD = dict(stall_timeout_s=0.8, loop_timeout_s=0.8, lane_timeout_s=0.8), True
+        now = 0.0  # the time that counts: if this thread stands still, it stands still, too
+        module.time = SimpleNamespace(monotonic=lambda: now)
 
         async def body(recorder, lane, supervisor, watchdog):
             global progress
+            global now
             for i in range(40):
                 progress = (i, 0)
+                now += 0.04
                 await lane.run(lambda: time.sleep(0.01), name="microbatch")
                 await anyio.sleep(0.03)
         """,
@@ -300,7 +307,9 @@ async def test_a_broken_counter_ends_the_run_by_name(capsys: pytest.CaptureFixtu
     assert "=== asyncrl watchdog" in capsys.readouterr().err
 
 
-async def test_closing_ends_the_thread_and_a_countdown() -> None:
+async def test_closing_ends_the_thread_and_a_countdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]  # the time that counts: before the end no moment is too late
+    monkeypatch.setattr("asyncrl.concurrency.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
     before = threading.active_count()
     watchdog = Watchdog(
         short(abort_grace_s=0.05),
@@ -314,7 +323,9 @@ async def test_closing_ends_the_thread_and_a_countdown() -> None:
         with pytest.raises(LifecycleError, match="twice"):
             await watchdog.__aenter__()
     watchdog.close()
-    await asyncio.sleep(0.2)
+    for _ in range(20):  # a jump would not count: it is taken for a process that was stopped
+        now[0] += 0.04
+        await asyncio.sleep(0.01)
     assert watchdog.state is WatchdogState.CLOSED
     assert threading.active_count() == before
 

@@ -228,7 +228,14 @@ def chatty(completions: list[Any], answer: list[str], **columns: Any) -> list[fl
 
 
 def slow(completions: list[str], **columns: Any) -> list[float]:
-    time.sleep(float(os.environ.get("SLOW_REWARD_S", "5")))
+    time.sleep(3600)
+    return [0.0] * len(completions)
+
+
+def gated(completions: list[str], **columns: Any) -> list[float]:
+    """Not before there is a file of that name."""
+    while not os.path.exists(os.environ["GATE"]):
+        time.sleep(0.01)
     return [0.0] * len(completions)
 
 

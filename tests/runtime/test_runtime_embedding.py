@@ -139,6 +139,16 @@ async def test_a_member_without_trained_tokens_may_count_in_the_comparison_alone
         assert (await runtime.finish()).books.trained == 1
 
 
+def made_here() -> Callable[[list[str]], list[float]]:
+    def share_of_nothing(completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    return share_of_nothing
+
+
+share_of_nothing = made_here()  # it travels by value: its worker would import this file, and all that this file imports
+
+
 class Failing:
     """An environment whose members fail in ways of their own."""
 
@@ -264,14 +274,17 @@ async def cycle(config: Config, how: str) -> None:
     """Open, train a little, leave: in order, by an exception or by a cancellation from outside."""
     if how == "cancel":
         with anyio.CancelScope() as scope:
-            async with Runtime(config, rewards=share, write=False) as runtime, anyio.create_task_group() as tasks:
+            async with (
+                Runtime(config, rewards=share_of_nothing, write=False) as runtime,
+                anyio.create_task_group() as tasks,
+            ):
                 tasks.start_soon(feed, runtime, 50)
                 async for _ in runtime.steps():
                     scope.cancel()
         assert scope.cancelled_caught
         return
     try:
-        async with Runtime(config, rewards=share if how == "reward" else (), write=False) as runtime:
+        async with Runtime(config, rewards=share_of_nothing if how == "reward" else (), write=False) as runtime:
             await feed(runtime, 3)
             if how == "raise":
                 raise Broken
@@ -363,7 +376,3 @@ async def test_an_environment_of_the_program_plays(tmp_path: Path) -> None:
     async with runtime:
         summary = await runtime.run()
     assert mine.played >= summary.books.trained * 4 == 48
-
-
-def share_of_nothing(completions: list[str]) -> list[float]:
-    return [float(len(text)) for text in completions]

@@ -17,11 +17,12 @@ from asyncrl.telemetry.lag import BlockSampler, monitor, top_user_frame
 from asyncrl.telemetry.recorder import Recorder
 
 
-def my_reward_that_sleeps() -> None:
-    time.sleep(0.5)
+def my_reward_that_sleeps(looks: list[str | None]) -> None:
+    while len(looks) < 2:  # at the second look the first is counted
+        time.sleep(0.5)
 
 
-async def _run_blocked(recorder: Recorder, reports: list[str]) -> None:
+async def _run_blocked(recorder: Recorder, reports: list[str], looks: list[str | None]) -> None:
     reported = anyio.Event()
 
     def report(text: str) -> None:
@@ -30,25 +31,31 @@ async def _run_blocked(recorder: Recorder, reports: list[str]) -> None:
 
     async with anyio.create_task_group() as group:
         group.start_soon(monitor, recorder, 0.01, 0.1, report)
-        await anyio.sleep(0.03)  # the monitor is running by now
-        my_reward_that_sleeps()
-        with anyio.fail_after(10):
+        await anyio.wait_all_tasks_blocked()  # the monitor is running by now
+        looks.clear()
+        my_reward_that_sleeps(looks)
+        with anyio.fail_after(30):
             await reported.wait()
         group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_a_blocking_callback_is_named_with_its_duration(run: Callable[[Any], None]) -> None:
-    recorder, reports = Recorder(), list[str]()
+def test_a_blocking_callback_is_named_with_its_duration(
+    run: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, reports, looks = Recorder(), list[str](), list[str | None]()
+    monkeypatch.setattr(
+        "asyncrl.telemetry.lag.top_user_frame", lambda thread: looks.append(top_user_frame(thread)) or looks[-1]
+    )
     threads = threading.active_count()
-    run(_run_blocked(recorder, reports))
+    run(_run_blocked(recorder, reports, looks))
     assert threading.active_count() == threads
     found = re.fullmatch(
-        r"event loop blocked (\d\.\d\d) s in test_telemetry_lag\.py:(\d+) my_reward_that_sleeps", reports[0]
+        r"event loop blocked (\d+\.\d\d) s in test_telemetry_lag\.py:(\d+) my_reward_that_sleeps", reports[0]
     )
     assert found, reports
-    assert 0.4 <= float(found.group(1)) < 5
-    assert int(found.group(2)) == my_reward_that_sleeps.__code__.co_firstlineno + 1
+    assert float(found.group(1)) >= 0.4
+    assert int(found.group(2)) - my_reward_that_sleeps.__code__.co_firstlineno in (1, 2)
     metrics = recorder.drain()
     assert metrics["loop/blocked"] >= 1
     assert metrics["loop/lag_ms_p99"] >= 400
@@ -68,7 +75,8 @@ async def test_a_quiet_loop_is_not_reported() -> None:
 
 def test_sampler_forgets_the_stack_of_an_earlier_block() -> None:
     with BlockSampler(time.perf_counter, 0.02) as sampler:
-        time.sleep(0.2)
+        while not sampler._seen:
+            time.sleep(0.05)
         first = sampler.tick()
         second = sampler.tick()
     assert first is not None and "test_sampler_forgets_the_stack_of_an_earlier_block" in first
