@@ -16,7 +16,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -127,26 +129,57 @@ class Popen(subprocess.Popen[Any]):
         return code
 
 
+# Tools set them for their children. They are read while modules are loaded, and in tests decide nothing: models are directories,
+# and torch is told to take one thread.
+OF_TOOLS = ("HF_HUB_OFFLINE", "MKL_NUM_THREADS")
+
+
+def of_a_tool(words: Sequence[Any], *, env: Mapping[str, str], **more: Any) -> Popen:
+    """`Popen` for what a tool starts."""
+    kept = {name: value for name, value in env.items() if name not in OF_TOOLS}
+    return Popen(words, env=kept | {name: os.environ[name] for name in OF_TOOLS if name in os.environ}, **more)
+
+
+def in_place_of_subprocess() -> SimpleNamespace:
+    """For the module of a tool whose children may be warm."""
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired", "run")}
+    return SimpleNamespace(Popen=of_a_tool, **names)
+
+
+def run(command: Sequence[Any], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, with the output as text; a program that does not end in time is killed."""
+    with of_a_tool(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 def _base() -> dict[str, str]:
     return {**os.environ, **CONSTANT}
 
 
+_starting = threading.Lock()  # tools have threads that start children
+
+
 def _server() -> socket.socket:
-    if Popen.server is None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(theirs.fileno())],
-                env={**_base(), "PYTHONPATH": str(SERVER.parents[1])},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is not for it
-            )
-        Popen.server = ours
-        atexit.register(_close, ours, process)
-    return Popen.server
+    with _starting:
+        if Popen.server is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, str(SERVER), str(theirs.fileno())],
+                    env={**_base(), "PYTHONPATH": str(SERVER.parents[1])},
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a Ctrl-C is not for it
+                )
+            Popen.server = ours
+            atexit.register(_close, ours, process)
+        return Popen.server
 
 
 def _close(control: socket.socket, process: subprocess.Popen[bytes]) -> None:

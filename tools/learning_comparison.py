@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHILD = ROOT / "tools" / "learning" / "child.py"
 COMMAND = "python tools/learning_comparison.py"
 GOAL, LIMIT, STALE_BATCHES, SEEDS = 0.8, 150, 100, (0, 1, 2)
+QUICK = 90  # batches of the wrong clip in the smoke test, in which the right one needs less
 MODES = {"sync": ["preset=sync"], "async 4": ["preset=async", "rollout.max_staleness=4"]}
 LOSSES: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -113,7 +114,7 @@ def jobs(quick: bool) -> list[Job]:
     if quick:
         return [
             Job("loss", "dapo", "sync", 0, ["algorithm.loss=dapo"], True),
-            Job("wrong", "sign", "sync", 0, ["algorithm.loss=dapo"], wrong_clip="sign"),
+            Job("wrong", "sign", "sync", 0, ["algorithm.loss=dapo"], wrong_clip="sign", batches=QUICK),
         ]
     found = []
     rows = {name: (f"loss={name}", *own) for name, own in LOSSES.items()} | VARIANTS

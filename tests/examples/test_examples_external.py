@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(*command: str, log: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
+        return warm.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
 
 
 def test_two_producers_feed_a_run_to_its_end(tmp_path: Path) -> None:

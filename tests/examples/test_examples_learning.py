@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from asyncrl.algorithms.registry import LOSSES
 
@@ -24,18 +25,20 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return learning_comparison
 
 
-def test_a_loss_learns_and_one_with_a_wrong_clip_does_not(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), "--quick", "--out", str(tmp_path), "--runs", str(tmp_path / "runs.jsonl")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_loss_learns_and_one_with_a_wrong_clip_does_not(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "subprocess", warm.in_place_of_subprocess())
+    words = ["--quick", "--out", str(tmp_path), "--runs", str(tmp_path / "runs.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["learning_comparison", *words])
+    assert tool.main() == 0, capsys.readouterr().out
     right, wrong = json.loads((tmp_path / "learning_comparison.json").read_text())["runs"]
-    assert right["result"]["reached"] < 100 and any(right["result"]["clip"])
+    assert right["result"]["reached"] < tool.QUICK and any(right["result"]["clip"])
     assert wrong["result"]["reached"] is None and wrong["result"]["reward"][-1] < 0.4
     assert "| dapo |" in (text := (tmp_path / "learning_comparison.md").read_text()) and "fails, as it must" in text
-    again = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )  # everything is in the file
-    assert again.returncode == 0 and "s of CPU" not in again.stdout.partition("# Every")[0]
+    capsys.readouterr()
+    done = subprocess.run([sys.executable, str(TOOL), *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "s of CPU" not in done.stdout.partition("# Every")[0]  # everything is in the file
 
 
 def test_every_loss_is_compared_in_both_modes_with_three_seeds(tool: Any) -> None:

@@ -15,8 +15,12 @@ def test_what_a_run_leaves_is_whole_and_exact(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from attack_runs import attack
+    import attack_runs
+    import warm
 
-    counts = attack(2, [kind], [how], seed=5, keep=tmp_path)  # the second one goes on where the first one ended
+    monkeypatch.setattr(attack_runs, "subprocess", warm.in_place_of_subprocess())
+    counts = attack_runs.attack(
+        2, [kind], [how], seed=5, keep=tmp_path
+    )  # the second one goes on where the first one ended
     assert counts == {f"{kind}, {how}": 2}, capsys.readouterr().out
     sys.modules.pop("attack_runs")

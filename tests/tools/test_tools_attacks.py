@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 pytest.importorskip("aiohttp", reason="needs the extra [http]")
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -> None:
     command = [sys.executable, str(ROOT / "tools" / "attack_records.py"), "--requests", "1500", "--steps", "100"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    done = warm.run(command, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["wrong"] == {} and result["runs"] >= 1 and result["steps"] >= 100
@@ -25,10 +25,17 @@ def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -
     assert min(result["refused"][door] for door in ("ring", "http", "submit")) > 100
 
 
-def test_a_run_outlives_its_workers_and_nothing_outlives_the_run() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "attack_workers.py")]
-    command += ["--lives", "1", "--blows", "1", "--signals", "KILL", "--ends", "TERM"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| node, SIGTERM | 1 | 0 |" in done.stdout and "| worker, SIGKILL | 1 | 0 |" in done.stdout
+def test_a_run_outlives_its_workers_and_nothing_outlives_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import attack_runs
+    import attack_workers
+
+    monkeypatch.setattr(attack_runs, "subprocess", warm.in_place_of_subprocess())
+    monkeypatch.setattr(
+        sys, "argv", ["attack_workers", "--lives", "1", "--blows", "1", "--signals", "KILL", "--ends", "TERM"]
+    )
+    assert attack_workers.main() == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| node, SIGTERM | 1 | 0 |" in said and "| worker, SIGKILL | 1 | 0 |" in said
