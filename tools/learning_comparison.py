@@ -142,6 +142,9 @@ def run_all(work: list[Job], processes: int, runs: Path) -> None:
             job.result = done[job.key]
         else:
             waiting.put(job)
+    processes = min(processes, waiting.qsize())
+    if processes == 0:
+        return
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         failed = threading.Event()
         futures = [pool.submit(_worker, waiting, Path(folder) / f"{i}.log", runs, failed) for i in range(processes)]
@@ -308,7 +311,7 @@ def main() -> int:
     given = parser.parse_args()
     work, started = jobs(given.quick), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run_all(work, min(given.processes, len(work)), given.runs or Path(folder) / "runs.jsonl")
+        run_all(work, given.processes, given.runs or Path(folder) / "runs.jsonl")
     found = document(work, time.perf_counter() - started, given)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "learning_comparison.json").write_text(json.dumps(found) + "\n")

@@ -125,7 +125,7 @@ def test_a_reward_that_cannot_be_imported_exits_2(here: Path, capsys: pytest.Cap
 
 STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "environment that never returns": (
-        DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Hanging"}, "watchdog": {"stall_timeout_s": 1.0}},
+        DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Hanging"}, "watchdog": {"stall_timeout_s": 3.0}},
         [
             "StallError",
             "of group 4 waits for its episode from the environment since",
@@ -139,23 +139,23 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["GenerationError: the episode of member", "did not end within rollout.timeout_s = 2 s: it asked the engine"],
     ),
     "data that never comes": (
-        DRY | {"data": DRY["data"] | {"train": f"{MODEL}:rows_never"}, "watchdog": {"stage_timeout_s": 1.0}},
+        DRY | {"data": DRY["data"] | {"train": f"{MODEL}:rows_never"}, "watchdog": {"stage_timeout_s": 4.0}},
         ["the run stands still at 'looking at the device, the settings and the files", "rows_never"],
     ),
     "model that never comes": (
-        REAL | {"model": {"path": f"{MODEL}:build_hanging", "dtype": "float32"}, "watchdog": {"stage_timeout_s": 1.0}},
+        REAL | {"model": {"path": f"{MODEL}:build_hanging", "dtype": "float32"}, "watchdog": {"stage_timeout_s": 4.0}},
         ["the run stands still at 'measuring prompts and memory'", "build_hanging"],
     ),
     "report that is never written": (
-        DRY | {"reward": f"{MODEL}:pipe_in_place_of_the_report", "watchdog": {"stage_timeout_s": 2.0}},
+        DRY | {"reward": f"{MODEL}:pipe_in_place_of_the_report", "watchdog": {"stage_timeout_s": 4.0}},
         ["the run stands still at 'writing the trace and the report' for", "report.py"],
     ),
     "environment that blocks the loop": (
-        DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Wedging"}, "watchdog": {"loop_timeout_s": 1.0}},
+        DRY | {"rollout": DRY["rollout"] | {"environment": f"{MODEL}:Wedging"}, "watchdog": {"loop_timeout_s": 3.0}},
         ["event loop has been silent", "block_the_loop"],
     ),
     "closure that holds the lane": (
-        REAL | {"model": {"path": f"{MODEL}:build_wedged", "dtype": "float32"}, "watchdog": {"lane_timeout_s": 1.0}},
+        REAL | {"model": {"path": f"{MODEL}:build_wedged", "dtype": "float32"}, "watchdog": {"lane_timeout_s": 3.0}},
         ["has been held by closure", "runtime_model.py"],
     ),
 }
@@ -179,7 +179,7 @@ def test_all_doors_give_the_same_run(here: Path) -> None:
     module = Process(here, file, "run.name=module", start=subprocess.Popen)
     assert module.wait() == 0, module.output
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "asyncrl.main")
-    launched = Process(here, file, "run.name=torchrun", program=torchrun, start=subprocess.Popen)
+    launched = Process(here, file, "run.name=torchrun", program=torchrun)  # from nothing: test_runtime_signals
     assert launched.wait() == 0, launched.output
     lines = [unclocked(metrics_of(here / "runs" / name)) for name in ("console", "module", "torchrun")]
     assert len(lines[0]) == 3

