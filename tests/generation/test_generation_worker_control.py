@@ -184,7 +184,7 @@ async def test_closing_is_heard_although_a_fork_has_a_copy_of_the_socket(pair: P
         node.send({"a": 1})
         node.close()
         assert await worker.receive() == {"a": 1}
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(EOFError):
                 await worker.receive()
     finally:

@@ -97,13 +97,13 @@ async def test_the_answer_does_not_wait_for_the_next_closure(boards: Boards) -> 
         lane: ThreadLane = made.server._lane
 
         async def decode(wait_for: threading.Event) -> None:
-            await lane.run(lambda: running.set() or wait_for.wait(10), name="engine/decode")
+            await lane.run(lambda: running.set() or wait_for.wait(60), name="engine/decode")
 
         first = threading.Event()
         tasks.start_soon(decode, first)
-        assert await asyncio.to_thread(running.wait, 10)
+        assert await asyncio.to_thread(running.wait, 60)
         tasks.start_soon(decode, heard)
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             tasks.start_soon(made.move, 0)
             await wait_all_tasks_blocked()
             assert lane.statistics()["queued"] == 2

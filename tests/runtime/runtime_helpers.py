@@ -16,6 +16,7 @@ from typing import Any
 import warm
 import yaml
 
+import asyncrl.runtime.runtime  # noqa: F401  # else `main` would load it while its event loop runs, and that blocks
 from asyncrl.client import Scored
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config

@@ -12,7 +12,6 @@ import orjson
 import pytest
 from runtime_helpers import MODEL, REAL, metrics_of, write_yaml
 
-import asyncrl.runtime.runtime  # noqa: F401  # else `main` would load it while its event loop runs, and that blocks
 from asyncrl.cli.app import main as command_line
 from asyncrl.main import main
 
