@@ -77,7 +77,7 @@ async def test_a_question_that_changes_nothing_wakes_nobody() -> None:
         await a.commit()
         await b.commit()  # now slots are held for a publish
         await a.release(0)
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while b.changes < a.changes:
                 await b.wait_changed(b.changes)
         seen = a.changes
@@ -93,14 +93,15 @@ async def test_closing_waits_for_no_announcement_of_a_rank_that_died_before_it()
         announce, b._shared._announce = b._shared._announce, lambda *states: None  # type: ignore[method-assign]
         await fresh(b, 0)
         b._shared._announce = announce  # type: ignore[method-assign]
-        with anyio.fail_after(2.5):
-            await a.aclose()
+        assert a._watch is not None
+        await a.aclose()
+        assert not a._watch._thread.is_alive()  # closing goes on without one that does not end in time
     async with two_ranks(2, 0) as (a, b):
         announce, b._shared._announce = b._shared._announce, lambda *states: None  # type: ignore[method-assign]
         await fresh(b, 0)
         b._shared._announce = announce  # type: ignore[method-assign]
         await fresh(b, 1)  # the next change says so too
-        with anyio.fail_after(2.5):
+        with anyio.fail_after(30):
             while a.statistics().live < 2:
                 await a.wait_changed(a.changes)
 
@@ -108,7 +109,7 @@ async def test_closing_waits_for_no_announcement_of_a_rank_that_died_before_it()
 async def test_a_change_of_one_rank_wakes_the_other() -> None:
     async with two_ranks(1, 0) as (a, b):
         ticket = await fresh(a, 0)
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while b.statistics().live == 0:
                 await b.wait_changed(b.changes)
         async with asyncio.TaskGroup() as group:
@@ -116,7 +117,7 @@ async def test_a_change_of_one_rank_wakes_the_other() -> None:
             await anyio.sleep(0.05)
             assert not waits.done()
             await a.end(ticket, "failed", "test")
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 assert await waits is not None
 
 
@@ -126,7 +127,7 @@ async def test_rollback_and_live_groups_concern_the_own_rank() -> None:
         await a.claim([x])
         await b.claim([y])
         assert await a.rollback() == [x]
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while b.statistics().claimed != 1:
                 await b.wait_changed(b.changes)
         assert a.live_groups() == [x]
@@ -173,7 +174,7 @@ async def test_a_grant_that_its_caller_did_not_live_to_see_is_undone(what: str) 
                 else:
                     await a.rollback()
             await b.exhaust()  # reads the newest books on its way
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while a.statistics().live != 1 or a.statistics().claimed:
                 await a.wait_changed(a.changes)
         assert a.live_groups() == [ticket]
@@ -245,7 +246,7 @@ async def test_many_ranks_race_for_the_same_places() -> None:
             for rank in range(ranks)
         ]
         barrier = asyncio.Barrier(ranks)
-        with anyio.fail_after(40):
+        with anyio.fail_after(60):
             async with anyio.create_task_group() as group:
                 for rank in range(ranks):
                     group.start_soon(rank_main, rank, barrier, ledgers[rank])
@@ -310,7 +311,7 @@ def test_a_store_that_goes_away_is_heard_by_those_who_wait() -> None:
     assert rank.stdout.readline() == "waiting\n", rank.communicate()
     host.kill()
     host.communicate()
-    out, err = rank.communicate(timeout=30)
+    out, err = rank.communicate(timeout=60)
     assert "heard: rank 0 lost the shared ledger" in out, err
     assert rank.returncode == 0, err
 

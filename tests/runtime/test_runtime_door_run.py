@@ -155,15 +155,25 @@ async def test_an_incomplete_group_that_is_too_old_for_any_step_ends(tmp_path: P
 
 async def test_a_producer_that_is_faster_than_the_training_waits_at_its_full_ring(tmp_path: Path, name: str) -> None:
     """It must not push, and be dropped, as fast as the loop can read: that takes the time of the very step it waits for."""
-    overrides = ("rollout.max_staleness=0", "dry_run.finish_s=1.0")
-    async with fed(tmp_path, name, *overrides, ring=RingSettings(size=1 << 20, slots=4, ring_bytes=1 << 16)) as f:
+    async with fed(
+        tmp_path, name, "rollout.max_staleness=0", ring=RingSettings(size=1 << 20, slots=4, ring_bytes=1 << 16)
+    ) as f:
+        trainer, over = f.runtime.built.ports.trainer, anyio.Event()
+        finish = trainer.finish_train_step
+
+        async def late() -> Any:
+            await over.wait()
+            return await finish()
+
+        trainer.finish_train_step = late  # type: ignore[method-assign]
         async with await AsyncClient.attach(name) as client:
             for group in range(4):  # the first one has the only place
                 await client.push(group, [scored(version=0)], timeout=30)
             await f.until(lambda: f.counts.too_old == 3)
             with pytest.raises(RingFull):
                 await client.push(4, [scored(version=0)], timeout=0.1)
-            assert client.policy_version == 0, "the step was over: nothing was shown"
+            assert client.policy_version == 0
+            over.set()
             await client.push(4, [scored(version=0)], timeout=30)  # goes in as the step ends, and is too old for any
             await f.until(lambda: f.counts.too_old == 4)
             await f.until_released(5)  # nobody has its place: at once

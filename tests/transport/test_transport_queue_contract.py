@@ -162,14 +162,14 @@ async def test_closing_wakes_whoever_waits(queue: Open, name: str) -> None:
     async with queue(name, 1) as (sender, receiver), anyio.create_task_group() as tasks:
         mine, theirs = sender.clone(), receiver.clone()
         tasks.start_soon(hear, "closed get", theirs.get, anyio.ClosedResourceError)
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         theirs.close()
         await sender.put(item(0))
         tasks.start_soon(hear, "closed put", lambda: mine.put(item(1)), anyio.ClosedResourceError)
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         mine.close()
         tasks.start_soon(hear, "broken put", lambda: sender.put(item(1)), anyio.BrokenResourceError)
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         receiver.close()
         with pytest.raises(anyio.ClosedResourceError):
             await receiver.get()
@@ -186,7 +186,7 @@ async def test_a_waiting_get_hears_the_end(queue: Open, name: str) -> None:
 
         tasks.start_soon(getter)
         tasks.start_soon(getter)
-        await anyio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         sender.close()
 
 
@@ -195,14 +195,14 @@ async def test_a_cancel_at_the_moment_of_the_wake_up_loses_nothing(queue: Open, 
     async with queue(name, 1) as (sender, receiver), asyncio.TaskGroup() as tasks:
         victim: asyncio.Task[Any] = tasks.create_task(receiver.get())
         other: asyncio.Task[Any] = tasks.create_task(receiver.get())
-        await asyncio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         sender.put_nowait(item(7))
         victim.cancel()
         assert number(await other) == 7
         sender.put_nowait(item(0))
         victim = tasks.create_task(sender.put(item(1)))
         other = tasks.create_task(sender.put(item(2)))
-        await asyncio.sleep(0.01)
+        await anyio.wait_all_tasks_blocked()
         assert number(receiver.get_nowait()) == 0
         victim.cancel()
         await other
@@ -271,7 +271,7 @@ async def test_depth_and_waits_are_recorded(queue: Open, name: str) -> None:
         assert sender.statistics().depth == sender.statistics().most_depth == 1
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sender.put, item(1), name="score pump")
-            await anyio.sleep(0.01)
+            await anyio.wait_all_tasks_blocked()
             [wait] = recorder.active_waits()
             assert wait.who == "score pump" and wait.on == f"the receiver of queue {name}"
             assert sender.statistics().waiting_puts == 1

@@ -102,7 +102,7 @@ async def test_put_waits_for_room_and_refuses_what_can_never_fit(name: str) -> N
             sender.put_nowait({"x": big})
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sender.put, {"x": big})
-            await anyio.sleep(0.01)
+            await anyio.wait_all_tasks_blocked()
             (await receiver.get()).release()
         (await receiver.get()).release()
         with pytest.raises(OutOfMemory, match="largest free piece"):
