@@ -157,7 +157,11 @@ def meet(folder: Path, ranks: int, fault: str, moment: str) -> list[str]:
     met, expected = folder / "met", EXPECTED[fault]
     environment = of(fault, moment, ranks - 1, met)
     first = Faulty(folder, ranks, "replicate", "", (), False, (FAULTY,), environment)
-    wrong = [*first.watch(met)]
+    try:
+        wrong = [*first.watch(met)]
+    finally:
+        for each in first.family():  # this program is being ended itself
+            each.kill()
     said, code = first.log.read_text(errors="replace"), first.process.returncode
     if not met.exists():
         return [*wrong, f"never came to {moment!r} (code {code})"]

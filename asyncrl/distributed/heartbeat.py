@@ -38,7 +38,9 @@ class Heartbeat:
         self._thread.join(1.0)
 
     def silent(self) -> list[str]:
-        """A few words for each rank that should have been heard of and was not. From any thread."""
+        """A few words for each rank that should have been heard of and was not; none once this is closed. From any thread."""
+        if self._stop.is_set():
+            return []
         now, longest = time.monotonic(), 3 * self._every_s
         if now - self._answered > longest:
             return [f"the ranks' store has not answered for {now - self._answered:.0f} s"]

@@ -74,14 +74,17 @@ class RanksStore:
                 self.secret_file.unlink(missing_ok=True)
             self.first = None  # all have read there what they need
 
-    def close(self, patience_s: float) -> None:
-        """Blocks rank 0, which holds the store, until the others no longer need it; so long at most, one may have died."""
+    def close(self, patience_s: float) -> list[int]:
+        """Blocks rank 0, which holds the store, until the others no longer need it; so long at most, one may have died. Those
+        that it waited for in vain."""
+        others = [rank for rank in range(1, self.ranks) if not self.rank]
         with contextlib.suppress(RuntimeError):  # it is gone
             self.store.set(f"bye/{self.rank}", "1")
             if self.rank:
                 self.store.check([f"bye/{self.rank}"])  # its answer: it is there before this connection ends
-            else:
-                self.store.poll([f"bye/{rank}" for rank in range(1, self.ranks)], patience_s)
+            elif not self.store.poll([f"bye/{rank}" for rank in others], patience_s):
+                return [rank for rank in others if not self.store.check([f"bye/{rank}"])]
+        return []
 
 
 def open_store(place: Place, timeout: timedelta, environ: Mapping[str, str] | None = None) -> RanksStore:

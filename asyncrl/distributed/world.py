@@ -121,12 +121,18 @@ class World:
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group and the store; rank 0, which holds that, waits until the others have, not long where this
-        rank `failed`. Closing twice is fine."""
+        rank `failed`. Closing twice is fine. Errors: RankLost where another one did not leave, and none `failed`: with success
+        of this one the launcher would wait for it for ever."""
         failed = failed or self._closed or not dist.is_initialized()
         self.leave()
         ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close(_AFTER_AN_ERROR_S if failed else _AT_THE_END_S)
+        missing = [] if ranks is None else ranks.close(_AFTER_AN_ERROR_S if failed else _AT_THE_END_S)
+        if missing and not failed:
+            names = " and ".join(f"rank {rank}" for rank in missing)
+            raise RankLost(
+                f"{names} did not end within {_AT_THE_END_S:g} s of rank {self.rank}: it stands still, or its machine is gone. "
+                "What this rank has to write is written"
+            )
 
     def before_leaving(self, forget: Callable[[], None]) -> None:
         """Call `forget` first: who holds the process group must let go of it, or its connections stay open."""

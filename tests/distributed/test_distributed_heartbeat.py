@@ -39,6 +39,7 @@ def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
             assert said.startswith("rank 2 has given no sign of life for ")
         with Heartbeat(connect(), 2, 3, EVERY_S):
             until(lambda: first.silent() == second.silent() == [])
+    assert first.silent() == []  # closed, it hears of nobody: that says nothing of the others
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from test_distributed_world import free_port, start_rank
 
-from asyncrl.distributed import hosting
+from asyncrl.distributed import hosting, world
 from asyncrl.distributed.hosting import Place, RanksStore, open_store
 from asyncrl.distributed.sealed import SealedStore
-from asyncrl.errors import PlatformError, StoreForged
+from asyncrl.distributed.world import World
+from asyncrl.errors import PlatformError, RankLost, StoreForged
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a secret of many letters"
@@ -194,6 +196,19 @@ def test_rank_0_keeps_the_store_until_the_others_need_it_no_longer() -> None:
     other.close(30.0)
     closing.join(10)
     assert not closing.is_alive()
+
+
+def test_a_rank_that_never_leaves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be stopped; if this one ended with success, the launcher would wait for it for ever."""
+    first, other = both({}, {})
+    assert first.close(0.0) == [1]
+    monkeypatch.setattr(world, "_AT_THE_END_S", 0.0)
+    left = World().open(torch.device("cpu"), alone=True)
+    left._ranks = first
+    with pytest.raises(RankLost, match="rank 1 did not end within 0 s of rank 0"):
+        left.close()
+    other.close(30.0)
+    assert first.close(30.0) == []
 
 
 def test_no_value_is_taken_for_that_of_another_key() -> None:
