@@ -139,7 +139,7 @@ class PolicyModel:
         """Final-normed hidden states [T, E] of packed tokens (int64 [T]) at their positions (int64 [T])."""
         if self._plain is not None:
             assert isinstance(plan, TreePlan), "the plain path samples through caches of its own (generation/embedded)"
-            return self._plain.hidden(tokens_T, plan)
+            return self._plain.hidden(tokens_T, plan).to(self.head.weight.dtype)  # some add up residuals in float32
         gradient = self.weights.grad
         if torch.is_grad_enabled() and self._embedding_index is not None and gradient is not None:
             buffer_VE = self.weights.view(gradient, self._embedding_index)
@@ -185,7 +185,7 @@ class PolicyModel:
 
     def project(self, hidden_NE: Tensor) -> Tensor:
         """[N, E] -> [N, V] in the matmul dtype, without a graph: the head's product with its bias, alone."""
-        return self._head_product(hidden_NE)
+        return self._head_product(hidden_NE.to(self.head.weight.dtype))
 
     @torch.no_grad()
     def packed_agrees(self, version: int) -> bool:

@@ -100,7 +100,7 @@ async def test_a_cancelled_request_leaves_its_cohort() -> None:
         assert np.abs(answer.logprobs - plain_logprobs(plain, wanted, answer)).max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["lfm2", "bloom"])
+@pytest.mark.parametrize("family", ["lfm2", "bloom", "mamba"])
 async def test_bfloat16_is_close_to_the_eager_forward_of_the_same_dtype(family: str) -> None:
     """Within what transformers and vLLM differ by in bfloat16: 0.04 nats on average, 0.36 at worst; sampler and training."""
     policy, plain = policy_and_plain(family, EAGER, "bfloat16")

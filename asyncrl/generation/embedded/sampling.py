@@ -160,7 +160,7 @@ def _inverse_cdf(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     whole = vocabulary // BLOCK
     if whole < 4:  # a tiny vocabulary: one level
         return _search(probs_NV.double().cumsum(1), uniform_N)[0]
-    sums = probs_NV[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(-1)
+    sums = probs_NV[:, : whole * BLOCK].view(-1, whole, BLOCK).sum(-1)
     if vocabulary % BLOCK:
         sums = torch.cat((sums, probs_NV[:, whole * BLOCK :].sum(-1, keepdim=True)), 1)
     cumulative = sums.double().cumsum(1)

@@ -157,7 +157,8 @@ class FusedDecoder:
         self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
     ) -> tuple[Tensor, _Kept | None]:
         """One layer: [T, E] -> [T, E], and what its backward needs."""
-        mlp = cast(Mlp, layer.mlp)
+        mlp = layer.mlp
+        assert isinstance(mlp, Mlp)
         middle, kept = self.attend(layer, x, plan, rotation, keep)
         gate_up = mlp.gate_up(self._normed(layer.mlp_norm, middle))
         active = self.scratch.take("active", x.shape[0], gate_up.shape[1] // 2, x)
@@ -198,7 +199,7 @@ class FusedDecoder:
 
     def _rotate_both_(self, layer: Layer, both: Tensor, rotation: Rotation, inverse: bool = False) -> None:
         """Rotary of queries and keys [T, (H + K) D] and scaling of queries, in place; with `inverse` their transposes."""
-        heads = both.unflatten(1, (-1, layer.head_size))
+        heads = both.view(both.shape[0], -1, layer.head_size)
         if rotation.cos is not None and rotation.sin is not None:
             turned = 2 * rotation.cos.shape[1]
             own = heads if turned == layer.head_size else heads[..., :turned]
@@ -325,6 +326,6 @@ def _through_norm(norm: Norm | None, below: Tensor, x: Tensor, through: Tensor) 
 
 def _split(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[T, (H + 2K) D] -> views [T, H, D], [T, K, D], [T, K, D]."""
-    heads = qkv.unflatten(1, (-1, layer.head_size))
+    heads = qkv.view(qkv.shape[0], -1, layer.head_size)
     end = layer.heads + layer.kv_heads
     return heads[:, : layer.heads], heads[:, layer.heads : end], heads[:, end:]
