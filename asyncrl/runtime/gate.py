@@ -109,6 +109,7 @@ class Verdict:
 def check_model(
     module: PreTrainedModel,
     device: torch.device | str = "cpu",
+    dtype: str = "float32",
     *,
     longest: int | None = None,
     lora: LoraConfig | None = None,
@@ -119,7 +120,8 @@ def check_model(
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """Compare on `device`. `module`: as loaded, or on the meta device, where the weights are random. `longest`: tokens of the
-    longest row that the run can have; None: its rows stay within the original context.
+    longest row that the run can have; None: its rows stay within the original context. `dtype`: in which a path that agrees in
+    float32 must run at all, where it is transformers' own.
 
     `sharded`: trained by transformers' own layers cut over the ranks, which is the packed path; the plain one is not. `every`:
     go on after the first path that agrees. `say` hears what is compared. Errors: ConfigError where the model cannot be built
@@ -132,7 +134,7 @@ def check_model(
         try:
             say("checking the model: its own eager pass")
             outgrown = longest is not None and outgrows(module.config, longest)
-            trial = _trial(module, device, outgrown=outgrown, lora=lora, checkpointing=checkpointing)
+            trial = _trial(module, device, outgrown=outgrown, lora=lora, checkpointing=checkpointing, dtype=dtype)
             layers = f"{_layers(trial.probe)} of {_layers(module)} layers"
             trial.check_causal()
             if longest is not None and not trial.holds():
@@ -181,6 +183,7 @@ def check_for(
     verdict = check_model(
         module,
         device,
+        config.model.dtype,
         longest=row_limit(config),
         lora=config.model.lora,
         checkpointing=config.train.gradient_checkpointing,

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, first_line
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.copying import copy_module
 from asyncrl.models.paths import ModelPath
@@ -86,12 +86,14 @@ class Trial:
         outgrown: bool = False,
         lora: LoraConfig | None = None,
         checkpointing: bool = False,
+        dtype: str = "float32",
     ) -> None:
-        """`probe`, `outgrown`: of models/probe.py. `lora`, `checkpointing`: as the run has them."""
+        """`probe`, `outgrown`: of models/probe.py. `lora`, `checkpointing`, `dtype`: as the run has them."""
         self.probe = probe
         self._untouched = copy_module(probe)  # some models keep what they computed last
         self._lora = lora
         self._checkpointing = checkpointing
+        self._dtype = dtype
         self._random = np.random.default_rng(0)
         self._outgrown = outgrown
         text = probe.config.get_text_config()
@@ -167,9 +169,18 @@ class Trial:
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
         """Errors: ConfigError where the path does not take the model, and whatever the model raises on it."""
+        found = self._run(path, "float32", sampler)
+        if path.name == "plain" and self._dtype != "float32" and found.agrees:
+            try:  # what a class does with its states may fail in another dtype, in the middle of a run
+                self._run(path, self._dtype, sampler)
+            except Exception as error:
+                raise ConfigError(f"fails in {self._dtype} ({first_line(error)}); model.dtype=float32 works") from error
+        return found
+
+    def _run(self, path: ModelPath, dtype: str, sampler: bool) -> Distance:
         module = copy_module(self._untouched)
         hold_frequencies(module, self._longest)
-        policy = PolicyModel(module, "float32", path=path, lora=self._lora)
+        policy = PolicyModel(module, dtype, path=path, lora=self._lora)
         logprobs, gradients, parameter = self._training(policy)
         return Distance(logprobs, gradients, self._sampler(policy) if sampler else 0.0, parameter)
 

@@ -21,6 +21,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
     PhimoeConfig,
@@ -268,6 +269,19 @@ class LookingForCausalLM(LlamaForCausalLM):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.model = LookingModel(config)
+
+
+def test_a_class_that_fails_in_the_dtype_of_the_run_is_refused_for_that_dtype() -> None:
+    """transformers' linear attention keeps a state in float32, and multiplies it with bfloat16."""
+    model = built(
+        MiniMaxConfig(
+            **GATED, head_dim=8, block_size=4, num_local_experts=2, layer_types=["full_attention", "linear_attention"]
+        )
+    )
+    with pytest.raises(ConfigError, match=r"fails in bfloat16 \(RuntimeError.*\); model.dtype=float32 works"):
+        _ = check_model(model, dtype="bfloat16").path
+    assert check_model(model).path in PLAIN
+    assert check_model(stateful(), dtype="bfloat16").path in PLAIN
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
