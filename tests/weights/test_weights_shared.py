@@ -28,8 +28,7 @@ class Engine:
 def products(case: Trained) -> list[JoinedLinear]:
     fused = case.policy.fused
     assert fused is not None
-    every = [product for each in fused.layers for product in (each.qkv, each.out, each.gate_up, each.down)]
-    return [case.policy._head_product, *every]
+    return [case.policy._head_product, *(product for layer in fused.layers for product in layer.products)]
 
 
 @torch.no_grad()
