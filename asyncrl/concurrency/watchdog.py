@@ -84,7 +84,8 @@ class Watchdog:
         the watchdog's thread, so it may only read.
     on_stall: called once, on the loop, with the error that should end the run.
     details: sentences for the dump, such as a ledger's `describe`.
-    silent: a few words for each other process that this one waits for and does not hear of.
+    silent: a few words for each other process that this one waits for and does not hear of; asked with a number of seconds, for
+        each that it has not heard of for longer than that, which ends the run as an event loop does that is silent for so long.
     name: of this process, before what it says ("rank 1: ").
     """
 
@@ -97,7 +98,7 @@ class Watchdog:
         on_stall: Callable[[StallError], object],
         lanes: Sequence[WatchedLane] = (),
         details: Sequence[Callable[[], str]] = (),
-        silent: Callable[[], list[str]] = list,
+        silent: Callable[[float | None], list[str]] = lambda longest_s: [],
         hard_exit: bool = True,
         name: str = "",
     ) -> None:
@@ -175,7 +176,7 @@ class Watchdog:
             except Exception as exc:  # a broken counter must end the run by name, not silence the watch
                 trouble = f"the watchdog's own questions failed: {type(exc).__name__}: {exc}"
             if trouble is not None:
-                self._raise_alarm(self._name + "; ".join([trouble, *self._silent()]))
+                self._raise_alarm(self._name + "; ".join([trouble, *self._silent(None)]))
 
     def _now(self) -> float:
         return time.monotonic() - self._lost
@@ -186,7 +187,12 @@ class Watchdog:
             if self._deadline is None or self._now() < self._deadline:
                 return None
             return f"shutdown ({self._why_ending}) did not end within {self._config.abort_grace_s:g} s"
-        return self._look_at_loop() or self._look_at_lanes() or self._look_at_progress()
+        return (
+            self._look_at_loop()
+            or self._look_at_lanes()
+            or next(iter(self._silent(self._config.loop_timeout_s)), None)
+            or self._look_at_progress()
+        )
 
     def _look_at_loop(self) -> str | None:
         assert self._loop is not None

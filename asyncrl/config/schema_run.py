@@ -33,7 +33,9 @@ class WatchdogConfig(Section):
     stage_timeout_s: float = field(
         1800.0, "End the run if one stage of its start (loading the model) or of its end takes longer than this.", gt=0
     )
-    loop_timeout_s: float = field(60.0, "End the run if the event loop did not answer for this long.", gt=0)
+    loop_timeout_s: float = field(
+        60.0, "End the run if the event loop, or another rank, did not answer for this long.", gt=0
+    )
     lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
     abort_grace_s: float = field(
         25.0, "How long an ordered shutdown may take before the process is ended hard (torchrun kills after 30).", gt=0

@@ -2,8 +2,8 @@
 
     each rank, on a thread of its own, every `every_s`   set(rank, how many times it has)     read what the others have set
 
-A stopped process, one whose GIL is held and one whose host is gone all fall silent. No clock is compared with another machine's:
-a rank is silent for as long as this one has seen the same number.
+A stopped process, one whose GIL is held and one whose host is gone all fall silent; one that ends says so. No clock is compared
+with another machine's: a rank is silent for as long as this one has seen the same number.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 
 from ..errors import AsyncrlError
 from .sealed import SealedStore
+
+_BYE = b"bye"
 
 
 class Heartbeat:
@@ -25,6 +27,7 @@ class Heartbeat:
         self._others = [each for each in range(ranks) if each != rank]
         self._every_s = every_s
         self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> what it set, since when
+        self._missed: dict[int, int] = {}  # rank -> how often this one has looked since, and found the same
         self._answered = time.monotonic()  # the store
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="asyncrl-heartbeat", daemon=True)
@@ -46,8 +49,19 @@ class Heartbeat:
             return [f"the ranks' store has not answered for {now - self._answered:.0f} s"]
         return [
             f"rank {rank} has given no sign of life for {now - since:.0f} s (stopped, wedged, or its machine is gone)"
-            for rank, (_, since) in sorted(self._heard.items())
-            if now - since > longest
+            for rank, (value, since) in sorted(self._heard.items())
+            if now - since > longest and value != _BYE
+        ]
+
+    def lost(self, longest_s: float) -> list[str]:
+        """Of them, those that were silent for so long while this rank has looked: time in which it was stopped itself does not
+        count. From any thread."""
+        missed = {rank: count * self._every_s for rank, count in sorted(self._missed.items())}
+        longest_s = max(longest_s, 5 * self._every_s)
+        return [
+            f"rank {rank} has been silent for {seconds:.0f} s"
+            for rank, seconds in missed.items()
+            if seconds > longest_s
         ]
 
     def _beat(self) -> None:
@@ -62,9 +76,10 @@ class Heartbeat:
                 said = self._store.multi_get(keys) if complete else []
                 self._answered = time.monotonic()
                 for rank, value in zip(self._others, said, strict=False):
+                    self._missed[rank] = 0 if value == _BYE else self._missed.get(rank, 0) + 1
                     if self._heard.get(rank, (b"",))[0] != value:
-                        self._heard[rank] = value, self._answered
+                        self._heard[rank], self._missed[rank] = (value, self._answered), 0
                 if self._stop.wait(self._every_s):
-                    return
+                    return self._store.set(str(self._rank), _BYE.decode())
         except (RuntimeError, AsyncrlError):  # the store is gone, or forged: whoever needs it says so
             return

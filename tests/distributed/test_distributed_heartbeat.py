@@ -32,13 +32,18 @@ def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
     with first, second:
         time.sleep(4 * EVERY_S)  # that nothing is said within this time is what is looked at
         assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
-        with Heartbeat(connect(), 2, 3, EVERY_S):
-            until(lambda: first._heard.keys() == {1, 2} and second._heard.keys() == {0, 2})
+        connect().set("2", "1")  # and never again
+        until(lambda: first._heard.keys() == {1, 2} and second._heard.keys() == {0, 2})
         until(lambda: len(first.silent()) == 1 and len(second.silent()) == 1)
         for said in (*first.silent(), *second.silent()):
             assert said.startswith("rank 2 has given no sign of life for ")
+        until(lambda: first.lost(1.0) != [])
+        assert first.lost(1.0)[0].startswith("rank 2 has been silent for ") and first.lost(100.0) == []
         with Heartbeat(connect(), 2, 3, EVERY_S):
-            until(lambda: first.silent() == second.silent() == [])
+            until(lambda: first.silent() == second.silent() == first.lost(1.0) == [])
+        until(lambda: first._heard[2][0] == b"bye")
+        time.sleep(4 * EVERY_S)  # that nothing is said of a rank that has ended is what is looked at
+        assert first.silent() == second.silent() == first.lost(EVERY_S) == []
     assert first.silent() == []  # closed, it hears of nobody: that says nothing of the others
 
 

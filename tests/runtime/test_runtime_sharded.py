@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +171,14 @@ def reward(completions, **columns):
 
 @pytest.mark.parametrize("end", ["killed", "raises"])
 def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: str) -> None:
-    """Without torchrun, which would end the other one itself. Long before any time-out: the connection is gone."""
+    """Without torchrun, which would end the other one itself: the connection is gone, or, where no collective is under way, the
+    signs of life are."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     tree = SHARDED | FAST | {"checkpoint": {"save_final": False}}
     tree["train"] = tree["train"] | {"max_steps": 100_000}
+    tree["watchdog"] = {"loop_timeout_s": 20}
     (tmp_path / "rewards.py").write_text(REWARD)
     if end == "raises":
         tree["reward"] = f"{tmp_path}/rewards.py:reward"
@@ -195,9 +196,7 @@ def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: s
         else:
             assert ranks[1].wait(300) == 6, ranks[1].output
             assert "this rank has had enough" in ranks[1].output
-        gone = time.monotonic()
-        assert ranks[0].wait(400) not in (0, None)
-        assert time.monotonic() - gone < 300, "it waited for a time-out, which is twice that"
+        assert ranks[0].wait(200) not in (0, None)  # a time-out would take 600 s
     finally:
         for process in ranks:
             if process._popen.poll() is None:
