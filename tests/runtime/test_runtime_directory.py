@@ -177,7 +177,9 @@ def test_a_disk_that_is_full_for_rollouts_costs_no_checkpoint(tmp_path: Path) ->
     assert ended.returncode == 0, ended.stderr
     assert "could not write runs/run/rollouts/step_1.jsonl: File too large; the run goes on without" in ended.stderr
     assert "3 times something could not be written; the last: runs/run/rollouts/step_3.jsonl" in ended.stderr
-    said = [line for line in ended.stderr.splitlines() if not line.startswith("event loop blocked")]  # on a busy machine
+    said = [
+        line for line in ended.stderr.splitlines() if not line.startswith("event loop blocked")
+    ]  # on a busy machine
     assert len(said) == 2, said
     assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
     assert list((run / "rollouts").iterdir()) == []  # nothing half-written takes up room

@@ -58,9 +58,11 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     try:
         yield over_ranks
     finally:
-        for process, log in zip(ranks, logs, strict=True):
-            assert process.stdin is not None and process.stdout is not None
+        for process in ranks:  # all of them: the first one waits for the others' farewell
+            assert process.stdin is not None
             process.stdin.close()
+        for process, log in zip(ranks, logs, strict=True):
+            assert process.stdout is not None
             process.wait(300)
             process.stdout.close()
             log.close()

@@ -70,10 +70,12 @@ class Ranks:
         return [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(self.size)]
 
     def close(self) -> None:
+        for process in self.processes:  # all of them: the first one waits for the others' farewell
+            assert process.stdin is not None
+            process.stdin.close()
         for process, log in zip(self.processes, self.logs, strict=True):
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout is not None
             try:
-                process.stdin.close()
                 process.wait(300)
             finally:
                 process.kill()
