@@ -102,6 +102,13 @@ class Faulty(Life):
 
     def watch(self, met: Path | None = None) -> Iterator[str]:
         """Until it has ended; what is wrong with the end. met: a file that the fault makes."""
+        try:
+            yield from self._watch(met)
+        finally:
+            for each in self.family():  # this program is being ended itself
+                each.kill()
+
+    def _watch(self, met: Path | None) -> Iterator[str]:
         numbers, fault_at, began = set[str](), None, time.monotonic()
         while self.process.poll() is None:
             numbers |= {str(each.pid) for each in self.family()}
@@ -157,11 +164,7 @@ def meet(folder: Path, ranks: int, fault: str, moment: str) -> list[str]:
     met, expected = folder / "met", EXPECTED[fault]
     environment = of(fault, moment, ranks - 1, met)
     first = Faulty(folder, ranks, "replicate", "", (), False, (FAULTY,), environment)
-    try:
-        wrong = [*first.watch(met)]
-    finally:
-        for each in first.family():  # this program is being ended itself
-            each.kill()
+    wrong = [*first.watch(met)]
     said, code = first.log.read_text(errors="replace"), first.process.returncode
     if not met.exists():
         return [*wrong, f"never came to {moment!r} (code {code})"]

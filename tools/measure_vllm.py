@@ -19,9 +19,19 @@ import sys
 import time
 from typing import Any
 
-from vllm_sides import Side, answer, arguments, heading, ours, parser_of, prompts, take_turns, turns
+from vllm_sides import answer, arguments, ours, parser_of, print_table, prompts, take_turns, turns
 
 SIDES = ("packed", "unpacked", "offline", "async")
+COLUMNS = (
+    "dtype",
+    "job",
+    "side",
+    "tokens/s of whole steps",
+    "of generation alone",
+    "new weights, ms",
+    "start, s",
+    "peak MiB",
+)
 
 
 def offline(options: argparse.Namespace) -> None:
@@ -77,13 +87,7 @@ async def by_us(options: argparse.Namespace, pack: bool) -> None:
 
 
 def measure(dtype: str, options: argparse.Namespace) -> list[str]:
-    sides = {name: Side(name, dtype, options) for name in options.sides}
-
-    def one(side: Side, number: int) -> None:
-        for sequences, tokens in options.jobs:
-            side.turn((sequences, tokens), number=number, sequences=sequences, tokens=tokens)
-
-    take_turns(sides, options.turns, one)
+    sides = take_turns(dtype, options)
     rows = []
     for job in options.jobs:
         for name, side in sides.items():
@@ -104,13 +108,7 @@ def main() -> int:
     elif options.child is not None:
         asyncio.run(by_us(options, pack=options.child == "packed"))
     else:
-        print(heading(options), end="\n\n")
-        print(
-            "| dtype | job | side | tokens/s of whole steps | of generation alone | new weights, ms | start, s | peak MiB |"
-        )
-        print("|---|---|---|---|---|---|---|---|", flush=True)
-        for dtype in options.dtype:
-            print("\n".join(measure(dtype, options)), flush=True)
+        print_table(options, COLUMNS, measure)
     return 0
 
 

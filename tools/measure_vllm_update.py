@@ -28,9 +28,21 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from vllm_sides import Ours, Side, answer, arguments, heading, module_of, ours, parser_of, prompts, take_turns, turns
+from vllm_sides import Ours, answer, arguments, module_of, ours, parser_of, print_table, prompts, take_turns, turns
 
 SIDES = ("packed", "unpacked", "async")
+COLUMNS = (
+    "dtype",
+    "job",
+    "side",
+    "pause, ms",
+    "bind, ms",
+    "write, ms",
+    "total, ms",
+    "memcpy, ms",
+    "save, ms",
+    "load, ms",
+)
 BEGUN = 8  # tokens of every sequence, before the weights change
 
 
@@ -147,13 +159,7 @@ async def by_async_llm(options: argparse.Namespace) -> None:
 
 
 def measure(dtype: str, options: argparse.Namespace) -> list[str]:
-    sides = {name: Side(name, dtype, options) for name in options.sides}
-
-    def one(side: Side, number: int) -> None:
-        for sequences, tokens in options.jobs:
-            side.turn((sequences, tokens), number=number, sequences=sequences, tokens=tokens)
-
-    take_turns(sides, options.turns, one)
+    sides = take_turns(dtype, options)
     rows = []
     for job in options.jobs:
         for name, side in sides.items():
@@ -171,13 +177,7 @@ def main() -> int:
     elif options.child is not None:
         asyncio.run(by_us(options, pack=options.child == "packed"))
     else:
-        print(heading(options), end="\n\n")
-        print(
-            "| dtype | job | side | pause, ms | bind, ms | write, ms | total, ms | memcpy, ms | save, ms | load, ms |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-        for dtype in options.dtype:
-            print("\n".join(measure(dtype, options)), flush=True)
+        print_table(options, COLUMNS, measure)
     return 0
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -230,13 +230,26 @@ class Side:
         raise RuntimeError(f"a side ended: {self.process.wait()}")
 
 
-def take_turns(sides: dict[str, Side], count: int, one: Callable[[Side, int], None]) -> None:
-    """`count` turns and one to warm up, in an order that turns; then all are closed."""
-    for number in range(count + 1):
+def take_turns(dtype: str, options: argparse.Namespace) -> dict[str, Side]:
+    """Every side, after all turns of all jobs and one turn to warm up, in an order that turns. They are closed."""
+    sides = {name: Side(name, dtype, options) for name in options.sides}
+    for number in range(options.turns + 1):
         for name in sorted(sides, reverse=bool(number % 2)):
-            one(sides[name], number)
+            for sequences, tokens in options.jobs:
+                sides[name].turn((sequences, tokens), number=number, sequences=sequences, tokens=tokens)
     for side in sides.values():
         side.close()
+    return sides
+
+
+def print_table(
+    options: argparse.Namespace, columns: Sequence[str], rows: Callable[[str, argparse.Namespace], list[str]]
+) -> None:
+    """`rows(dtype, options)` of every dtype, under machine, command, load and the names of the columns."""
+    print(heading(options), end="\n\n")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    for dtype in options.dtype:
+        print("\n".join(rows(dtype, options)), flush=True)
 
 
 def parser_of(text: str | None, sides: tuple[str, ...], jobs: list[tuple[int, int]]) -> argparse.ArgumentParser:

@@ -54,8 +54,10 @@ class Heartbeat:
         ]
 
     def lost(self, longest_s: float) -> list[str]:
-        """Of them, those that were silent for so long while this rank has looked: time in which it was stopped itself does not
-        count. From any thread."""
+        """The ranks that were silent for so long while this one has looked: time in which it was stopped itself does not count.
+        None once this is closed. From any thread."""
+        if self._stop.is_set():
+            return []
         missed = {rank: count * self._every_s for rank, count in sorted(self._missed.items())}
         longest_s = max(longest_s, 5 * self._every_s)
         return [

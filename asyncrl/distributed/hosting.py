@@ -77,7 +77,7 @@ class RanksStore:
     def close(self, patience_s: float) -> list[int]:
         """Blocks rank 0, which holds the store, until the others no longer need it; so long at most, one may have died. Those
         that it waited for in vain."""
-        others = [rank for rank in range(1, self.ranks) if not self.rank]
+        others = range(1, self.ranks)
         with contextlib.suppress(RuntimeError):  # it is gone
             self.store.set(f"bye/{self.rank}", "1")
             if self.rank:

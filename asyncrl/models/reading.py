@@ -8,6 +8,7 @@ tensors which are neither parameters nor buffers, say) is loaded as everywhere e
 from __future__ import annotations
 
 import base64
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, first_line
 
 from .head.output import HeadTransform
 from .loading import describe_module, hold_rotary, load_reader
@@ -27,6 +28,8 @@ from .outputs import fixed_logprobs
 from .parameters.layout import Layout
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
+
+logger = logging.getLogger("asyncrl.models")
 
 _MOST_BYTES = 4 << 20  # of all buffers: they travel in a message
 
@@ -93,8 +96,9 @@ def open_reader(
     """Completed, or loaded. `seed`: for random weights. Errors: ConfigError."""
     try:
         policy = outline.complete(half, rest, path, longest)
-    except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError):
+    except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
         policy = None  # its modules need more than was said of them: whatever they raise, they are loaded
+        logger.warning("the weights are loaded, though the board has them: %s", first_line(error))
     return policy or load_reader(outline.config, half.device, seed, path, longest)
 
 

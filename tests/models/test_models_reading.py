@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,6 @@ def directory_of(family: str, folder: Path) -> Path:
             tensor.add_(torch.rand_like(tensor))
     module.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def boards() -> Iterator[list[Board]]:
-    opened: list[Board] = []
-    yield opened
-    for board in opened:
-        board.close()
 
 
 def board_of(trainer: PolicyModel, boards: list[Board]) -> tuple[Board, Board]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,14 +56,6 @@ def logprobs(policy: PolicyModel) -> torch.Tensor:
             bias_V=policy.head.bias, transform=policy.transform,
         )  # fmt: skip
     return found
-
-
-@pytest.fixture
-def boards() -> Iterator[list[Board]]:
-    opened: list[Board] = []
-    yield opened
-    for board in opened:
-        board.close()
 
 
 def board_of(weights: FlatWeights, boards: list[Board]) -> tuple[Board, Board]:

@@ -165,7 +165,7 @@ async def test_a_producer_that_is_faster_than_the_training_waits_at_its_full_rin
             await over.wait()
             return await finish()
 
-        trainer.finish_train_step = late  # type: ignore[method-assign]
+        trainer.finish_train_step = late  # type: ignore[method-assign]  # the real one, held up
         async with await AsyncClient.attach(name) as client:
             for group in range(4):  # the first one has the only place
                 await client.push(group, [scored(version=0)], timeout=30)

@@ -160,7 +160,7 @@ async def test_a_reward_that_sleeps_does_not_hold_up_decoding(tmp_path: Path, mo
         while not _rewards_at_work(runtime):  # noqa: ASYNC110  told to nobody
             await asyncio.sleep(0.01)
         decoded.append(_decoded(runtime))
-        while _decoded(runtime) < decoded[0] + 16:  # noqa: ASYNC110
+        while _decoded(runtime) < decoded[0] + 16:  # noqa: ASYNC110  told to nobody
             await asyncio.sleep(0.01)
         gate.touch()
 
