@@ -12,6 +12,7 @@ Whatever is stale is a `DivergenceError`: a run that sampled from other weights 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -40,15 +41,25 @@ class Shards(Protocol):
 
 
 class Proof:
-    """See the module. Only the lane may call it. Errors everywhere: DivergenceError."""
+    """See the module. Only the lane may call it; made it may be anywhere. Errors everywhere: DivergenceError."""
 
     def __init__(self, policy: PolicyModel, shards: Shards | None = None) -> None:
         """`shards`: where the masters lie, of a model that is cut over the ranks."""
         self._policy = policy
         self._shards = shards
         self._parameters = _identities(policy.module)
-        self._positions = _sample(policy.flat)
-        self._served_positions = self._positions if policy.lora is None else _sample(policy.weights)
+
+    # Drawn when they are first asked for, which is on the lane. An operation that torch shares among threads, run once on the
+    # event loop's thread, leaves a pool of threads there. With more threads than cores libgomp's no longer spin, and the lane's
+    # sleep between two operations: on two cores a decode step takes a fifth longer.
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        return _sample(self._policy.flat)
+
+    @cached_property
+    def _served_positions(self) -> Tensor:
+        return self._positions if self._policy.lora is None else _sample(self._policy.weights)
 
     @torch.no_grad()
     def prove(self, version: int) -> None:

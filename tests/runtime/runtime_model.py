@@ -34,6 +34,13 @@ def build_wide(seed: int) -> tuple[Any, Any]:
     return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=2, head_dim=32), make_tokenizer()
 
 
+def build_deep(seed: int) -> tuple[Any, Any]:
+    """A hundred thousand parameters: what is done with all of them at once, torch shares among threads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=12, head_dim=16), make_tokenizer()
+
+
 def build_never(seed: int) -> tuple[Any, Any]:
     raise AssertionError("the model was asked for")
 
