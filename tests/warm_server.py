@@ -153,6 +153,8 @@ def run(program: Program) -> None:
         sys.argv = rest[1:]
         if rest[1] == "torch.distributed.run":
             _ranks_are_forked()
+        with open("/proc/self/comm", "w") as name:
+            name.write(rest[1])  # the command line that others see is the server's
         runpy._run_module_as_main(rest[1])  # type: ignore[attr-defined]
     elif rest[0] == "-c":
         sys.path.insert(0, "")

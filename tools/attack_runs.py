@@ -2,6 +2,7 @@
 
     python tools/attack_runs.py --lives 20                            # every kind in turns
     python tools/attack_runs.py --lives 100 --kinds 2-fsdp --signals TERM INT
+    python tools/attack_runs.py --lives 500 --warm                    # a quarter of the CPU time: nobody loads torch anew
 
 A life starts (or goes on from the checkpoint of the one before), commits steps, and is ended by a signal: SIGTERM or SIGINT to
 the launcher, SIGKILL to one rank or to all of them. Then this must hold:
@@ -108,7 +109,8 @@ class Life:
         ranks = [
             each
             for each in family
-            if "asyncrl.main" in each.cmdline() and "torch.distributed.run" not in each.cmdline()
+            if ("asyncrl.main" in each.cmdline() or each.name() == "asyncrl.main")
+            and "torch.distributed.run" not in each.cmdline()
         ]
         if self.how == "KILL all":
             for each in family:
@@ -186,7 +188,9 @@ def attack(lives: int, kinds: list[str], signals: list[str], seed: int, keep: Pa
         if found:
             counts[f"broken {kind}, {how}"] += 1
             kept = keep / f"life_{number}"
-            shutil.copytree(life.run, kept, symlinks=True)
+            if life.run.exists():
+                shutil.copytree(life.run, kept, symlinks=True)
+            kept.mkdir(exist_ok=True)
             shutil.copy(life.log, kept)
             print(f"life {number} ({kind}, SIG{how}): {'; '.join(found)}; what it left: {kept}", flush=True)
         if found or chance.random() < 0.1:  # and a fresh start now and then
@@ -205,13 +209,27 @@ def table(counts: Counter[str], *heads: str) -> int:
     return int(any(name.startswith("broken") for name in counts))
 
 
+def start_warm() -> None:
+    """From now on."""
+    global subprocess
+    sys.path.append(str(ROOT / "tests"))
+    import warm
+
+    subprocess = warm.in_place_of_subprocess()  # type: ignore[assignment]  # what is used here has the same names
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lives", type=int, default=20)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--warm", action="store_true", help="programs start as the tests' do, from one that has loaded torch"
+    )
     options = parser.parse_args()
+    if options.warm:
+        start_warm()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-lives-"))
     counts = attack(options.lives, options.kinds, options.signals, options.seed, keep)
     return table(counts, "ended", "lives")
