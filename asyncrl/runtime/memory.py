@@ -22,6 +22,7 @@ from .prompts import PromptLengths
 GIB = 1 << 30
 _PROCESS = 400 << 20  # of a worker, before it computes: Python, torch and transformers
 _VLLM_PROCESS = 900 << 20  # the same with vLLM
+_CONTEXT = 600 << 20  # of CUDA in a worker: code and libraries, on the trainer's device too, where it opens the board
 
 
 def predicted(
@@ -62,22 +63,30 @@ def predicted(
 def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
     """What they add to memory that they share with the trainer, and what of its own they take over to their own devices."""
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
-    if any(device.type != "cpu" for device in placement.devices):
-        return {"weight_board": board, "kv_cache": 0}
+    apart = (
+        config.model.lora.rank or config.distributed.sharding == "fsdp"
+    )  # else it is a half of the board (weights/posted.py)
+    working = parts["working_copy"] if apart else 0
+    if placement.trainer.type != "cpu":
+        # What lies on another GPU is for the worker there to predict (generation/worker/opening.py).
+        here = sum(not placement.is_apart(number) for number in range(placement.workers))
+        return {
+            "weight_board": board,
+            "workers": placement.workers * _CONTEXT,
+            "kv_cache": parts["kv_cache"] * here // placement.workers,
+            "working_copy": working,
+        }
     each, ahead = parts["packed_weights"] + _PROCESS, parts["packed_weights"]
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
         # Its packed weights, or at first its plain ones.
         each, ahead = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS, 0
-    apart = (
-        config.model.lora.rank or config.distributed.sharding == "fsdp"
-    )  # else it is a half of the board (weights/posted.py)
     return {
         "weight_board": board,
         "workers": placement.workers * each,
         "packed_ahead": placement.workers * ahead,
-        "working_copy": parts["working_copy"] if apart else 0,
+        "working_copy": working,
     }
 
 

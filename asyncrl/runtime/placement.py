@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,16 +13,19 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.versions import require_vllm
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`devices`: of this rank's workers, one each; none: `shared`. `threads`: of a worker; `trainer_threads`: of the trainer's
-    lane. `line`: for people, what was chosen and why."""
+    lane. `line`: for people, what was chosen and why. `trainer`: its device, on which the weight board lies."""
 
     devices: tuple[torch.device, ...]
     threads: int
     trainer_threads: int
     line: str
+    trainer: torch.device = _CPU
 
     @property
     def workers(self) -> int:
@@ -32,35 +36,113 @@ class Placement:
         """Of what all sequences together take, the part of one engine, rounded up."""
         return -(-total // max(self.workers, 1))
 
+    def is_apart(self, number: int) -> bool:
+        """Whether that worker is on another device than the trainer, so that it reads a copy of the board."""
+        return self.devices[number] != self.trainer
+
 
 def place(config: Config, device: torch.device, world: World) -> Placement:
     """Of this rank, whose trainer is on `device`. Errors: ConfigError for a device whose memory workers cannot share,
     and where the engine that was asked for is not installed."""
     generation, cores = config.generation, os.cpu_count() or 1
     vllm = generation.engine == "vllm"
-    given = bool(generation.workers or generation.threads)
-    wanted = generation.placement == "worker" or (generation.placement == "auto" and (given or vllm))
+    given = bool(generation.workers or generation.threads or generation.devices)
+    trainer = _numbered(device)
+    spare = _spare(trainer, world)
+    wanted = generation.placement == "worker" or (generation.placement == "auto" and (given or vllm or bool(spare)))
     if not wanted or config.engine.kind == "dry_run":
-        why = _why_shared(config, device)
-        return Placement((), 0, config.threads or cores, f"generation: shared, on the trainer's {device} ({why})")
-    if device.type != "cpu":
-        raise ConfigError(
-            f"generation.placement is worker and the trainer is on {device}: weights are handed to workers in the memory of CPUs "
-            "alone so far; use shared"
-        )
+        why = _why_shared(config, trainer)
+        line = f"generation: shared, on the trainer's {device} ({why})"
+        return Placement((), 0, config.threads or cores, line, trainer)
+    _refuse(config, device)
     engine = f" with vLLM {require_vllm()}" if vllm else ""
-    count = generation.workers or 1
-    per_worker = generation.threads or max(1, cores // world.local_world_size // (count + 1))
-    trainer = config.threads or max(1, cores // world.local_world_size - count * per_worker)
-    why = "auto: workers or threads are given" if given else "auto: vLLM runs in workers"
-    why = "as set" if generation.placement == "worker" else why
-    line = f"generation: {count} worker(s){engine} on {device}, {per_worker} thread(s) each, {trainer} for the trainer ({why})"
-    return Placement((device,) * count, per_worker, trainer, line)
+    devices = _devices(config, trainer, world, spare)
+    count, mine = len(devices), cores // world.local_world_size
+    per_worker = generation.threads or max(1, mine // (count + 1))
+    own = config.threads or max(1, mine - count * per_worker)
+    why = "as set"
+    if generation.placement == "auto":
+        why = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
+        why = "auto: workers, threads or devices are given" if given else why
+    where = ", ".join(dict.fromkeys(map(str, devices)))
+    line = (
+        f"generation: {count} worker(s){engine} on {where}, {per_worker} thread(s) each, {own} for the trainer ({why})"
+    )
+    return Placement(devices, per_worker, own, line, trainer)
 
 
-def _why_shared(config: Config, device: torch.device) -> str:
+def _numbered(device: torch.device) -> torch.device:
+    """With its number, so that it equals those of tensors and of other names for it; there is one CPU."""
+    if device.type == "cuda":
+        return torch.device("cuda", device.index or 0)
+    return torch.device(device.type)
+
+
+def _spare(trainer: torch.device, world: World) -> list[torch.device]:
+    """Of the GPUs on which no rank of this machine trains, those of this rank, dealt out in turn. None where they are fewer than
+    ranks."""
+    if trainer.type != "cuda" or torch.version.hip is not None:
+        return []
+    ranks = world.local_world_size
+    taken = {trainer.index} if ranks == 1 else {trainer.index, *range(ranks)}
+    spare = [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index not in taken]
+    return spare[world.local_rank :: ranks] if len(spare) >= ranks else []
+
+
+def _devices(
+    config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device]
+) -> tuple[torch.device, ...]:
+    """One for each worker of this rank. `generation.devices` are dealt out to the ranks of a machine in turn, or shared where they
+    are too few; without them it is a GPU that trains nothing, or the trainer's own device. Errors: ConfigError."""
+    named = [_named(text, trainer) for text in config.generation.devices]
+    rank, ranks = world.local_rank, world.local_world_size
+    mine = named[rank::ranks] or [named[rank % len(named)]] if named else [*spare] or [trainer]
+    count = config.generation.workers or (len(mine) if named else 1)
+    return tuple(mine[number % len(mine)] for number in range(count))
+
+
+def _named(text: str, trainer: torch.device) -> torch.device:
+    """A device of `generation.devices`. Errors: ConfigError."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ConfigError(
+            f"generation.devices has {text!r}, which is no device; give names as cuda:1, or leave it out"
+        ) from None
+    if device.type != trainer.type:
+        raise ConfigError(
+            f"generation.devices has {text} and the trainer is on {trainer}: weights are handed to workers in memory that both "
+            f"devices read, and these two have none; name devices of the kind {trainer.type}, or set model.device"
+        )
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if device.type == "cuda" and (device.index is None or device.index >= count):
+        raise ConfigError(
+            f"generation.devices has {text}, and torch sees {count} GPU(s) here; give numbers from cuda:0 to cuda:{count - 1}"
+        )
+    return _numbered(device)
+
+
+def _refuse(config: Config, device: torch.device) -> None:
+    """Errors: ConfigError for a trainer whose weights workers cannot read."""
+    if device.type == "cpu":
+        return
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise ConfigError(
+            f"generation.placement is worker and the trainer is on {device}{' (ROCm)' if torch.version.hip else ''}: weights are "
+            "handed to workers in the memory of CPUs, or on NVIDIA's GPUs by CUDA IPC; use shared"
+        )
+    if config.generation.engine == "vllm":
+        raise ConfigError(
+            f"generation.engine is vllm and the trainer is on {device}: its workers have been built and compared on CPUs alone so "
+            "far; use generation.engine=embedded"
+        )
+
+
+def _why_shared(config: Config, trainer: torch.device) -> str:
     if config.engine.kind == "dry_run":
         return "engine.kind is dry_run"
     if config.generation.placement == "shared":
         return "as set"
-    return "auto: a worker on a GPU of its own is still to come" if device.type == "cuda" else "auto: no second device"
+    if trainer.type == "cuda" and torch.version.hip is not None:
+        return "auto: on ROCm workers cannot read the trainer's GPU"
+    return "auto: no GPU to spare" if trainer.type == "cuda" else "auto: no second device"

@@ -12,11 +12,13 @@ from asyncrl.config.resolve import row_limit
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.engine import cache_shape, eos_token_ids
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
+from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reading import describe_rest
 from asyncrl.models.routing import RoutesShape
 from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import SlabHalves
 from asyncrl.weights.posted import PostedWeights
 from asyncrl.weights.proof import Shards
 
@@ -80,17 +82,30 @@ def _is_stretched(text: Any) -> bool:
     return any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict))
 
 
+def _create_board(policy: PolicyModel) -> Board:
+    """On the trainer's device, where it writes without a copy across. Errors: OutOfMemory, PlatformError."""
+    weights = policy.weights
+    slab: SlabHalves | None = None
+    if policy.device.type != "cpu":
+        slab = SlabHalves.create(segment_name("weights", 0), weights.size, policy.dtype, policy.device)
+    return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
+
+
+def _needs(policy: PolicyModel, positions: int) -> int:
+    """Bytes that a worker takes on a GPU of its own: copies of both halves, and its cache; while it starts the weights once more,
+    in the place of that. (On the plain path caches are the model's own, whose size nobody knows here.)"""
+    half = policy.weights.size * policy.dtype.itemsize
+    cache = 0 if policy.path.name == "plain" else cache_shape(policy.config, 1, positions).nbytes(policy.dtype)
+    return 2 * half + max(half, cache)
+
+
 async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, PostedWeights]:
     """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
     Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError for what the engine cannot run."""
     config, world, policy = site.config, site.world, sampler.policy
     logs = site.logs and (site.logs / f"rank_{world.rank}" if world.world_size > 1 else site.logs)
-    weights = policy.weights
-    board = await offload(
-        lambda: Board.create(weights.size, policy.dtype, weights.layout_digest(), placement.devices[0].type),
-        "weight-board",
-    )
-    site.stack.callback(board.close)
+    board = await offload(lambda: _create_board(policy), "weight-board")
+    site.stack.push_async_callback(offload, board.close, "weight-board")
     assert config.engine.max_sequences is not None
     context = row_limit(config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
@@ -120,9 +135,11 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     vllm = config.generation.engine == "vllm"
     message["form"] = _form_for_vllm(sampler, context, routes) if vllm else _form(sampler)
 
+    message["needs"] = _needs(policy, message["kv_positions"]) if policy.device.type == "cuda" else 0
+
     def setup(number: int) -> Setup:
         return Setup(
-            message | {"device": str(placement.devices[number])},
+            message | {"device": str(placement.devices[number]), "copies": placement.is_apart(number)},
             (board.fd,),
             dict.fromkeys(_THREADS, str(placement.threads)),
             None if logs is None else logs / f"worker-{number}.log",

@@ -1,4 +1,5 @@
-"""What a worker does at a new version, on a real board: it answers at once, and its checks come round to every bucket."""
+"""What a worker does at a new version, on a real board: it answers at once, and its checks come round to every bucket. Where a
+device is late its lane goes on, and nobody is told of what has not happened yet."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from anyio import wait_all_tasks_blocked
 from transformers import LlamaConfig, LlamaForCausalLM
+from transport_helpers import own_name
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
@@ -24,6 +26,7 @@ from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import BUCKET_BYTES, Board
+from asyncrl.transport.memory.halves import Looked, Passing, SlabHalves
 
 T = TypeVar("T")
 CHECKS = 3  # closures between two versions
@@ -70,11 +73,17 @@ class Boards(NamedTuple):
     weights: torch.Tensor
 
 
-@pytest.fixture
-def boards() -> Iterator[Boards]:
-    weights = policy_of(served=False).weights
-    with Board.create(weights.size, torch.float32, weights.layout_digest()) as owner:
-        with Board.attach(owner.description, os.dup(owner.fd), owner.layout) as reader:
+name = pytest.fixture(own_name, name="name")
+
+
+@pytest.fixture(params=["file", "slab", "copies"])
+def boards(request: pytest.FixtureRequest, name: str) -> Iterator[Boards]:
+    """In a file; in a slab; in a slab of which the worker reads copies."""
+    weights, here = policy_of(served=False).weights, torch.device("cpu")
+    slab = None if request.param == "file" else SlabHalves.create(name, weights.size, torch.float32, here)
+    with Board.create(weights.size, torch.float32, weights.layout_digest(), slab) as owner:
+        copy_to = here if request.param == "copies" else None
+        with Board.attach(owner.description, os.dup(owner.fd), owner.layout, copy_to) as reader:
             yield Boards(owner, reader, weights.working)
 
 
@@ -89,6 +98,7 @@ async def opened(boards: Boards, lane_type: type[ThreadLane] = ThreadLane) -> As
             made.close()
 
 
+@pytest.mark.parametrize("boards", ["file", "slab"], indirect=True)
 async def test_the_answer_does_not_wait_for_the_next_closure(boards: Boards) -> None:
     """A decode step that is asked for meanwhile runs behind the move, and the node hears of the move before that has ended."""
     heard = threading.Event()
@@ -134,6 +144,7 @@ async def test_every_bucket_is_checked_in_the_end_although_versions_are_faster(
     boards: Boards, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.generation.worker.main._SLICE_S", 0.0)  # one bucket a closure
+    monkeypatch.setattr("asyncrl.transport.memory.halves._AT_ONCE", 1)
     async with opened(boards, Restless) as made, plain_task_group() as tasks:
         lane: Any = made.server._lane
         buckets = made.owner.buckets
@@ -148,3 +159,107 @@ async def test_every_bucket_is_checked_in_the_end_although_versions_are_faster(
                 message = await made.node.receive()
         assert f"bucket {range(buckets)[bucket]} of the weights" in message["wrong"]
         assert lane.checks <= 2 * buckets + CHECKS
+
+
+# -- a device that is late ---------------------------------------------------------------------------------------------
+
+
+class Late:
+    """What a device was told, and has not done yet: whoever waits for it is heard of, and waits until `come`."""
+
+    def __init__(self) -> None:
+        self.waited, self._come = threading.Event(), threading.Event()
+        self.threads = set[int]()
+
+    def passing(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.waited.set()
+        assert self._come.wait(60)
+
+    async def is_waited_for(self) -> None:
+        assert await asyncio.to_thread(self.waited.wait, 60)
+
+    def come(self) -> None:
+        self._come.set()
+
+
+async def lane_goes_on(made: Made) -> int:
+    """The thread of a closure that runs now."""
+    lane: ThreadLane = made.server._lane
+    with anyio.fail_after(30):
+        return await lane.run(threading.get_ident, name="engine/decode")
+
+
+async def heard_nothing(made: Made) -> None:
+    """The worker does what it can do without the device, and says nothing."""
+    await wait_all_tasks_blocked()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert made.node._received == b"" and not made.node._ended
+
+
+@pytest.mark.parametrize("boards", ["slab", "copies"], indirect=True)
+async def test_the_half_of_before_is_free_only_once_the_device_has_left_it(boards: Boards) -> None:
+    """Closures that the node would wait for are over long before: what they launched is not."""
+    async with opened(boards) as made, plain_task_group() as tasks:
+        await made.move(0)
+        assert await made.node.receive() == {"bound": 0}
+        late = Late()
+        boards.reader._halves.leave = lambda: late.passing  # type: ignore[method-assign]
+        tasks.start_soon(made.move, 1)
+        await late.is_waited_for()
+        assert made.policy.version == 1 and boards.reader.half(1).data_ptr() == made.policy.weights.bound.data_ptr()
+        assert await lane_goes_on(made) not in late.threads
+        await heard_nothing(made)
+        late.come()
+        with anyio.fail_after(30):
+            assert await made.node.receive() == {"bound": 1}
+
+
+@pytest.mark.parametrize("boards", ["copies"], indirect=True)
+async def test_nothing_is_read_of_a_copy_that_is_not_there_yet(boards: Boards) -> None:
+    async with opened(boards) as made, plain_task_group() as tasks:
+        await made.move(0)
+        assert await made.node.receive() == {"bound": 0}
+        late, fetch = Late(), boards.reader._halves.fetch
+
+        def slowly(index: int) -> Passing:
+            def passing() -> None:
+                late.passing()
+                fetch(index)
+
+            return passing
+
+        boards.reader._halves.fetch = slowly  # type: ignore[method-assign]
+        tasks.start_soon(made.move, 1)
+        await late.is_waited_for()
+        assert await lane_goes_on(made) not in late.threads
+        assert made.policy.version == 0 and made.policy.weights.bound.data_ptr() == boards.reader.half(0).data_ptr()
+        await heard_nothing(made)
+        late.come()
+        with anyio.fail_after(30):
+            assert await made.node.receive() == {"bound": 1}
+        assert torch.equal(made.policy.weights.bound, boards.weights)
+        assert made.policy.weights.bound.data_ptr() not in {boards.owner.half(half).data_ptr() for half in (0, 1)}
+
+
+@pytest.mark.parametrize("boards", ["slab", "copies"], indirect=True)
+async def test_a_check_is_waited_for_beside_the_lane_and_has_its_say(boards: Boards) -> None:
+    async with opened(boards) as made, plain_task_group() as tasks:
+        late, inspect = Late(), boards.reader._halves.inspect
+
+        def slowly(*given: Any) -> Looked:
+            return inspect(*given)._replace(passing=late.passing)
+
+        boards.reader._halves.inspect = slowly  # type: ignore[method-assign]
+        tasks.start_soon(made.server.check)
+        await wait_all_tasks_blocked()
+        await made.move(0, damaged=2)
+        assert await made.node.receive() == {"bound": 0}
+        await late.is_waited_for()
+        assert await lane_goes_on(made) not in late.threads
+        await heard_nothing(made)
+        late.come()
+        with anyio.fail_after(30):
+            message = await made.node.receive()
+        assert message == {"wrong": "bucket 2 of the weights of version 0 is not what the trainer wrote"}

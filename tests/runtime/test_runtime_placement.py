@@ -14,8 +14,11 @@ from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
+from asyncrl.generation.worker.opening import require_room
+from asyncrl.models.loading import parameter_count
+from asyncrl.models.policy import DTYPES
 from asyncrl.runtime.memory import predicted
-from asyncrl.runtime.placement import place
+from asyncrl.runtime.placement import Placement, place
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ONE = World(0, 1, 0, 1, "", 0, 0)
@@ -37,7 +40,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
             3,
             2,
             2,
-            "3 worker(s) on cpu, 2 thread(s) each, 2 for the trainer (auto: workers or",
+            "3 worker(s) on cpu, 2 thread(s) each, 2 for the trainer (auto: workers, threads or",
         ),
         (("generation.threads=6",), 1, 6, 2, "1 worker(s) on cpu, 6 thread(s) each, 2 for the trainer"),
         (("generation.threads=6", "threads=5"), 1, 6, 5, "1 worker(s) on cpu, 6 thread(s) each, 5 for the trainer"),
@@ -57,9 +60,115 @@ def test_ranks_of_one_machine_share_its_cores() -> None:
     assert (placement.threads, placement.trainer_threads) == (2, 2)
 
 
-def test_on_a_gpu_it_is_shared_and_a_worker_is_refused() -> None:
-    assert "a worker on a GPU of its own is still to come" in place(load_config([]), GPU, ONE).line
-    with pytest.raises(ConfigError, match=r"generation\.placement is worker and the trainer is on cuda:0.*use shared"):
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides", "devices", "line"),
+    [
+        (1, (), (), "shared, on the trainer's cuda:0 (auto: no GPU to spare)"),
+        (2, ("generation.placement=shared",), (), "shared, on the trainer's cuda:0 (as set)"),
+        (2, (), (1,), "1 worker(s) on cuda:1, 4 thread(s) each, 4 for the trainer (auto: cuda:1 trains nothing)"),
+        (4, (), (1,), "1 worker(s) on cuda:1, "),
+        (
+            4,
+            ("generation.workers=5",),
+            (1, 2, 3, 1, 2),
+            "5 worker(s) on cuda:1, cuda:2, cuda:3, 1 thread(s) each, 3 for",
+        ),
+        (
+            1,
+            ("generation.placement=worker",),
+            (0,),
+            "1 worker(s) on cuda:0, 4 thread(s) each, 4 for the trainer (as set)",
+        ),
+        (
+            3,
+            ("generation.devices=cuda:2",),
+            (2,),
+            "1 worker(s) on cuda:2, 4 thread(s) each, 4 for the trainer (auto: work",
+        ),
+        (3, ("generation.devices=[cuda:0, cuda:2]",), (0, 2), "2 worker(s) on cuda:0, cuda:2, 2 thread(s) each, 4 for"),
+        (
+            3,
+            ("generation.devices=cuda:2", "generation.workers=2"),
+            (2, 2),
+            "2 worker(s) on cuda:2, 2 thread(s) each, 4",
+        ),
+    ],
+)
+def test_a_gpu_that_trains_nothing_generates(
+    monkeypatch: pytest.MonkeyPatch, count: int, overrides: tuple[str, ...], devices: tuple[int, ...], line: str
+) -> None:
+    gpus(monkeypatch, count)
+    placement = place(load_config([], overrides), GPU, ONE)
+    assert [device.index for device in placement.devices] == list(devices)
+    assert placement.line.startswith(f"generation: {line}")
+    assert [placement.is_apart(number) for number in range(placement.workers)] == [index != 0 for index in devices]
+
+
+def test_a_trainer_without_a_number_is_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    placement = place(load_config([], ["generation.placement=worker"]), torch.device("cuda"), ONE)
+    assert placement.trainer == GPU and not placement.is_apart(0)
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "first", "second"),
+    [
+        (2, "", None, None),
+        (4, "", [2], [3]),
+        (3, "", None, None),
+        (4, "[cuda:2, cuda:3]", [2], [3]),
+        (4, "[cuda:3]", [3], [3]),
+        (5, "[cuda:4, cuda:3, cuda:2]", [4, 2], [3]),
+    ],
+)
+def test_ranks_of_one_machine_share_out_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, count: int, devices: str, first: list[int] | None, second: list[int] | None
+) -> None:
+    gpus(monkeypatch, count)
+    config = load_config([], [f"generation.devices={devices}"] if devices else [])
+    for rank, expected in ((0, first), (1, second)):
+        world = replace(ONE, rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        placement = place(config, torch.device("cuda", rank), world)
+        assert [device.index for device in placement.devices] == (expected or [])
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "words"),
+    [
+        (torch.device("mps"), ("generation.placement=worker",), "the trainer is on mps: .* CUDA IPC; use shared"),
+        (
+            GPU,
+            ("generation.engine=vllm",),
+            "generation.engine is vllm and the trainer is on cuda:0: .*use generation.engine=emb",
+        ),
+        (GPU, ("generation.devices=cpu",), "generation.devices has cpu and the trainer is on cuda:0"),
+        (CPU, ("generation.devices=[cuda:0]",), "generation.devices has cuda:0 and the trainer is on cpu"),
+        (
+            GPU,
+            ("generation.devices=cuda:2",),
+            r"has cuda:2, and torch sees 2 GPU\(s\) here; give numbers from cuda:0 to cuda:1",
+        ),
+        (GPU, ("generation.devices=cuda",), "has cuda, and torch sees"),
+        (GPU, ("generation.devices=second",), "has 'second', which is no device"),
+    ],
+)
+def test_devices_that_cannot_share_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, overrides: tuple[str, ...], words: str
+) -> None:
+    gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=words):
+        place(load_config([], overrides), device, ONE)
+
+
+def test_on_rocm_it_is_shared_and_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "(auto: on ROCm workers cannot read the trainer's GPU)" in place(load_config([]), GPU, ONE).line
+    with pytest.raises(ConfigError, match=r"the trainer is on cuda:0 \(ROCm\)"):
         place(load_config([], ["generation.placement=worker"]), GPU, ONE)
 
 
@@ -68,6 +177,7 @@ def test_on_a_gpu_it_is_shared_and_a_worker_is_refused() -> None:
     [
         (DRY, ("generation.placement=worker",), "generation.placement is worker but engine.kind is dry_run"),
         (REAL, ("generation.placement=shared", "generation.workers=2"), "generation.workers is 2 but .* is shared"),
+        (REAL, ("generation.placement=shared", "generation.devices=cuda:1"), "generation.devices is .* is shared"),
         (REAL, ("rollout.weight_sync_interval=2",), "generation.placement=worker"),
     ],
 )
@@ -83,3 +193,25 @@ def test_memory_counts_the_board_and_every_worker(tmp_path: Path) -> None:
     shared, apart = predicted(config), predicted(config, placement=place(config, CPU, ONE))
     assert apart["weight_board"] == 2 * shared["masters"]  # float32
     assert apart["workers"] > 2 * shared["packed_weights"] and apart["kv_cache"] == shared["kv_cache"]
+
+
+@pytest.mark.parametrize(("dtype", "more"), [("float32", ()), ("bfloat16", ()), ("bfloat16", ("model.lora.rank=2",))])
+def test_on_gpus_memory_counts_what_lies_beside_the_trainer(tmp_path: Path, dtype: str, more: tuple[str, ...]) -> None:
+    config = resolve(config_of(tmp_path, "generation.workers=2", f"model.dtype={dtype}", *more))
+    alone = predicted(config)
+    for devices, here in (((0, 0), 1.0), ((0, 1), 0.5), ((1, 2), 0.0)):
+        placement = Placement(tuple(torch.device("cuda", index) for index in devices), 1, 1, "", GPU)
+        parts = predicted(config, placement=placement)
+        assert parts["kv_cache"] == int(here * alone["kv_cache"])
+        assert parts["weight_board"] == 2 * parameter_count(config.model) * DTYPES[dtype].itemsize
+        assert parts["workers"] == 2 * (600 << 20)  # each has a context there, whatever it computes on
+        assert parts["working_copy"] == (alone["working_copy"] if more else 0) and "packed_ahead" not in parts
+
+
+def test_a_worker_on_a_gpu_of_its_own_looks_for_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
+    require_room(torch.device("cuda", 1), 3 << 30)
+    with pytest.raises(
+        ConfigError, match=r"a worker on cuda:1 needs about 4\.0 GiB .* and 3\.0 GiB are free there; .*devices"
+    ):
+        require_room(torch.device("cuda", 1), 4 << 30)

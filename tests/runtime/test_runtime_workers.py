@@ -16,8 +16,14 @@ from runtime_helpers import REAL, config_of, metrics_of, rollouts_of
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.schema import Config
 from asyncrl.errors import DivergenceError
+from asyncrl.generation.worker.names import segment_name
 from asyncrl.models.outputs import fixed_logprobs
+from asyncrl.models.policy import PolicyModel
+from asyncrl.runtime import workers
+from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.runtime import RunSummary, Runtime
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import SlabHalves
 
 TWO: dict[str, Any] = REAL | {
     "generation": {"placement": "worker", "workers": 2, "threads": 1},
@@ -83,6 +89,24 @@ async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(tmp_
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert mine["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=1e-4)
     assert not left()
+
+
+async def test_a_board_that_lies_as_on_a_gpu_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a slab, of which the worker reads copies. In bfloat16: the halves are the trainer's working copy."""
+    sync = ("preset=sync", "model.dtype=bfloat16", "telemetry.rollouts_per_step=64", "generation.workers=1")
+    await run(tmp_path / "file", *sync, "train.max_steps=3")
+
+    def create(policy: PolicyModel) -> Board:
+        weights = policy.weights
+        slab = SlabHalves.create(segment_name("weights", 0), weights.size, policy.dtype, policy.device)
+        return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
+
+    monkeypatch.setattr(workers, "_create_board", create)
+    monkeypatch.setattr(Placement, "is_apart", lambda self, number: True)
+    summary = await run(tmp_path / "slab", *sync, "train.max_steps=3")
+    assert summary.version == 3 and not left()
+    file, slab = (rollouts_of(tmp_path / name / "runs/run") for name in ("file", "slab"))
+    assert len(file) == 3 * 16 and slab == file
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,23 +17,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_helpers import environment, finish, line, say
+from transport_helpers import environment, finish, line, names, own_name, say
 
 from asyncrl.errors import LifecycleError, OutOfMemory, PlatformError, TransportError
 from asyncrl.transport.memory import checksum, words
 from asyncrl.transport.memory.board import BUCKET_BYTES, Board
+from asyncrl.transport.memory.halves import SlabHalves, device_sums
 
 LAYOUT = "0123456789abcdef"
 ELEMENTS = 2 * BUCKET_BYTES // 4 + 64  # of float32: two buckets and a small one
 BACKENDS = ["native", "numpy"] if checksum.build() == "avx2" else ["numpy"]
+# Where the halves lie: a memory file, a slab in shared memory, a slab on a card.
+ON_A_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+PLACES = ["file", "slab", pytest.param("cuda", marks=ON_A_CARD)]
 
 READER = """
-import json, mmap, os, sys
+import json, mmap, os, sys, zlib
 import torch
 from asyncrl.transport.memory.board import Board
 
 description, fd = json.loads(sys.argv[1]), int(sys.argv[2])
-board = Board.attach(description, fd, description["layout"])
+board = Board.attach(description, fd, description["layout"], torch.device(sys.argv[3]) if sys.argv[3:] else None)
 for attempt in (lambda: mmap.mmap(fd, 4096, mmap.MAP_SHARED), lambda: os.ftruncate(fd, 0), lambda: os.pwrite(fd, b"x", 9000)):
     try:
         attempt()
@@ -46,8 +51,14 @@ while True:
     if command == "look":
         for index in (0, 1):
             good = sum(board.check(index, bucket) for bucket in range(board.buckets))
-            print(board.version(index), good, float(board.half(index).double().sum()), end=" ")
+            print(board.version(index), good, zlib.crc32(board.half(index).cpu().numpy()), end=" ")
         print(flush=True)
+    elif command == "fetch":
+        for index in (0, 1):
+            passing = board.fetch(index)
+            if passing is not None:
+                passing()
+        print(board.copies, flush=True)
     elif command == "close":
         board.close()
         seen = float(kept[0])
@@ -68,19 +79,44 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.fixture
-def board() -> Iterator[Board]:
-    with Board.create(ELEMENTS, torch.float32, LAYOUT) as made:
+name = pytest.fixture(own_name, name="name")
+
+
+def create(place: str, name: str) -> Board:
+    if place == "file":
+        return Board.create(ELEMENTS, torch.float32, LAYOUT)
+    device = torch.device("cpu" if place == "slab" else "cuda")
+    return Board.create(ELEMENTS, torch.float32, LAYOUT, SlabHalves.create(name, ELEMENTS, torch.float32, device))
+
+
+@pytest.fixture(params=PLACES)
+def board(request: pytest.FixtureRequest, name: str) -> Iterator[Board]:
+    with create(request.param, name) as made:
         yield made
+
+
+@pytest.fixture
+def in_a_file() -> Iterator[Board]:
+    with create("file", "") as made:
+        yield made
+
+
+def put(board: Board, index: int, version: int, source: torch.Tensor) -> None:
+    """On the device of the board."""
+    board.write(index, version, source.to(board.half(index).device))
+
+
+def crc(source: torch.Tensor) -> int:
+    return zlib.crc32(source.cpu().numpy())
 
 
 def values(seed: int, dtype: torch.dtype = torch.float32, elements: int = ELEMENTS) -> torch.Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def reader(board: Board, *, description: dict[str, object] | None = None) -> subprocess.Popen[str]:
+def reader(board: Board, *copy_to: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", READER, json.dumps(description or board.description), str(board.fd)],
+        [sys.executable, "-W", "error", "-c", READER, json.dumps(board.description), str(board.fd), *copy_to],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -97,21 +133,89 @@ def all_good(board: Board, index: int) -> bool:
 # -- a process of its own ----------------------------------------------------------------------------------------------
 
 
-def test_a_child_reads_what_is_written_and_can_write_nothing(board: Board) -> None:
+def test_a_child_reads_what_is_written_and_changes_no_version_and_no_checksum(board: Board) -> None:
     first, second = values(1), values(2)
-    board.write(0, 4, first)
+    put(board, 0, 4, first)
     with reader(board) as child:
         assert line(child) == "refused refused refused"
         say(child, "look")
-        assert line(child) == f"4 {board.buckets} {float(first.double().sum())} None 0 0.0"
-        board.write(1, 5, second)
+        assert line(child).split()[:5] == ["4", str(board.buckets), str(crc(first)), "None", "0"]
+        put(board, 1, 5, second)
         say(child, "look")
-        both = f"4 {board.buckets} {float(first.double().sum())} 5 {board.buckets} {float(second.double().sum())}"
-        assert line(child) == both
+        assert line(child) == f"4 {board.buckets} {crc(first)} 5 {board.buckets} {crc(second)}"
+        say(child, "end")
+        assert finish(child) == 0
+
+
+def test_a_child_that_writes_into_a_file_ends(in_a_file: Board) -> None:
+    first = values(1)
+    in_a_file.write(0, 4, first)
+    with reader(in_a_file) as child:
+        line(child)
         say(child, "write")
         assert child.wait(60) == -signal.SIGSEGV
         assert child.stdout is not None and child.stdout.read() == ""
-    assert torch.equal(board.half(0), first) and all_good(board, 0)
+    assert torch.equal(in_a_file.half(0), first) and all_good(in_a_file, 0)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_what_a_child_writes_into_a_slab_is_noticed_by_all(place: str, name: str) -> None:
+    with create(place, name) as board:
+        put(board, 0, 4, values(1))
+        with reader(board) as child, Board.attach(board.description, os.dup(board.fd), LAYOUT) as other:
+            line(child)
+            assert all_good(other, 0)
+            say(child, "write")
+            assert line(child) == "written"
+            say(child, "look")
+            assert line(child).split()[:2] == ["4", str(board.buckets - 1)]
+            assert [each.check(0, 0) for each in (board, other)] == [False, False]
+            say(child, "end")
+            assert finish(child) == 0
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_a_child_on_another_device_reads_copies_which_are_what_it_checks(place: str, name: str) -> None:
+    first, second = values(1), values(2)
+    with create(place, name) as board:
+        put(board, 0, 4, first)
+        put(board, 1, 5, second)
+        with reader(board, str(board.half(0).device)) as child:
+            line(child)
+            say(child, "fetch")
+            assert line(child) == "True"
+            say(child, "look")
+            both = f"4 {board.buckets} {crc(first)} 5 {board.buckets} {crc(second)}"
+            assert line(child) == both
+            board.half(0).zero_()  # in no copy
+            say(child, "look")
+            assert line(child) == both
+            put(board, 1, 6, first)  # the copy is that of version 5, and says so
+            say(child, "look")
+            assert line(child) == f"4 {board.buckets} {crc(first)} 6 0 {crc(second)}"
+            say(child, "fetch")
+            line(child)
+            say(child, "look")
+            zeros = torch.zeros(ELEMENTS)
+            assert line(child) == f"4 0 {crc(zeros)} 6 {board.buckets} {crc(first)}"
+            say(child, "write")
+            assert line(child) == "written"
+            say(child, "end")
+            assert finish(child) == 0
+        assert all_good(board, 1) and not board.half(0).any()
+
+
+def test_a_slab_whose_owner_is_closed_has_no_name_and_what_was_read_stays(name: str) -> None:
+    with create("slab", name) as board:
+        put(board, 0, 1, values(1))
+        description, fd = board.description, os.dup(board.fd)
+        other = Board.attach(description, os.dup(board.fd), LAYOUT)
+        assert names(name)
+    assert names(name) == []
+    assert torch.equal(other.half(0), values(1)) and all_good(other, 0)
+    other.close()
+    with pytest.raises(FileNotFoundError):
+        Board.attach(description, fd, LAYOUT)
 
 
 def test_what_was_read_stays_when_the_owner_is_gone_and_ends_with_the_last_tensor() -> None:
@@ -122,7 +226,7 @@ def test_what_was_read_stays_when_the_owner_is_gone_and_ends_with_the_last_tenso
         line(child)
         made.close()
         say(child, "look")
-        assert line(child).startswith(f"None 0 0.0 0 {made.buckets}")
+        assert line(child) == f"None 0 {crc(torch.zeros(ELEMENTS))} 0 {made.buckets} {crc(source)}"
         say(child, "close")
         assert line(child).split() == [str(float(source[0])), "4"]  # 0, 1, 2 and the one that lists
         say(child, "end")
@@ -146,7 +250,7 @@ def test_a_descriptor_that_is_no_board_or_another_is_refused_and_closed(board: B
 
 
 def test_a_reader_in_this_process_sees_the_same_and_changes_nothing(board: Board) -> None:
-    board.write(0, 1, values(1))
+    put(board, 0, 1, values(1))
     with Board.attach(json.loads(json.dumps(board.description)), os.dup(board.fd), LAYOUT) as other:
         assert torch.equal(other.half(0), board.half(0)) and other.version(0) == 1
         assert np.array_equal(other._sums[0], board._sums[0])
@@ -160,8 +264,8 @@ def test_a_reader_in_this_process_sees_the_same_and_changes_nothing(board: Board
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_the_owner_puts_there_by_itself_is_as_if_it_was_written(backend: str, board: Board, threads: int) -> None:
-    board.write(0, 3, values(1))
-    board.write(1, 4, values(2))
+    put(board, 0, 3, values(1))
+    put(board, 1, 4, values(2))
     with reader(board) as child:
         line(child)
         board.clear(1)
@@ -232,7 +336,7 @@ FAULTS = (flipped_bit, lowest_bit, swapped, swapped_far, swapped_lines, shifted,
 def test_a_fault_is_noticed_in_its_bucket_alone(
     backend: str, board: Board, bucket: int, fault: Callable[[torch.Tensor, int], None]
 ) -> None:
-    board.write(0, 3, values(4))
+    put(board, 0, 3, values(4))
     assert all_good(board, 0)
     fault(board.half(0), bucket * BUCKET_BYTES // 4 + 23)
     others = {0} if fault is swapped_far else set()  # the other place is in the first
@@ -283,6 +387,23 @@ def test_native_and_numpy_copy_the_same_and_find_the_same_sums(
     assert np.array_equal(found[0], found[1])
 
 
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 1000), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_a_device_finds_the_same_sums(steps: int, size: int, seed: int, ones: bool) -> None:
+    source = np.random.default_rng(seed).integers(0, 256, 64 * steps, np.uint8)
+    if ones:
+        source[:] = 255
+    found = device_sums(torch.from_numpy(source), 64 * size).numpy().view(np.uint64)
+    assert np.array_equal(found, checksum.sums(source, 64 * size))
+
+
+def test_the_largest_sums_of_a_whole_bucket_and_of_many_are_the_same_on_a_device() -> None:
+    source = np.full(70 * BUCKET_BYTES + 64, 255, np.uint8)
+    source[5::7] = 3
+    found = device_sums(torch.from_numpy(source), BUCKET_BYTES).numpy().view(np.uint64)
+    assert np.array_equal(found, checksum.sums(source, BUCKET_BYTES))
+
+
 def test_the_sums_are_those_of_the_docstring(backend: str) -> None:
     source = np.random.default_rng(0).integers(0, 1 << 32, 48, np.uint32)
     numbers = [int(x) for x in source]
@@ -297,8 +418,8 @@ def test_the_sums_are_those_of_the_docstring(backend: str) -> None:
 def test_a_half_that_was_not_written_to_its_end_holds_no_version(
     board: Board, monkeypatch: pytest.MonkeyPatch, label: str
 ) -> None:
-    board.write(0, 7, values(1))
-    board.write(1, 8, values(2))
+    put(board, 0, 7, values(1))
+    put(board, 1, 8, values(2))
     hits: dict[str, int] = {}
 
     def fault(where: str) -> None:
@@ -309,16 +430,16 @@ def test_a_half_that_was_not_written_to_its_end_holds_no_version(
     monkeypatch.setattr(words, "FAULT", fault)
     with Board.attach(board.description, os.dup(board.fd), LAYOUT) as other:
         with pytest.raises(KeyboardInterrupt):
-            board.write(0, 9, values(3))
+            put(board, 0, 9, values(3))
         monkeypatch.undo()
         assert other.version(0) is None and not other.check(0, 0)
         assert other.version(1) == 8 and all_good(other, 1)
-        board.write(0, 9, values(3))
+        put(board, 0, 9, values(3))
         assert other.version(0) == 9 and all_good(other, 0)
 
 
 def test_clear_leaves_no_version(board: Board) -> None:
-    board.write(0, 7, values(1))
+    put(board, 0, 7, values(1))
     board.clear(0)
     assert board.version(0) is None and not board.check(0, 0)
 
@@ -348,24 +469,33 @@ except OutOfMemory as error:
     assert "needs 8,392,704 bytes" in found.stdout and "File too large" in found.stdout
 
 
-def test_a_board_on_a_gpu_is_refused() -> None:
-    with pytest.raises(PlatformError, match="none on GPUs"):
-        Board.create(ELEMENTS, torch.float32, LAYOUT, device="cuda:0")
+def test_a_slab_without_room_is_an_error_with_figures_and_a_way_out(name: str) -> None:
+    with pytest.raises(
+        OutOfMemory, match=r"needs [\d,]{15,} bytes on cpu .*; use a smaller model or model\.dtype=bfloat16"
+    ):
+        SlabHalves.create(name, 1 << 44, torch.float32, torch.device("cpu"))
+
+
+def test_a_board_on_a_gpu_that_is_not_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlatformError, match=r"torch .* sees none"):
+        SlabHalves.create(name, ELEMENTS, torch.float32, torch.device("cuda", 0))
 
 
 def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Board) -> None:
-    board.write(0, 1, values(1))
+    put(board, 0, 1, values(1))
+    here = board.half(0).device
     wrong = (
-        values(1, torch.bfloat16),
-        values(1, elements=64),
-        values(1, elements=2 * ELEMENTS)[::2],
+        values(1, torch.bfloat16).to(here),
+        values(1, elements=64).to(here),
+        values(1, elements=2 * ELEMENTS).to(here)[::2],
         values(1).to("meta"),
     )
     for source in wrong:
         with pytest.raises(ValueError, match=r"weight board holds|contiguous"):
             board.write(0, 2, source)
     with pytest.raises(ValueError, match="negative"):
-        board.write(0, -1, values(1))
+        put(board, 0, -1, values(1))
     with pytest.raises(ValueError, match="multiple of 64"):
         Board.create(3, torch.float32, LAYOUT)
     with pytest.raises(IndexError, match="bucket 3"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from transport_helpers import own_name
 from weights_helpers import KINDS, Trained, batch_of, module_of, own_lane, trained
 
 from asyncrl.algorithms.registry import build_loss
@@ -24,8 +25,11 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.models.served import read_from_board
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import SlabHalves
 from asyncrl.types import Microbatch
 from asyncrl.weights.posted import Posted, PostedWeights
+
+name = pytest.fixture(own_name, name="name")
 
 
 class Guarded(Board):
@@ -125,20 +129,30 @@ def logits(policy: PolicyModel) -> Tensor:
     return policy.logits(policy.hidden(tokens, torch.arange(17), TreePlan([0], [17])))
 
 
+def create(policy: PolicyModel, slab: str | None) -> Guarded:
+    weights = policy.weights
+    halves = slab and SlabHalves.create(slab, weights.size, policy.dtype, policy.device)
+    return Guarded.create(weights.size, policy.dtype, weights.layout_digest(), halves or None)
+
+
 @asynccontextmanager
-async def opened(kind: str = "float32", *, version: int = 0) -> AsyncIterator[Case]:
+async def opened(kind: str = "float32", *, version: int = 0, slab: str | None = None) -> AsyncIterator[Case]:
+    """`slab`: the name of one in which the halves are to lie."""
     case = trained(kind)
     case.policy.version = version
-    weights = case.policy.weights
-    with await asyncio.to_thread(Guarded.create, weights.size, case.policy.dtype, weights.layout_digest()) as board:
-        board.in_use = set()
+    board = await asyncio.to_thread(create, case.policy, slab)
+    board.in_use = set()
+    try:
         async with own_lane() as lane:
             yield Case(case, board, lane)
+    finally:
+        await asyncio.to_thread(board.close)
 
 
+@pytest.mark.parametrize("on_a_slab", [False, True], ids=["file", "slab"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_every_version_lies_whole_in_the_half_that_nobody_read(kind: str) -> None:
-    async with opened(kind, version=7) as case:
+async def test_every_version_lies_whole_in_the_half_that_nobody_read(kind: str, on_a_slab: bool, name: str) -> None:
+    async with opened(kind, version=7, slab=name if on_a_slab else None) as case:
         await case.start()
         expected = {7: case.weights()}
         for _ in range(4):
@@ -256,8 +270,9 @@ async def test_two_at_once_go_one_after_the_other(kind: str) -> None:
 # -- where the working copy lies ---------------------------------------------------------------------------------------
 
 
-async def test_a_working_copy_is_a_half_of_the_board_and_is_never_copied() -> None:
-    async with opened("bfloat16") as case:
+@pytest.mark.parametrize("on_a_slab", [False, True], ids=["file", "slab"])
+async def test_a_working_copy_is_a_half_of_the_board_and_is_never_copied(on_a_slab: bool, name: str) -> None:
+    async with opened("bfloat16", slab=name if on_a_slab else None) as case:
         private = StorageWeakRef(case.policy.weights.working.untyped_storage())
         await case.start()
         gc.collect()
@@ -424,11 +439,12 @@ FAULTS = (skipped, corrupted, cut_short, misnamed, not_a_number)
 CASES = [(kind, fault) for kind in KINDS for fault in FAULTS if (kind, fault) != ("bfloat16", skipped)]
 
 
+@pytest.mark.parametrize("on_a_slab", [False, True], ids=["file", "slab"])
 @pytest.mark.parametrize(("kind", "fault"), CASES, ids=[f"{kind}-{fault.__name__}" for kind, fault in CASES])
 async def test_a_half_that_is_not_the_version_ends_the_run_and_no_reader_is_told(
-    kind: str, fault: Callable[[Board, int, int, Tensor], None]
+    kind: str, fault: Callable[[Board, int, int, Tensor], None], on_a_slab: bool, name: str
 ) -> None:
-    async with opened(kind) as case:
+    async with opened(kind, slab=name if on_a_slab else None) as case:
         await case.start()
         await case.sink.update_weights(await case.step())
         told = list(case.readers.asked)

@@ -43,12 +43,13 @@ from asyncrl.models.outputs import distance
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import Looked, Passing
 from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.types import Generation, GenerationRequest
 
 from .control import ControlLine
-from .opening import open_serving
+from .opening import open_serving, passed
 from .serving import Serving
 from .wire import read_item, sequence_plan
 
@@ -135,20 +136,24 @@ class Server:
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """To these weights, between two closures, once what can be done before it is done; or not at all, where there are newer
         ones by then. `outputs`: what has to come out, computed after the node has its answer."""
+        if self._board.copies and half != self._half:
+            await passed(await self._lane.run(partial(self._board.fetch, half), name="engine/fetch", priority=1))
         if not await self._prepare(version, half):
             return
 
-        def bind() -> int | None:
+        def bind() -> tuple[int | None, Passing]:
             found = self._board.version(half)
             if found == version:
                 self._engine.move_to(self._halves[half], version)
                 self._half = half
-            return found
+            return found, self._board.leave()
 
-        found = await self._lane.run(bind, name="engine/bind", priority=1)
+        found, left = await self._lane.run(bind, name="engine/bind", priority=1)
         if found != version:
             return await self._say_wrong(f"the board holds version {found} where version {version} was announced")
-        # No closure that reads the other half is left, and the next one notices the version: the node need not wait for it.
+        # No closure that reads the other half is left, and the next one notices the version: the node need not wait for it. What
+        # closures of before have launched on a GPU is waited for here, beside those that follow.
+        await passed(left)
         self._control.send({"bound": version})
         self._moved.set()
         self._moved = anyio.Event()
@@ -192,10 +197,14 @@ class Server:
             version, left = self._engine.version, self._board.buckets
             while left and not moved.is_set():
                 await self._prepared.wait()
-                checked, text = await self._lane.run(partial(self._check, following, left), name="engine/check")
-                following, left = (following + checked) % self._board.buckets, left - checked
-                if text is not None:
-                    return await self._say_wrong(text)
+                read, looked = await self._lane.run(partial(self._look, following, left), name="engine/check")
+                following, left = (following + looked.buckets) % self._board.buckets, left - looked.buckets
+                await passed(looked.passing)
+                bucket = looked.wrong()
+                if bucket is not None:
+                    return await self._say_wrong(
+                        f"bucket {bucket} of the weights of version {read} is not what the trainer wrote"
+                    )
             if not left:
                 self._recorder.observe("weights/checked_version", version, reduce="min")
             await moved.wait()
@@ -205,19 +214,9 @@ class Server:
         self._control.send({"wrong": text})
         await self._control.drain()
 
-    def _check(self, first: int, most: int) -> tuple[int, str | None]:
-        """On the lane, for `_SLICE_S`: how many buckets were looked at, and what is wrong with the last of them."""
-        until = time.monotonic() + _SLICE_S
-        for count in range(1, most + 1):
-            bucket = (first + count - 1) % self._board.buckets
-            if not self._board.check(self._half, bucket):
-                wrong = (
-                    f"bucket {bucket} of the weights of version {self._engine.version} is not what the trainer wrote"
-                )
-                return count, wrong
-            if time.monotonic() >= until:
-                break
-        return count, None
+    def _look(self, first: int, most: int) -> tuple[int, Looked]:
+        """On the lane, for `_SLICE_S`: the version that the modules read, and what is found of its buckets."""
+        return self._engine.version, self._board.inspect(self._half, first, most, _SLICE_S)
 
     async def obey(self) -> None:
         """Until the node hangs up."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.engine import Made, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
@@ -21,8 +23,11 @@ from asyncrl.models.reading import Outline, open_reader
 from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import Passing
 
 from .serving import EmbeddedServing
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,23 @@ class Opened:
 
     engine: EmbeddedServing | VllmEngine
     board: Board
+
+
+async def passed(passing: Passing) -> None:
+    """Wait for a device, on a thread: lane and loop go on."""
+    if passing is not None:
+        await offload(passing, "device")
+
+
+def require_room(device: torch.device, needed: int) -> None:
+    """Of a GPU that the trainer does not predict the memory of. Errors: ConfigError with figures."""
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise ConfigError(
+            f"a worker on {device} needs about {needed / _GIB:.1f} GiB for two versions of the weights and its cache, and "
+            f"{free / _GIB:.1f} GiB are free there; make engine.kv_positions or engine.max_sequences smaller, name another GPU in "
+            "generation.devices, or set generation.placement=shared"
+        )
 
 
 async def open_serving(
@@ -46,15 +68,25 @@ async def open_serving(
     numbers["kv_after_update"] = config.engine.kv_after_update or "keep"
     if config.generation.engine == "vllm":
         return await _open_vllm(setup, config, lane, recorder, say, numbers)
+    if setup["copies"] and device.type == "cuda":
+        await lane.run(lambda: require_room(device, setup["needs"]), name="engine/memory")
     say("building the model")
     path, form = ModelPath(**setup["path"]), setup["form"]
     outline = await lane.run(lambda: Outline(config.model), name="engine/outline")
     digest = outline.digest()
-    board = await lane.run(lambda: Board.attach(setup["board"], setup["board_fd"], digest), name="engine/board")
-    half = board.half(0 if board.version(0) is not None else 1)  # one that was written; it may be anew, meanwhile
+    copy_to = device if setup["copies"] else None
+    board = await lane.run(
+        lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to), name="engine/board"
+    )
+    written = 0 if board.version(0) is not None else 1  # it may be anew, meanwhile
+    await passed(await lane.run(lambda: board.fetch(written), name="engine/fetch"))
+    half = board.half(written)
     policy = await lane.run(
         lambda: open_reader(outline, half, form["rest"], path, setup["max_context"], config.seed), name="engine/load"
     )
+    if setup["board"]["slab"] is not None:
+        # What it has of its own goes before the cache comes: memory of a GPU is scarce, and the trainer may be on it, too.
+        await lane.run(lambda: policy.flat.move_to(half), name="engine/bind")
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = EmbeddedServing(
         policy,

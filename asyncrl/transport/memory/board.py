@@ -1,4 +1,4 @@
-"""The weight board: two halves of shared memory, each a whole flat buffer of weights, that one process writes and others read.
+"""The weight board: two halves of memory, each a whole flat buffer of weights, that one process writes and others read.
 
     with Board.create(elements, dtype, layout) as board:         a child that was started with `pass_fds=[board.fd]`:
         board.write(0, version, weights)                             board = Board.attach(description, fd, layout)
@@ -13,8 +13,11 @@ Guarantees
 * A half says which version it holds, with a checksum for every bucket; while it is written, and before, it says none. That word
   is cleared first and stored last, and x86-64 keeps the order (`words`, `checksum.c`).
 
+On a GPU the halves are one slab (`halves.py`), exported once and opened once by each reader; versions and checksums lie in the
+memfd all the same. What is different there: readers could write, and the slab's table has a name until its owner or the next run
+removes it (`generation/worker/names.py`).
+
 What it does not know: who reads. Whoever writes has to know that nobody reads that half any more (weights/posted.py).
-Only on the CPU so far.
 """
 
 from __future__ import annotations
@@ -33,13 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import LifecycleError, OutOfMemory, PlatformError, TransportError
-from . import checksum
+from ...errors import LifecycleError, OutOfMemory, TransportError
 from .checksum import STEP, Bytes, Sums
+from .halves import BUCKET_BYTES, HostHalves, Looked, Passing, SlabHalves
 from .segment import check_platform
 from .words import Words, fault
 
-BUCKET_BYTES = 1 << 18  # measured (tools/measure_board.py): a check stays below 0.3 ms, without native code too
 _MAGIC = b"asyncrlB"
 _HEAD = struct.Struct("<8s16s")  # magic, and 16 random bytes: which board it is
 _VERSIONS_AT, _SUMS_AT = 64, 128
@@ -62,57 +64,67 @@ class _Base:
 class Board:
     """See the module. Made by `create` (the owner) or `attach` (a reader); neither runs where an event loop does."""
 
-    def __init__(self, fd: int, elements: int, dtype: torch.dtype, layout: str, token: bytes, owner: bool) -> None:
-        """Takes `fd` over."""
+    def __init__(
+        self,
+        fd: int,
+        elements: int,
+        dtype: torch.dtype,
+        layout: str,
+        token: bytes,
+        owner: bool,
+        slab: SlabHalves | None,
+    ) -> None:
+        """Takes `fd` and `slab` over. `slab`: where the halves lie; None: behind `fd`, too."""
         self.fd = fd
         self.elements, self.dtype, self.layout = elements, dtype, layout
         self.owner = owner
         self.nbytes = elements * dtype.itemsize  # of a half
         self.buckets = -(-self.nbytes // BUCKET_BYTES)
         self._token = token
-        self._first = _first_half(self.buckets)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if owner else 0)
-        self._map = mmap.mmap(fd, self._total(), mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
+        total = _total_of(self.nbytes, slab is not None)
+        self._map = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
         self._versions = Words(memoryview(self._map), _VERSIONS_AT, 2, "board.version")  # version + 1; 0: none
         count = 4 * self.buckets
         sums = self._bytes(_SUMS_AT, 8 * count).view(np.uint64)
         self._sums = sums.reshape(2, self.buckets, 2)
-        self._halves = [self._bytes(self._first + i * _pages(self.nbytes), self.nbytes) for i in (0, 1)]
+        self._slab, self._halves = slab, slab or self._behind()
 
     # -- the two ways in
 
     @classmethod
-    def create(cls, elements: int, dtype: torch.dtype, layout: str, device: str = "cpu") -> Self:
+    def create(cls, elements: int, dtype: torch.dtype, layout: str, slab: SlabHalves | None = None) -> Self:
         """Two empty halves of `elements` numbers. `layout`: what says where each parameter lies (`FlatWeights.layout_digest`).
+        `slab`: where they lie, of the same size, the board's own from here on; None: in a memory file of its own.
 
-        Errors: OutOfMemory with figures, PlatformError for another device or platform.
+        Errors: OutOfMemory with figures, PlatformError.
         """
-        if torch.device(device).type != "cpu":
-            raise PlatformError(
-                f"a weight board on {device} was asked for, but there is none on GPUs yet; generate on the CPU, or with "
-                "generation.placement=shared"
-            )
         check_platform()
         if elements < 1 or elements * dtype.itemsize % STEP:
             raise ValueError(f"a weight board of {elements} x {dtype}: its bytes must be a multiple of {STEP}")
         token = os.urandom(16)
         fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            _allocate(fd, _total_of(elements * dtype.itemsize))
+            _allocate(fd, _total_of(elements * dtype.itemsize, slab is not None))
             os.pwrite(fd, _HEAD.pack(_MAGIC, token), 0)
-            board = cls(fd, elements, dtype, layout, token, True)
+            board = cls(fd, elements, dtype, layout, token, True, slab)
             _seal(fd)
         except BaseException:
             os.close(fd)
+            if slab is not None:
+                slab.close()
             raise
         return board
 
     @classmethod
-    def attach(cls, description: Mapping[str, Any], fd: int, layout: str) -> Self:
+    def attach(cls, description: Mapping[str, Any], fd: int, layout: str, copy_to: torch.device | None = None) -> Self:
         """The board behind an inherited descriptor, which is closed with it. `layout`: that of this process's own parameters.
+        `copy_to`: another device than the board's, on which this process reads copies (`fetch`); None: it reads what lies there.
 
-        Errors: TransportError where the board is for another layout, or the descriptor is no such board.
+        Errors: TransportError where the board is for another layout, or the descriptor is no such board; PlatformError where its
+        memory cannot be opened here.
         """
+        slab: SlabHalves | None = None
         try:
             dtype: torch.dtype = getattr(torch, description["dtype"])
             elements, token = int(description["elements"]), bytes.fromhex(description["token"])
@@ -121,17 +133,21 @@ class Board:
                     f"the weight board holds {elements:,} x {description['dtype']} in layout {description['layout']}, but the "
                     f"model of this process has layout {layout}: give both the same model, dtype and version of asyncrl"
                 )
+            described = description.get("slab")
             size, head = os.fstat(fd).st_size, os.pread(fd, _HEAD.size, 0)
-            expected = _total_of(elements * dtype.itemsize)
+            expected = _total_of(elements * dtype.itemsize, described is not None)
             if (size, head) != (expected, _HEAD.pack(_MAGIC, token)):
                 raise TransportError(
                     f"descriptor {fd} is not the weight board that was described: it has {size:,} bytes and begins with "
                     f"{head[:8]!r}, expected are {expected:,} bytes; pass the board's own `fd` with its `description`"
                 )
-            return cls(fd, elements, dtype, layout, token, False)
+            slab = None if described is None else SlabHalves.attach(described, copy_to)
+            return cls(fd, elements, dtype, layout, token, False, slab)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(fd)
+            if slab is not None:
+                slab.close()
             raise
 
     @property
@@ -142,6 +158,7 @@ class Board:
             "elements": self.elements,
             "layout": self.layout,
             "token": self._token.hex(),
+            "slab": None if self._slab is None else self._slab.described,
         }
 
     # -- the owner's side
@@ -149,20 +166,20 @@ class Board:
     def write(self, index: int, version: int, source: Tensor, threads: int = 1) -> None:
         """Copy a flat buffer into a half that nobody reads, with its checksums; then the half is `version`. Blocks."""
         self._require_owner("write")
-        if source.shape != (self.elements,) or source.dtype != self.dtype or source.device.type != "cpu":
+        where = self._halves.device
+        if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != where:
             raise ValueError(
-                f"the weight board holds {self.elements} x {self.dtype} on the CPU; found {tuple(source.shape)} x "
+                f"the weight board holds {self.elements} x {self.dtype} on {where}; found {tuple(source.shape)} x "
                 f"{source.dtype} on {source.device}"
             )
         if not source.is_contiguous():
             raise ValueError("the weights for the board must be contiguous")
-        values = source.detach().view(torch.uint8).numpy()
-        self._name(index, version, lambda: checksum.copy(values, self._halves[index], BUCKET_BYTES, threads))
+        self._name(index, version, lambda: self._halves.copy(index, source.detach(), threads))
 
     def complete(self, index: int, version: int, threads: int = 1) -> None:
         """As `write`, of weights that the owner has put into `half(index)` by itself, after `clear`: nothing is copied. Blocks."""
         self._require_owner("complete")
-        self._name(index, version, lambda: checksum.sums(self._halves[index], BUCKET_BYTES, threads))
+        self._name(index, version, lambda: self._halves.sums(index, threads))
 
     def _name(self, index: int, version: int, fill: Callable[[], Sums]) -> None:
         if version < 0:
@@ -180,9 +197,25 @@ class Board:
     # -- everybody's side
 
     def half(self, index: int) -> Tensor:
-        """A half as it lies there, [elements]. It keeps the memory mapped, also after `close`."""
+        """A half as this process reads it, [elements]. It keeps the memory mapped, also after `close`."""
         self._check_open()
-        return torch.from_numpy(self._halves[index]).view(self.dtype)
+        return self._halves.tensor(index)
+
+    @property
+    def copies(self) -> bool:
+        """Whether this process reads copies: see `fetch`."""
+        return self._halves.copies
+
+    def fetch(self, index: int) -> Passing:
+        """Where this process reads copies: begin to copy a half, which nobody here reads. After the passing it is there; the owner
+        does not write into it meanwhile."""
+        self._check_open()
+        return self._halves.fetch(index)
+
+    def leave(self) -> Passing:
+        """Called where nothing that is launched later reads the half of before: after the passing, nothing reads it any more."""
+        self._check_open()
+        return self._halves.leave()
 
     def version(self, index: int) -> int | None:
         """The version that a half holds; None where it holds none, or is being written."""
@@ -191,23 +224,29 @@ class Board:
         return stored - 1 if stored else None
 
     def check(self, index: int, bucket: int) -> bool:
-        """Whether a bucket holds what was written into it: computed again from what lies there. Takes under 0.3 ms."""
+        """Whether a bucket holds what was written into it: computed again from what this process reads. Waits for the device; on
+        the CPU it takes under 0.3 ms."""
+        looked = self.inspect(index, bucket, 1, 0.0)
+        if looked.passing is not None:
+            looked.passing()
+        return looked.wrong() is None
+
+    def inspect(self, index: int, first: int, most: int, seconds: float) -> Looked:
+        """As `check`, of up to `most` buckets from `first` on, round the end: as many as `seconds` are enough for, or one. Does not
+        wait for the device."""
         self._check_open()
+        if not 0 <= first < self.buckets:
+            raise IndexError(f"bucket {first} of a weight board with {self.buckets}")
         if not self._versions[index]:
-            return False
-        start = bucket * BUCKET_BYTES
-        if not 0 <= start < self.nbytes:
-            raise IndexError(f"bucket {bucket} of a weight board with {self.buckets}")
-        found = checksum.sums_of(self._halves[index][start : start + BUCKET_BYTES])
-        first, second = self._sums[index, bucket]
-        return found == (int(first), int(second))
+            return Looked(1, None, lambda: first)  # it holds no version
+        return self._halves.inspect(index, first, most, self._sums[index], seconds)
 
     def close(self) -> None:
         """Let go of it; where tensors of a half are still held, the memory stays until they are gone. Twice is fine."""
         if self.fd < 0:
             return
         self._versions.release()
-        self._halves.clear()
+        self._halves.close()
         del self._sums
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -224,8 +263,9 @@ class Board:
     def _bytes(self, start: int, size: int) -> Bytes:
         return np.asarray(_Base(self._map, start, size))
 
-    def _total(self) -> int:
-        return _total_of(self.nbytes)
+    def _behind(self) -> HostHalves:
+        first, apart = _first_half(self.buckets), _pages(self.nbytes)
+        return HostHalves([self._bytes(first + index * apart, self.nbytes) for index in (0, 1)], self.dtype)
 
     def _check_open(self) -> None:
         if self.fd < 0:
@@ -245,8 +285,9 @@ def _first_half(buckets: int) -> int:
     return _pages(_SUMS_AT + 32 * buckets)
 
 
-def _total_of(nbytes: int) -> int:
-    return _first_half(-(-nbytes // BUCKET_BYTES)) + 2 * _pages(nbytes)
+def _total_of(nbytes: int, elsewhere: bool) -> int:
+    """`elsewhere`: the halves are not behind the descriptor."""
+    return _first_half(-(-nbytes // BUCKET_BYTES)) + (0 if elsewhere else 2 * _pages(nbytes))
 
 
 def _allocate(fd: int, total: int) -> None:
