@@ -27,15 +27,20 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import EngineClosed, GenerationError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.worker.engine import WorkerEngine
+from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Peer
+from asyncrl.generation.worker.process import WorkerProcess
 from asyncrl.generation.worker.wire import ABOUT_BYTES
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import Engine
+from asyncrl.runtime import workers as runtime_workers
 from asyncrl.runtime.parts import Site
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.workers import Sampler, open_workers
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import SlabHalves
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from asyncrl.weights.posted import PostedWeights
 
@@ -82,8 +87,8 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened(folder: Path, workers: int, kv_after_update: str) -> AsyncIterator[Opened]:
-    """As a run opens it."""
+async def opened(folder: Path, workers: int, kv_after_update: str, apart: bool = False) -> AsyncIterator[Opened]:
+    """As a run opens it. `apart`: as where the workers have another device than the trainer."""
     overrides = [
         f"run.dir={folder}", f"model.path={MODEL}:build", "model.dtype=float32", f"data.train={MODEL}:rows",
         f"reward={MODEL}:share", f"data.max_prompt_tokens={CONTEXT - 40}", "rollout.max_tokens=40", "engine.max_sequences=6",
@@ -91,7 +96,8 @@ async def opened(folder: Path, workers: int, kv_after_update: str) -> AsyncItera
     ]  # fmt: skip
     config = await asyncio.to_thread(load_config, [], overrides)
     recorder, device = Recorder(nvtx=False), torch.device("cpu")
-    placement = Placement((device,) * workers, 1, 1, "")
+    placement = Placement((torch.device("cpu", 0) if apart else device,) * workers, 1, 1, "")
+    assert placement.is_apart(0) == apart
     async with AsyncExitStack() as stack:
         lane = await stack.enter_async_context(ThreadLane("trainer", recorder))
         policy, tokenizer = await lane.run(lambda: load_policy(config.model, device, config.seed), name="load")
@@ -382,3 +388,60 @@ def load_plain(policy: PolicyModel) -> Any:
     for name, parameter in plain.named_parameters():
         parameter.data.copy_(own[name].data)
     return plain
+
+
+def on_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The board lies where that of a GPU would lie, in memory of the CPU."""
+
+    def create(policy: PolicyModel) -> Board:
+        weights = policy.weights
+        slab = SlabHalves.create(segment_name("weights", 0), weights.size, policy.dtype, policy.device)
+        return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
+
+    monkeypatch.setattr(runtime_workers, "_create_board", create)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["there", "copies"])
+async def test_workers_read_a_slab_where_it_lies_or_copies_of_it(
+    apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_slab(monkeypatch)
+    before = left()
+    async with opened(tmp_path, 1, "keep", apart) as made:
+        assert any("worker-weights-0" in name for name in left())
+        for seed in (4, 5, 6):  # both halves, and the first again
+            version = await made.next_version(seed)
+            requests = many(6, first=seed)
+            answers = await generate_all(made.engine, requests)
+            assert_same(answers, await made.expected(requests))
+            assert all((answer.versions == version).all() for answer in answers)
+        (pid,) = made.pids()
+        os.kill(pid, signal.SIGKILL)
+        assert_same(await generate_all(made.engine, requests), answers)  # of its successor
+        await made.next_version(seed=7)
+    assert left() == before
+
+
+async def test_a_worker_that_is_killed_while_it_packs_costs_neither_the_move_nor_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of what it makes ahead of version 1, with requests under way; by itself, so that it is there that it dies."""
+    flag = tmp_path / "die"
+    flag.touch()
+    monkeypatch.setenv("DIES_WHERE_THERE_IS", str(flag))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    start: Any = WorkerProcess.start
+    monkeypatch.setitem(start.__func__.__kwdefaults__, "program", "generation_worker_dying")
+    async with opened(tmp_path, 1, "keep") as made:
+        (pid,) = made.pids()
+        assert flag.exists()
+        version, requests, answers = await moved_while_they_run(made, seed=8)
+        assert version == made.posted.current.version == 1
+        assert not flag.exists() and pid not in made.pids()
+        versions = [set(answer.versions.tolist()) for answer in answers]
+        assert all(each in ({0}, {1}) for each in versions)  # nothing of a dead worker goes on: it is sampled anew
+        late = [n for n, each in enumerate(versions) if each == {1}]
+        assert late, "its successor begins with the version that it was moving to"
+        expected = await made.expected([requests[n] for n in late])
+        assert_same([answers[n] for n in late], expected)
+        await made.next_version(seed=9)

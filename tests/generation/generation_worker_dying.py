@@ -1,0 +1,37 @@
+"""The worker's program, which kills itself in the middle of what it makes ahead of a move, once: where the file is that is named in
+`DIES_WHERE_THERE_IS`, which it removes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from asyncrl.concurrency.child import die_with_parent
+from asyncrl.generation.worker import main, opening
+from asyncrl.generation.worker.serving import EmbeddedServing
+
+
+class Dying(EmbeddedServing):
+    def prepare(self, half: Tensor, version: int) -> tuple[int, Iterator[None]]:
+        count, pieces = super().prepare(half, version)
+        return count, self._half_of(count, pieces)
+
+    def _half_of(self, count: int, pieces: Iterator[None]) -> Iterator[None]:
+        flag = Path(os.environ["DIES_WHERE_THERE_IS"])
+        for number, _ in enumerate(pieces):
+            if number == count // 2 and flag.exists():
+                flag.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    opening.EmbeddedServing = Dying  # type: ignore[misc]
+    asyncio.run(main.main(int(sys.argv[1])))
