@@ -78,7 +78,7 @@ def run(config: Config) -> int:
     """One run in this process, on uvloop where it is installed. Returns the exit code; raises `AsyncrlError`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool would fight the lane for the cores
     with _no_collections():
-        pass
+        import asyncrl.runtime.runtime  # noqa: F401  else `_run` would load it, with collections
     # The interpreter's end looks for garbage among everything that torch and transformers made, for a second: nothing there is.
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import warm
 from blockbuster import blockbuster as module
+
+gc.disable()  # until all tests are loaded: that makes a million objects and no garbage
 
 # Ignored in the background of a shell: the programs of tests would inherit it, and some are ended by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,6 +49,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
 def pytest_collection_finish() -> None:
     """What was loaded until here stays. Frozen, it is no part of the full collections: every Runtime that opens makes one, and
     would look at all of torch and transformers each time. test_runtime_garbage has the collector as a program has it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -88,3 +92,12 @@ def nothing_blocks(blockbuster: module.BlockBuster) -> Iterator[list[str]]:
     _found.clear()
     yield _found
     assert not _found, f"called in an event loop: {_found}; call it in a thread, or say in tests/conftest.py why it may"
+
+
+@pytest.fixture(scope="module")
+def warm_workers() -> Iterator[None]:
+    """The generation workers of runs in this process are forked from one that has loaded what they load."""
+    warm.ready()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncrl.concurrency.child.subprocess", warm.in_place_of_subprocess(warm.of_a_node))
+        yield

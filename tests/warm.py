@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,13 +51,14 @@ class Popen(subprocess.Popen[Any]):
     """Arguments as of `subprocess.Popen`; `preexec_fn` has to be picklable, and is called in the new process."""
 
     server: socket.socket | None = None
+    tied = False  # it is killed when this process ends, as a child that calls `die_with_parent` is
     _status: socket.socket | None = None  # None: a child of this process, as `subprocess` makes them
     _told = b""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         close_fds, pass_fds, cwd, env, _, _, _, *pipes, _, gid, gids, uid, umask, new_session, group = rest
         environment = dict(os.environ if env is None else env)
-        usual = close_fds and not pass_fds and (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
+        usual = close_fds and (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
         if not usual or executable or args[0] != sys.executable or _at_load(environment) != _at_load(_base()):
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
@@ -70,11 +71,14 @@ class Popen(subprocess.Popen[Any]):
             new_session=bool(new_session),
             ignored=[signal.Signals(number) for number in ignored],
             before=preexec_fn,
+            inherited=list(pass_fds),
+            tied_to=os.getpid() if self.tied else None,
         )
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         streams = [here if here != -1 else number for number, here in enumerate((p2cread, c2pwrite, errwrite))]
         with theirs:
-            socket.send_fds(_server(), [pickle.dumps(program)], [*streams, theirs.fileno()])
+            socket.send_fds(_server(), [pickle.dumps(program)], [*streams, theirs.fileno(), *pass_fds])
         self._status, self._child_created, self._hearing = ours, True, threading.Lock()
         self.pid = int(self._next_line(None) or 0)
         assert self.pid, "the server of warm processes has ended"
@@ -140,10 +144,24 @@ def of_a_tool(words: Sequence[Any], *, env: Mapping[str, str], **more: Any) -> P
     return Popen(words, env=kept | {name: os.environ[name] for name in OF_TOOLS if name in os.environ}, **more)
 
 
-def in_place_of_subprocess() -> SimpleNamespace:
-    """For the module of a tool whose children may be warm."""
+def in_place_of_subprocess(start: Callable[..., Any] = of_a_tool) -> SimpleNamespace:
+    """For a module whose children may be warm."""
     names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired", "run")}
-    return SimpleNamespace(Popen=of_a_tool, **names)
+    return SimpleNamespace(Popen=start, **names)
+
+
+class Tied(Popen):
+    """Its parent is not this process but a guard, which kills it when this process ends."""
+
+    tied = True
+
+
+def of_a_node(words: Sequence[str], *, env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
+    """In the place of `subprocess.Popen` where a run starts its children: generation workers are warm, others are not."""
+    if "asyncrl.generation.worker.main" not in words:
+        return subprocess.Popen(words, env=env, **more)
+    kept = {name: value for name, value in env.items() if name not in OF_TOOLS}
+    return Tied(words, env=kept | {name: os.environ[name] for name in OF_TOOLS if name in os.environ}, **more)
 
 
 def run(command: Sequence[Any], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -154,6 +172,11 @@ def run(command: Sequence[Any], *, env: Mapping[str, str], timeout: float) -> su
         finally:
             process.kill()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def ready() -> None:
+    """The server is there: what is started from now on begins at once. An event loop that starts something would have to wait."""
+    Popen([sys.executable, "-c", ""]).wait()
 
 
 def _base() -> dict[str, str]:

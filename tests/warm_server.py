@@ -1,19 +1,22 @@
 """A Python process that has loaded what our programs load, and forks: a program that is started from it begins at once.
 
 `warm.Popen` starts it and asks it. One message is one program: a pickled `Program` with four descriptors (standard input, output
-and error, and the one at which its process id and then its wait status are told). For each program there is a guard, a fork that
-starts the program as its own child, waits for it and tells its end: so it is reaped at once, and the server never waits.
+and error, and the one at which its process id and then its wait status are told), and those that it inherits. For each program
+there is a guard, a fork that starts the program as its own child, waits for it and tells its end: so it is reaped at once, and the
+server never waits.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import os
 import pickle
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -23,6 +26,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 LARGEST = 1 << 20  # bytes of a message
+MOST = 64  # descriptors of a message
+WORKERS_TOO = "WARM_WORKERS"  # in the environment of a program: its generation workers are warm
+ABOVE = 1000  # numbers that no program was told to inherit
 # What a run, a rank and its tests load. Not `asyncrl.main`, which is run as a program.
 LOADED = (
     "torch",
@@ -38,6 +44,7 @@ LOADED = (
     "asyncrl.config.load",
     "asyncrl.distributed.store_ledger",
     "asyncrl.generation.embedded.engine",
+    "asyncrl.generation.worker.server",
     "asyncrl.runtime.door",
     "asyncrl.runtime.real",
     "asyncrl.runtime.runtime",
@@ -58,6 +65,8 @@ class Program:
     new_session: bool = False
     ignored: list[signal.Signals] = field(default_factory=list)
     before: Callable[[], object] | None = None
+    inherited: list[int] = field(default_factory=list)  # numbers of the descriptors that follow the first four
+    tied_to: int | None = None  # the process that starts it, and is to be its parent: for the program its guard is
 
 
 def serve(control: socket.socket) -> Program | None:
@@ -65,7 +74,7 @@ def serve(control: socket.socket) -> Program | None:
     while True:
         while _reap(os.WNOHANG):
             pass
-        message, descriptors, _, _ = socket.recv_fds(control, LARGEST, 4)
+        message, descriptors, _, _ = socket.recv_fds(control, LARGEST, MOST)
         if not message:
             while _reap(0):
                 pass
@@ -74,7 +83,7 @@ def serve(control: socket.socket) -> Program | None:
         if guard == 0:
             control.close()
             program: Program = pickle.loads(message)
-            if _guard(descriptors[3]):
+            if _guard(descriptors[3], program.tied_to is not None):
                 os._exit(0)
             _become(program, descriptors)
             return program
@@ -89,8 +98,9 @@ def _reap(options: int) -> bool:
         return False
 
 
-def _guard(status: int) -> bool:
-    """True in the guard, once the program has ended; False in the program."""
+def _guard(status: int, tied: bool) -> bool:
+    """True in the guard, once the program has ended; False in the program. tied: the program is killed when nobody listens at
+    `status` any more."""
     os.setsid()  # signals to the program's group are not for its guard
     pid = os.fork()
     if pid == 0:
@@ -101,6 +111,10 @@ def _guard(status: int) -> bool:
     os.closerange(status + 1, 4096)  # else a pipe of the program would have another end
     with contextlib.suppress(OSError):
         os.write(status, f"{pid}\n".encode())
+    if tied:
+        program = os.pidfd_open(pid)
+        if program not in select.select([status, program], [], [])[0]:
+            os.kill(pid, signal.SIGKILL)
     ended = os.waitpid(pid, 0)[1]
     with contextlib.suppress(OSError):
         os.write(status, f"{ended}\n".encode())
@@ -111,9 +125,15 @@ def _become(program: Program, descriptors: list[int]) -> None:
     """The state in which an interpreter begins."""
     if program.new_session:
         os.setsid()
-    for target, descriptor in enumerate(descriptors[:3]):
-        os.dup2(descriptor, target)
+    if program.tied_to is not None:  # it is told who its parent is
+        told, guard = str(program.tied_to), str(os.getppid())
+        program.arguments = [guard if each == told else each for each in program.arguments]
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, ABOVE) for descriptor in descriptors]
     for descriptor in descriptors:
+        os.close(descriptor)
+    for target, descriptor in zip([0, 1, 2, None, *program.inherited], above, strict=True):
+        if target is not None:
+            os.dup2(descriptor, target)
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in signal.valid_signals():
@@ -137,22 +157,26 @@ def _become(program: Program, descriptors: list[int]) -> None:
 
 
 def run(program: Program) -> None:
-    """As `python` runs its command line: `-m module`, `-c code` or a script, after `-u` and `-W error`."""
-    rest = list(program.arguments)
-    while rest[0] in ("-u", "-W"):
-        if rest.pop(0) == "-u":
+    """As `python` runs its command line: `-m module`, `-c code` or a script, after `-u`, `-P` and `-W error`."""
+    rest, safe = list(program.arguments), False
+    while (option := rest[0]) in ("-u", "-P", "-W"):
+        rest.pop(0)
+        if option == "-u":
             sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        elif option == "-P":
+            safe = True
         else:
             sys.warnoptions.append(rest[0])
             warnings.simplefilter(rest.pop(0))  # type: ignore[arg-type]
+    if rest[:2] == ["-m", "torch.distributed.run"] or WORKERS_TOO in program.environment:
+        _children_are_forked()
     sys.orig_argv = [sys.executable, *program.arguments]
     sys.modules["__main__"] = main = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if rest[0] == "-m":
-        sys.path.insert(0, os.getcwd())
+        if not safe:
+            sys.path.insert(0, os.getcwd())
         sys.argv = rest[1:]
-        if rest[1] == "torch.distributed.run":
-            _ranks_are_forked()
         with open("/proc/self/comm", "w") as name:
             name.write(rest[1])  # the command line that others see is the server's
         runpy._run_module_as_main(rest[1])  # type: ignore[attr-defined]
@@ -169,11 +193,14 @@ def run(program: Program) -> None:
         exec(code, main.__dict__)
 
 
-def _ranks_are_forked() -> None:
-    """torchrun starts its ranks from a server of its own, a fork of this one: they are as warm as it is."""
+def _children_are_forked() -> None:
+    """torchrun starts its ranks, and a run its generation workers, from a server of its own, a fork of this one: they are as warm
+    as it is."""
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
     import warm
+
+    import asyncrl.concurrency.child
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = os.fork()
@@ -186,6 +213,7 @@ def _ranks_are_forked() -> None:
     atexit.register(os.waitpid, server, 0)
     atexit.register(ours.close)
     handler.Popen = warm.Popen  # type: ignore[misc]
+    asyncrl.concurrency.child.subprocess = warm.in_place_of_subprocess(warm.of_a_node)  # type: ignore[assignment]
 
 
 class Forked(BaseException):

@@ -109,7 +109,7 @@ class Faulty(Life):
                 each.kill()
 
     def _watch(self, met: Path | None) -> Iterator[str]:
-        numbers, fault_at, began = set[str](), None, time.monotonic()
+        numbers, fault_at, began = {str(self.process.pid)}, None, time.monotonic()
         while self.process.poll() is None:
             numbers |= {str(each.pid) for each in self.family()}
             if fault_at is None and met is not None and met.exists():

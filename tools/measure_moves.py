@@ -29,7 +29,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import ModelConfig
 from asyncrl.generation.worker.control import ControlLine
-from asyncrl.generation.worker.main import Move, Server
+from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.loading import load_policy
 from asyncrl.models.native import library

@@ -16,8 +16,11 @@ from asyncrl_bench.overlap import figures
 from asyncrl_bench.overlap_dry import Pace
 
 
-def test_the_whole_tool_on_short_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_tool_on_short_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Real workers, lanes and steps of a tiny model: all three runs."""
+    monkeypatch.setenv("WARM_WORKERS", "")
     assert main(["overlap", "--quick", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]) == 0
     seen = capsys.readouterr().out
     assert (

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch.distributed as dist
+import warm
 
 from asyncrl.data.batch_meta import BatchMeta
 from asyncrl.data.columns import Columns, Form, Jagged, join, keep, split
@@ -183,9 +184,7 @@ print("done")
 def test_the_group_of_a_replica_is_made_from_the_layout(tmp_path: Path) -> None:
     """Two processes: alone in a replica each, then siblings."""
     arguments = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
-    ranks = [
-        subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) for a in arguments
-    ]
+    ranks = [warm.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) for a in arguments]
     for rank in ranks:
         out, err = rank.communicate(timeout=120)
         assert rank.returncode == 0 and out == "done\n", err

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncrl.concurrency.child import die_with_parent
-from asyncrl.generation.worker import main, opening
+from asyncrl.generation.worker import opening, server
 from asyncrl.generation.worker.serving import EmbeddedServing
 
 
@@ -34,4 +34,4 @@ class Dying(EmbeddedServing):
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
     opening.EmbeddedServing = Dying  # type: ignore[misc]
-    asyncio.run(main.main(int(sys.argv[1])))
+    asyncio.run(server.main(int(sys.argv[1])))

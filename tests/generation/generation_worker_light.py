@@ -1,4 +1,4 @@
-"""A worker without a model: it speaks the whole protocol of `worker/main.py`, starts quickly, and misbehaves when told.
+"""A worker without a model: it speaks the whole protocol of `worker/server.py`, starts quickly, and misbehaves when told.
 
 Its setup says {"token_s": seconds between two tokens, "die": {moment: how}}. Moments: "setup", "ready" (before it says so),
 "bound" (told of its first version), "weights" (told of another), and "request". How:

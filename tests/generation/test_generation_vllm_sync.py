@@ -15,7 +15,7 @@ from generation_models import change_weights
 from test_generation_vllm_engine import policy_and_plain
 
 from asyncrl.generation.worker.control import ControlLine
-from asyncrl.generation.worker.main import Server
+from asyncrl.generation.worker.server import Server
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board

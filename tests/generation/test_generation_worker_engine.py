@@ -1,6 +1,6 @@
 """The engine of real workers: what it answers is what the engine in this process answers, token for token, whoever dies meanwhile.
 
-One engine of two workers serves nearly all tests here, because a worker takes seconds to start; the loop only runs during a test.
+One engine of two workers serves nearly all tests here; the loop only runs during a test.
 test_generation_worker_faults.py has the ends of every kind, with lighter workers.
 """
 
@@ -140,8 +140,11 @@ class Held:
         self.runner.close()
 
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+def held(warm_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     made = Held(tmp_path_factory.mktemp("engine"))
     yield made
     pids = made.opened.pids()

@@ -21,7 +21,7 @@ from transport_helpers import own_name
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.generation.worker.control import ControlLine
-from asyncrl.generation.worker.main import Server
+from asyncrl.generation.worker.server import Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
@@ -143,7 +143,7 @@ class Restless(ThreadLane):
 async def test_every_bucket_is_checked_in_the_end_although_versions_are_faster(
     boards: Boards, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.generation.worker.main._SLICE_S", 0.0)  # one bucket a closure
+    monkeypatch.setattr("asyncrl.generation.worker.server._SLICE_S", 0.0)  # one bucket a closure
     monkeypatch.setattr("asyncrl.transport.memory.halves._AT_ONCE", 1)
     async with opened(boards, Restless) as made, plain_task_group() as tasks:
         lane: Any = made.server._lane

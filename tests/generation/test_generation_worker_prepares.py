@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.generation.worker.control import ControlLine
-from asyncrl.generation.worker.main import Move, Server
+from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
@@ -139,8 +139,8 @@ async def opened(boards: list[Board], dtype: str = "float32", **options: Any) ->
 @pytest.fixture(autouse=True)
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece each."""
-    monkeypatch.setattr("asyncrl.generation.worker.main._SLICE_S", 0.0)
-    monkeypatch.setattr("asyncrl.generation.worker.main._MOST_SLICES", 10_000)
+    monkeypatch.setattr("asyncrl.generation.worker.server._SLICE_S", 0.0)
+    monkeypatch.setattr("asyncrl.generation.worker.server._MOST_SLICES", 10_000)
 
 
 @pytest.mark.parametrize("kv_after_update", ["keep", "recompute"])

@@ -33,6 +33,7 @@ MIXTURE: dict[str, Any] = REAL | {
 WORKER = ("generation.placement=worker", "generation.threads=1", "preset=one_off")
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("placement", ((), WORKER), ids=("shared", "worker"))
 async def test_routes_come_to_the_trainer_and_are_replayed(tmp_path: Path, placement: tuple[str, ...]) -> None:
     async with Runtime(config_of(tmp_path, *placement, "replay.size=4", base=MIXTURE)) as runtime:

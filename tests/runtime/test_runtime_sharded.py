@@ -83,7 +83,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Process]:
     first = Process(folder, path, RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP))
     assert first.wait(300) == 0, first.output
     more = ("resume=true", "train.max_steps=6", "generation.placement=worker", "generation.threads=1")
-    second = Process(folder, path, *more, RANK_WEIGHTS=str(folder), program=(*TORCHRUN, DUMP))
+    second = Process(folder, path, *more, RANK_WEIGHTS=str(folder), WARM_WORKERS="", program=(*TORCHRUN, DUMP))
     assert second.wait(300) == 0, second.output
     return folder, second
 
@@ -178,7 +178,7 @@ def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: s
         port = server.getsockname()[1]
     tree = SHARDED | FAST | {"checkpoint": {"save_final": False}}
     tree["train"] = tree["train"] | {"max_steps": 100_000}
-    tree["watchdog"] = {"loop_timeout_s": 20}
+    tree["watchdog"] = {"loop_timeout_s": 10}
     (tmp_path / "rewards.py").write_text(REWARD)
     if end == "raises":
         tree["reward"] = f"{tmp_path}/rewards.py:reward"

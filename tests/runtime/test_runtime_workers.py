@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from asyncrl.runtime.runtime import RunSummary, Runtime
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import SlabHalves
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 TWO: dict[str, Any] = REAL | {
     "generation": {"placement": "worker", "workers": 2, "threads": 1},
     "train": REAL["train"] | {"max_steps": 6},
@@ -130,7 +132,11 @@ async def test_workers_turn_rows_past_the_original_context_as_the_trainer_does(t
     assert len(lines) == 2 and max(line["mismatch/current_max"] for line in lines) < 1e-4
 
 
-async def test_two_workers_train_every_group_once_with_versions_that_the_books_know(tmp_path: Path) -> None:
+async def test_two_workers_train_every_group_once_with_versions_that_the_books_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They start from nothing, as a user's do."""
+    monkeypatch.setattr("asyncrl.concurrency.child.subprocess", subprocess)
     pids: list[int] = []
     summary = await run(tmp_path / "two", at={3: lambda runtime: pids.extend(workers_of(runtime))})
     assert summary.version == 6 and summary.books.trained == 24

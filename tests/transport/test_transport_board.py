@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_helpers import environment, finish, line, names, own_name, say
@@ -115,7 +116,7 @@ def values(seed: int, dtype: torch.dtype = torch.float32, elements: int = ELEMEN
 
 
 def reader(board: Board, *copy_to: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "-W", "error", "-c", READER, json.dumps(board.description), str(board.fd), *copy_to],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvloop
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +26,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 def child(program: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
     """A Python process that runs `program` (it talks over stdin and stdout, line by line)."""
-    return subprocess.Popen(
+    start = warm.Popen if "import torch" in program else subprocess.Popen
+    return start(
         [sys.executable, "-c", program, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
