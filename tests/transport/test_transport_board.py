@@ -464,9 +464,8 @@ try:
 except OutOfMemory as error:
     print(error)
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, check=True
-    )
+    found = warm.run([sys.executable, "-c", program], env=environment(), timeout=120)
+    assert found.returncode == 0, found.stderr
     assert "needs 8,392,704 bytes" in found.stdout and "File too large" in found.stdout
 
 

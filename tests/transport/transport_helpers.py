@@ -26,7 +26,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 def child(program: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
     """A Python process that runs `program` (it talks over stdin and stdout, line by line)."""
-    start = warm.Popen if "import torch" in program else subprocess.Popen
+    start = warm.Popen if "torch" in program or "slab" in program else subprocess.Popen
     return start(
         [sys.executable, "-c", program, *arguments],
         stdin=subprocess.PIPE,
