@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import warm
@@ -101,3 +101,24 @@ def warm_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("asyncrl.concurrency.child.subprocess", warm.in_place_of_subprocess(warm.of_a_node))
         yield
+
+
+@pytest.fixture
+def on_loading(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[bool]]:
+    """Of the named module: whether garbage was collected whenever it was about to be loaded, which is an ImportError."""
+
+    def watch(watched: str) -> list[bool]:
+        collecting: list[bool] = []
+
+        class Finder:
+            @staticmethod
+            def find_spec(name: str, path: object = None, target: object = None) -> None:
+                if name == watched:
+                    collecting.append(gc.isenabled())
+                    raise ImportError(f"{name} was about to be loaded")
+
+        monkeypatch.delitem(sys.modules, watched, raising=False)
+        monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+        return collecting
+
+    return watch

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import os
+import runpy
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -429,6 +431,21 @@ def test_a_worker_whose_node_ended_before_it_could_ask_ends_itself(tmp_path: Pat
             assert not still.exists()
         finally:
             end(started)
+
+
+def test_a_worker_is_tied_to_its_node_before_it_loads_what_takes_time_and_loads_it_without_collections(
+    monkeypatch: pytest.MonkeyPatch, on_loading: Callable[[str], list[bool]]
+) -> None:
+    tied: list[int] = []
+    monkeypatch.setattr("asyncrl.concurrency.child.die_with_parent", tied.append)
+    monkeypatch.setattr(sys, "argv", ["main", "3", "4711"])
+    collecting = on_loading("asyncrl.generation.worker.server")
+    try:
+        with pytest.raises(ImportError, match="about to be loaded"):
+            runpy.run_module(room.PROGRAM, run_name="__main__")
+    finally:
+        gc.enable()
+    assert tied == [4711] and collecting == [False]
 
 
 def end(process: psutil.Process) -> None:

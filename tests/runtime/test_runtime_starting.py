@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from runtime_helpers import MODEL, REAL, config_of
 
+from asyncrl.main import run as run_program
 from asyncrl.runtime.runtime import Runtime
 
 LOUD = REAL | {"telemetry": {"live": "plain"}}
@@ -43,3 +46,12 @@ async def test_every_stage_before_the_first_step_is_shown_with_its_counts(
     assert places == sorted(places), before
     sampled = [int(number.replace(",", "")) for number in re.findall(r"^first step: .* scored, ([\d,]+)", before, re.M)]
     assert sampled == sorted(sampled) and sampled[-1] > sampled[0], "the counts move while nobody has a step yet"
+
+
+def test_a_program_loads_its_modules_without_collections(
+    tmp_path: Path, on_loading: Callable[[str], list[bool]]
+) -> None:
+    collecting = on_loading("asyncrl.runtime.runtime")
+    with pytest.raises(ImportError, match="about to be loaded"):
+        run_program(config_of(tmp_path))
+    assert collecting == [False] and gc.isenabled()
