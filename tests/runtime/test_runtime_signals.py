@@ -210,7 +210,8 @@ def test_torchrun_that_is_stopped_leaves_a_checkpoint(
 
 def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path) -> None:
     limits = {"interval_s": 0.2, "lane_timeout_s": 9.0, "stall_timeout_s": 15.0, "abort_grace_s": 2.0}
-    first, other = start_two(tmp_path, endless(watchdog=limits))
+    reward = {"functions": [REAL["reward"]], "timeout_s": 12.0}  # has to be less than the limit of a standstill
+    first, other = start_two(tmp_path, endless(watchdog=limits, reward=reward))
     try:
         first.wait_until(lines_at_least(tmp_path / "runs/run", 3), "third step")
         other.send(signal.SIGSTOP)
