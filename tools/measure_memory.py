@@ -6,9 +6,12 @@ Each case is a child process: it loads a model with random weights, takes one tr
 as many sequences as the cache has rows, all to their last token. Between these parts the resident memory of the process is
 read from /proc, and its peak within each (`VmHWM`, which the child resets), each less what was there before:
 
+    compiled   what oneDNN and torch keep of products of so many numbers of rows that older ones leave
     weights    after the step, less the start: masters, gradients, optimizer, copies
     microbatch peak of a second microbatch, less what lies there between two steps
     cache      peak of decoding, less what lies there before
+    routes     the same once more, where it is recorded which experts each token went to, less the cache: the engine's table, and
+               all sequences that ended
 
 The C library gives freed memory back at once (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_): otherwise a part would count
 what an earlier one had left.
@@ -25,28 +28,66 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-PROMPT, COMPLETION, MEMBERS = 64, 128, 8
-SEQUENCES, TOKENS = 32, 2176
-_SIZES = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4, vocab_size=16_000)
-CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama, fused": ("llama", _SIZES | {"num_hidden_layers": 8}, "fused"),
-    "llama, packed": ("llama", _SIZES | {"num_hidden_layers": 8}, "packed"),
-    "llama, plain sdpa": ("llama", _SIZES | {"num_hidden_layers": 8}, "plain (sdpa"),
-    "llama, plain eager": ("llama", _SIZES | {"num_hidden_layers": 8}, "plain (eager"),
-    "llama, fused, checkpointing": ("llama", _SIZES | {"num_hidden_layers": 8}, "fused"),
-    "llama, packed, checkpointing": ("llama", _SIZES | {"num_hidden_layers": 8}, "packed"),
-    "mistral, window 128, plain eager": ("mistral", _SIZES | {"num_hidden_layers": 8, "sliding_window": 128}, "plain (eager"),
-    "lfm2, plain sdpa": (
+MEMBERS = 8  # completions of a prompt
+TOKENS = 2176  # of a microbatch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with random weights, the path that it is run on, and the rows of its cache: tokens of a prompt and a completion."""
+
+    kind: str
+    settings: dict[str, Any]
+    path: str
+    prompt: int = 64
+    completion: int = 128
+    sequences: int = 32
+    checkpointing: bool = False
+    routes: bool = False
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.completion
+
+
+_WIDTH = dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=4, vocab_size=16_000)
+_SIZES = _WIDTH | {"intermediate_size": 1408, "num_hidden_layers": 8}
+_MIXTURE = _WIDTH | {"num_hidden_layers": 8, "head_dim": 64, "num_experts_per_tok": 4}
+_QWEN3_MOE = _MIXTURE | {"num_experts": 16, "moe_intermediate_size": 384}
+_GPT_OSS = _MIXTURE | {"num_local_experts": 16, "intermediate_size": 384}
+# Small numbers, and as many choices a token as in a model of 48 layers with 8 experts a token.
+_CHOICES: dict[str, Any] = dict(
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=1, head_dim=16, vocab_size=16_000, num_hidden_layers=12,
+    num_experts=64, num_experts_per_tok=32, moe_intermediate_size=8,
+)  # fmt: skip
+CASES = {
+    "llama, fused": Case("llama", _SIZES, "fused"),
+    "llama, packed": Case("llama", _SIZES, "packed"),
+    "llama, plain sdpa": Case("llama", _SIZES, "plain (sdpa"),
+    "llama, plain eager": Case("llama", _SIZES, "plain (eager"),
+    "llama, fused, checkpointing": Case("llama", _SIZES, "fused", checkpointing=True),
+    "llama, packed, checkpointing": Case("llama", _SIZES, "packed", checkpointing=True),
+    "qwen3_moe, fused": Case("qwen3_moe", _QWEN3_MOE, "fused"),
+    "qwen3_moe, packed": Case("qwen3_moe", _QWEN3_MOE, "packed"),
+    "qwen3_moe, fused, checkpointing": Case("qwen3_moe", _QWEN3_MOE, "fused", checkpointing=True),
+    "gpt_oss, fused": Case("gpt_oss", _GPT_OSS, "fused"),
+    "gpt_oss, packed": Case("gpt_oss", _GPT_OSS, "packed"),
+    "qwen3_moe, fused, routes": Case("qwen3_moe", _CHOICES, "fused", 576, 64, 384, routes=True),
+    "mistral, window 128, plain eager": Case("mistral", _SIZES | {"sliding_window": 128}, "plain (eager"),
+    "lfm2, plain sdpa": Case(
         "lfm2",
         _SIZES | {"num_hidden_layers": 10, "layer_types": (["conv"] * 4 + ["full_attention"]) * 2},
         "plain (sdpa",
     ),
-    "mamba, plain eager": ("mamba", {"hidden_size": 160, "num_hidden_layers": 8, "vocab_size": 16_000}, "plain (eager"),
-}  # fmt: skip
+    "mamba, plain eager": Case(
+        "mamba", {"hidden_size": 160, "num_hidden_layers": 8, "vocab_size": 16_000}, "plain (eager"
+    ),
+}
 
 
 def build(seed: int) -> Any:
@@ -54,10 +95,12 @@ def build(seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, settings, _ = CASES[os.environ["MEASURE_MEMORY_CASE"]]
+    case = CASES[os.environ["MEASURE_MEMORY_CASE"]]
     torch.manual_seed(seed)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings, **ends), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(case.kind, **case.settings, **ends), dtype=torch.float32
+    )
     return model, object()
 
 
@@ -78,23 +121,23 @@ class Part:
         self.left, self.peak = status("VmRSS") - self.before, status("VmHWM") - self.before
 
 
-def microbatch() -> Any:
+def microbatch(case: Case) -> Any:
     """One full microbatch of groups at their longest."""
     import numpy as np
 
     from asyncrl.data.packing import pack_groups
     from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
 
-    groups, size = [], PROMPT + COMPLETION
-    for number in range(TOKENS // (PROMPT + MEMBERS * COMPLETION) + 1):
+    groups = []
+    for number in range(TOKENS // (case.prompt + MEMBERS * case.completion) + 1):
         random = np.random.default_rng(number)
-        prompt = random.integers(1, 15_000, PROMPT).astype(np.int32)
-        mask = np.arange(size) >= PROMPT
+        prompt = random.integers(1, 15_000, case.prompt).astype(np.int32)
+        mask = np.arange(case.context) >= case.prompt
         guess = np.where(mask, -9.7, 0).astype(np.float32)
         members = tuple(
             Trajectory(
-                group_id=number, member=member, group_size=MEMBERS, prompt_length=PROMPT,
-                tokens=np.concatenate([prompt, random.integers(1, 15_000, COMPLETION).astype(np.int32)]),
+                group_id=number, member=member, group_size=MEMBERS, prompt_length=case.prompt,
+                tokens=np.concatenate([prompt, random.integers(1, 15_000, case.completion).astype(np.int32)]),
                 mask=mask, logprobs=guess, sampled_logprobs=guess, versions=np.where(mask, 0, -1).astype(np.int32),
                 temperature=1.0, finish_reason=FinishReason.LENGTH,
             )
@@ -105,7 +148,7 @@ def microbatch() -> Any:
     return max(pack_groups(groups, TOKENS), key=lambda batch: batch.tokens.size)
 
 
-def parts_of(case: str, dtype: str) -> dict[str, Any]:
+def parts_of(name: str, dtype: str) -> dict[str, Any]:
     """In the child: what was predicted and what was measured, in bytes."""
     import torch
 
@@ -113,22 +156,27 @@ def parts_of(case: str, dtype: str) -> dict[str, Any]:
     from asyncrl.config.schema import ModelConfig, TrainConfig
     from asyncrl.models.paths import PATHS
     from asyncrl.models.policy import PolicyModel
-    from asyncrl.training.memory import Lengths, predict_memory
+    from asyncrl.training.memory import Lengths, predict_memory, route_bytes
     from asyncrl.training.trainer import TorchTrainer
 
-    path = next(each for each in PATHS if str(each).startswith(CASES[case][2]))
-    train = TrainConfig(tokens_per_microbatch=TOKENS, gradient_checkpointing="checkpointing" in case)
+    case = CASES[name]
+    path = next(each for each in PATHS if str(each).startswith(case.path))
+    model = ModelConfig(path=f"{Path(__file__).resolve()}:build", dtype=dtype)
+    train = TrainConfig(tokens_per_microbatch=TOKENS, gradient_checkpointing=case.checkpointing)
     predicted = predict_memory(
-        ModelConfig(path=f"{Path(__file__).resolve()}:build", dtype=dtype), train, max_sequences=SEQUENCES,
-        lengths=Lengths(PROMPT, COMPLETION, MEMBERS), path=path,
-    )  # fmt: skip
-    batch = microbatch()
+        model, train, max_sequences=case.sequences, lengths=Lengths(case.prompt, case.completion, MEMBERS), path=path
+    )
+    batch = microbatch(case)
     warm_up()
+    with Part() as compiled:
+        compile_products(
+            dtype, 1100 if case.path == "fused" else max(256 if dtype == "float32" else 64, case.sequences)
+        )
     module, _ = build(0)
     with Part() as loading:
         policy = PolicyModel(module, dtype, path=path)
     module_bytes = 4 * policy.flat.numel  # as transformers loaded it: given back while the flat buffers are made
-    trainer = TorchTrainer(policy, train, max_completion_length=COMPLETION)
+    trainer = TorchTrainer(policy, train, max_completion_length=case.completion)
     loss = build_loss("reinforce")
     step(trainer, loss, batch)
     forget(trainer)
@@ -137,15 +185,22 @@ def parts_of(case: str, dtype: str) -> dict[str, Any]:
         step(trainer, loss, batch)
     forget(trainer)
     with Part() as cache:
-        asyncio.run(decode(policy))
+        asyncio.run(decode(policy, case))
     kinds = {
         "weights": ("masters", "gradients", "optimizer", "working_copy", "packed_weights"),
         "microbatch": ("activations", "logits", "working"),
         "cache": ("kv_cache",),
+        "compiled": ("compiled",),
     }
-    wanted = {kind: sum(predicted[name] for name in names) for kind, names in kinds.items()}
-    found = {"weights": weights, "microbatch": second.peak, "cache": cache.peak}
+    wanted = {kind: sum(predicted[each] for each in names) for kind, names in kinds.items()}
+    found = {"weights": weights, "microbatch": second.peak, "cache": cache.peak, "compiled": compiled.left}
     assert torch.get_num_threads() >= 1 and sum(wanted.values()) == sum(predicted.values())
+    if case.routes:
+        with Part() as routes:
+            ended = asyncio.run(decode(policy, case, record_routes=True))
+        assert len(ended) == case.sequences
+        wanted["routes"] = 2 * case.sequences * case.context * route_bytes(model)
+        found["routes"] = routes.peak - cache.peak
     return {
         "path": str(policy.path), "parameters": policy.flat.numel, "predicted": wanted, "measured": found,
         "parts": predicted, "tokens": int(batch.tokens.size),
@@ -159,6 +214,22 @@ def warm_up() -> None:
     weight = torch.nn.Linear(256, 256)
     torch.optim.AdamW(weight.parameters(), fused=True)
     weight(torch.randn(256, 256)).sum().backward()
+
+
+def compile_products(dtype: str, packed_rows: int) -> None:
+    """Of as many numbers of rows as caches hold: a run's batches differ. `packed_rows`: those that packed weights meet."""
+    import torch
+
+    from asyncrl.models.parameters.packed import product
+    from asyncrl.models.parameters.reordered import reorder
+
+    narrow = getattr(torch, dtype)
+    weight, rows = torch.randn(128, 64, dtype=narrow), torch.randn(1200, 64, dtype=narrow)
+    packed = reorder(weight)
+    for count in range(1, 1100):
+        if count <= packed_rows:
+            product(rows[:count], packed, None)
+        torch.mm(rows[:count], weight.t())
 
 
 def forget(trainer: Any) -> None:
@@ -176,8 +247,8 @@ def step(trainer: Any, loss: Any, batch: Any) -> None:
     trainer.finish_train_step()
 
 
-async def decode(policy: Any) -> None:
-    """All rows of the cache, to their last position."""
+async def decode(policy: Any, case: Case, *, record_routes: bool = False) -> list[Any]:
+    """All rows of the cache, to their last position; with routes, `MEMBERS` of them behind one prompt."""
     import anyio
     import numpy as np
 
@@ -186,16 +257,24 @@ async def decode(policy: Any) -> None:
     from asyncrl.telemetry.recorder import Recorder
     from asyncrl.types import GenerationRequest, SamplingParams
 
-    sampling = SamplingParams(max_tokens=COMPLETION, ignore_eos=True)
-    recorder = Recorder(nvtx=False)
+    sampling = SamplingParams(max_tokens=case.completion, ignore_eos=True)
+    recorder, ended = Recorder(nvtx=False), []
+
+    async def one(number: int) -> None:
+        group = number // MEMBERS if case.routes else number
+        prompt = np.random.default_rng(group).integers(1, 15_000, case.prompt).astype(np.int32)
+        key = str(group) if case.routes else None
+        ended.append(await engine.generate(GenerationRequest(prompt, sampling, seed=number, prefix_key=key)))
+
     async with ThreadLane("measure", recorder) as lane:
         engine = EmbeddedEngine(
-            policy, None, lane, recorder, max_sequences=SEQUENCES, max_context=PROMPT + COMPLETION, prefill_tokens=128
-        )
+            policy, None, lane, recorder, max_sequences=case.sequences, max_context=case.context, prefill_tokens=128,
+            record_routes=record_routes,
+        )  # fmt: skip
         async with engine, anyio.create_task_group() as tasks:
-            for number in range(SEQUENCES):
-                prompt = np.random.default_rng(number).integers(1, 15_000, PROMPT).astype(np.int32)
-                tasks.start_soon(engine.generate, GenerationRequest(prompt, sampling, seed=number))
+            for number in range(case.sequences):
+                tasks.start_soon(one, number)
+    return ended
 
 
 def measure(case: str, dtype: str) -> dict[str, Any]:
@@ -243,8 +322,8 @@ def report(lines: list[str], arguments: argparse.Namespace) -> str:
         "",
         f"{time.strftime('%Y-%m-%d')}, `python tools/measure_memory.py {' '.join(sys.argv[1:])}`".rstrip(" `") + "`, "
         f"{cpu} ({' '.join(sorted(flags))}), one thread.",
-        f"Models with random weights; {TOKENS} packed tokens of groups of {MEMBERS} completions of {COMPLETION} tokens behind "
-        f"a prompt of {PROMPT}; {SEQUENCES} sequences of {PROMPT + COMPLETION} positions.",
+        f"Models with random weights; {TOKENS} packed tokens of groups of {MEMBERS} completions of {Case.completion} tokens behind "
+        f"a prompt of {Case.prompt}; {Case.sequences} sequences of {Case.prompt + Case.completion} positions.",
         "",
         "| model, path | dtype | part | predicted, MiB | measured, MiB | ratio |",
         "|---|---|---|---|---|---|",
@@ -272,7 +351,7 @@ def main() -> int:
             found = measure(case, dtype)
             print(json.dumps({"case": case, "dtype": dtype, **found}), file=sys.stderr, flush=True)
             lines += rows_of(case, dtype, found)
-            print("\n".join(lines[-4:]), flush=True)
+            print("\n".join(lines[-len(found["predicted"]) - 1 :]), flush=True)
     if arguments.out:
         arguments.out.write_text(report(lines, arguments))
     return 0

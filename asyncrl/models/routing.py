@@ -30,7 +30,7 @@ from .attention.interface import PLAN_ARGUMENT
 from .head.output import decoder_of
 from .routes import Routes
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,11 @@ class RoutesShape:
     def dtype(self) -> np.dtype[Any]:
         """The narrowest signed integers."""
         return narrowest(self.experts)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the routes of a token."""
+        return self.layers * self.k * self.dtype.itemsize
 
 
 class _Answer(TorchFunctionMode):
@@ -141,7 +146,7 @@ class Routing:
 def has_experts(module: PreTrainedModel) -> bool:
     """By its configuration, or the name of a part."""
     config = module.config.get_text_config()
-    numbers = [getattr(config, name, None) for name in _EXPERTS]
+    numbers = [getattr(config, name, None) for name in EXPERTS]
     return any(isinstance(number, int) and number > 0 for number in numbers) or any(
         name.endswith("experts") for name, _ in module.named_modules()
     )
@@ -157,6 +162,28 @@ def require_routing(routing: Routing | None, module: PreTrainedModel, what: str)
     raise ConfigError(f"{what}, but {type(module).__name__} {why}; switch it off")
 
 
+def describe_routes(module: PreTrainedModel) -> RoutesShape | None:
+    """What the routes of a model look like that may lie on the meta device, by the shapes of its routers alone; None where it has
+    none that routes could be of. (Whether they can be told, `find_routers` tries.)"""
+    blocks = getattr(decoder_of(module), "layers", None)
+    mixtures = [layer for layer in blocks if _holds_experts(layer)] if isinstance(blocks, nn.ModuleList) else []
+    sizes = [{size for part in layer.modules() if (size := _size_of(part))} for layer in mixtures]
+    if not sizes or any(each != sizes[0] for each in sizes) or len(sizes[0]) != 1:
+        return None
+    ((k, experts),) = sizes[0]
+    return RoutesShape(len(mixtures), k, experts)
+
+
+def _holds_experts(layer: nn.Module) -> bool:
+    return any("expert" in name for name, _ in layer.named_modules())
+
+
+def _size_of(part: nn.Module) -> tuple[int, int] | None:
+    """(k, E) of what looks like a router: a product that knows how many it takes."""
+    weight, k = dict(part.named_parameters(recurse=False)).get("weight"), getattr(part, "top_k", None)
+    return (k, weight.shape[0]) if isinstance(k, int) and weight is not None and weight.ndim == 2 else None
+
+
 def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Module]], RoutesShape] | None:
     """(layer, router) of every layer with experts, and what their routes look like; None where there are none, or one of them
     chooses in another way. Runs each candidate once, on a few rows."""
@@ -166,11 +193,10 @@ def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Modu
     found: list[tuple[nn.Module, nn.Module]] = []
     shapes: set[tuple[int, int]] = set()
     for layer in layers if isinstance(layers, nn.ModuleList) else ():
-        experts = any("expert" in name for name, _ in layer.named_modules())
+        experts = _holds_experts(layer)
         if experts and not any(hasattr(child, "layer_idx") for child in layer.children()):
             return None  # no attention to tell its router through
-        candidates = [part for part in layer.modules() if isinstance(getattr(part, "top_k", None), int)]
-        routers = [(part, shape) for part in candidates if (shape := _reads_choice(part)) is not None]
+        routers = [(part, shape) for part in layer.modules() if (shape := _reads_choice(part)) is not None]
         if len(routers) != int(experts):
             return None
         found += [(layer, part) for part, _ in routers]
@@ -185,11 +211,11 @@ def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Modu
 def _reads_choice(part: nn.Module) -> tuple[int, int] | None:
     """(k, E) of a router: [T, hidden] in; (logits [T, E], weights [T, k], indices [T, k]) out, by one `topk` over its scores,
     whose answer is its indices. None for any other module."""
-    weight = dict(part.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.ndim != 2:
+    size = _size_of(part)
+    if size is None:
         return None
+    weight, (k, experts) = part.get_parameter("weight"), size
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    experts, k = weight.shape[0], int(part.top_k)  # type: ignore[arg-type]  # an attribute of Module: Tensor or Module
     asked = torch.arange(experts, device=weight.device).flip(0)[:k].expand(3, k)
     mode = _Answer(lambda own: asked)
     try:
@@ -207,4 +233,4 @@ def _reads_choice(part: nn.Module) -> tuple[int, int] | None:
         and found[1].shape == (3, k)
         and torch.equal(found[2], asked)
     )
-    return (k, experts) if good else None
+    return size if good else None

@@ -1,7 +1,7 @@
 """The metrics of the steps of a run, at 8 bytes a number: a dictionary for each step would take ten times that.
 
 All of them up to `MOST` lines, then every second one, every fourth, and so on: a run of a million steps takes no more memory than
-one of ten thousand. `metrics.jsonl` has every line.
+one of two thousand. `metrics.jsonl` has every line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 Line = tuple[int, dict[str, float]]
-MOST = 10_000  # lines
+MOST = 2_000  # lines
 
 
 class History(Sequence[Line]):

@@ -7,14 +7,16 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
+from asyncrl.config.resolve import row_limit, slots
 from asyncrl.config.schema import Config
 from asyncrl.errors import PlatformError
 from asyncrl.generation.vllm.versions import BLOCK
+from asyncrl.generation.worker.engine import ring_bytes
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.reward_model import predict_sizes
-from asyncrl.training.memory import Lengths, predict_memory
+from asyncrl.training.memory import Lengths, predict_memory, route_bytes
 
 from .placement import Placement
 from .prompts import PromptLengths
@@ -52,8 +54,14 @@ def predicted(
         device=torch.device(device).type,
     )
     sizes = [predict_sizes(model, config.model.dtype, batch_tokens(config)) for model in config.reward.model]
+    token = route_bytes(config.model) if config.algorithm.router_replay else 0  # bytes
+    if token:
+        parts["routes"] = token * _routed_tokens(config, ranks, prompts)
     if placement is not None and placement.workers:
         parts |= _of_workers(config, parts, placement, kv_positions(config, prompts))
+        parts["worker_records"] = placement.workers * ring_bytes(
+            placement.share(config.engine.max_sequences), row_limit(config), token
+        )
     if sizes:
         parts["reward_models"] = sum(each.weights for each in sizes)
         parts["reward_scoring"] = max(each.working for each in sizes)
@@ -76,7 +84,7 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
             "kv_cache": parts["kv_cache"] * here // placement.workers,
             "working_copy": working,
         }
-    each, ahead = parts["packed_weights"] + _PROCESS, parts["packed_weights"]
+    each, ahead = parts["packed_weights"] + parts["compiled"] + _PROCESS, parts["packed_weights"]
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
@@ -88,6 +96,22 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
         "packed_ahead": placement.workers * ahead,
         "working_copy": working,
     }
+
+
+def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) -> int:
+    """Tokens whose routes may lie in memory at one time: of the engine's rows; of groups between their end and their training,
+    and in the replay buffer; and of a step, packed."""
+    rollout, rows, prompt = config.rollout, config.engine.max_sequences, _longest(config, prompts)
+    assert rows is not None
+    context = prompt + rollout.max_tokens
+    running = rows * context
+    if config.generation.engine == "vllm":
+        running = kv_positions(config, prompts) + rows * BLOCK
+    elif config.engine.kv_after_update == "recompute":
+        running += rows * prompt  # whose routes were others when their completions began
+    groups = -(-slots(config) // ranks) + config.replay.size
+    packed = -(-rollout.groups_per_step // ranks) * (prompt + rollout.group_size * rollout.max_tokens)
+    return running + groups * rollout.group_size * context + packed
 
 
 def batch_tokens(config: Config) -> int:

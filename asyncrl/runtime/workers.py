@@ -118,7 +118,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         start_s=config.watchdog.stage_timeout_s,
         silent_s=config.watchdog.loop_timeout_s,
         closure_s=config.watchdog.lane_timeout_s,
-        route_bytes=routes.layers * routes.k * routes.dtype.itemsize if routes is not None else 0,
+        route_bytes=0 if routes is None else routes.token_bytes,
     )
     message: dict[str, Any] = {
         "config": config.model_dump(mode="json"),

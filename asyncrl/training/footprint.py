@@ -29,8 +29,10 @@ from asyncrl.models.fused.decoder import FusedDecoder
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.probe import first_of_kind, probe_config
+from asyncrl.models.routing import EXPERTS
 
 MAX_PARAMETERS = 500_000_000  # of the few layers: seconds and gigabytes; beyond it the formula has to do
+_FEWEST_EXPERTS = 8
 _ROW = 64  # tokens of the shortest row; linear attention goes by chunks of as many
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _HEAD = -1  # what is kept outside of the layers
@@ -94,10 +96,9 @@ def _few_layers(
     module: PreTrainedModel, dtype: str, path: ModelPath | None, lora: LoraConfig | None
 ) -> tuple[PolicyModel, ModelPath]:
     config = probe_config(module, contexts=False)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in type(module)._from_config(config).parameters())
-    if size > MAX_PARAMETERS:
-        raise ValueError(f"a layer of each kind has {size} parameters")
+    while (size := _size(module, config)) > MAX_PARAMETERS:
+        if not _halve_experts(config):
+            raise ValueError(f"a layer of each kind has {size} parameters")
     refused: Exception | None = None
     for each in (path,) if path is not None else (FUSED, PACKED, *PLAIN):
         with no_init_weights(), torch.random.fork_rng(devices=[]):
@@ -116,6 +117,22 @@ def _few_layers(
             small.requires_grad_(True)  # what autograd keeps depends on it; no gradient is ever made
         return policy, each
     raise refused or ValueError("no path")
+
+
+def _size(module: PreTrainedModel, config: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in type(module)._from_config(config).parameters())
+
+
+def _halve_experts(config: PretrainedConfig) -> bool:
+    """What a token keeps is of the experts that it goes to, however many there are. False where there are few."""
+    text = config.get_text_config()
+    found = {name: value for name in EXPERTS if isinstance(value := getattr(text, name, None), int)}
+    if max(found.values(), default=0) < 2 * _FEWEST_EXPERTS:
+        return False
+    for name, value in found.items():  # some of them are two names of one number
+        setattr(text, name, value // 2)
+    return True
 
 
 def _row_length(config: PretrainedConfig) -> int:

@@ -22,12 +22,18 @@ from asyncrl.models.loading import adapter_sizes, describe_module, parameter_cou
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import DTYPES
+from asyncrl.models.routing import describe_routes
 
 from .footprint import Footprint, Kept, estimate_footprint, measure_footprint
 
 _HEAD_ROWS = {
     "float32": 256
 }  # rows of the head's forward products on a CPU (models/head/logprobs.py); 64 in another dtype
+
+
+# oneDNN compiles a product anew for each number of rows: so many bytes, whatever the size of the weight.
+_COMPILED = 440 << 10
+_CACHED = 1024  # such products that torch and oneDNN keep, of packed weights, and as many of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +71,10 @@ def predict_memory(
     dtype. packed_weights: copies of them in the layout of the CPU's products. frozen: with adapters, the merged weights, and the
     layers' own below them. activations: of one microbatch of `train.tokens_per_microbatch` packed tokens, what the layers keep
     for backward. logits: those that wait for it, or the chunk that is alive. working: what the head's forward products take, or
-    one layer's backward with the largest gradient that is made before it is added to the flat buffer. kv_cache: the budget, and
-    the states of recurrent layers. gathered: of a cut model, embedding, head and two layers in the matmul dtype, with the
-    gradients of one part before and after their reduction. Errors: ConfigError where the model has no configuration.
+    one layer's backward with the largest gradient that is made before it is added to the flat buffer. compiled: what oneDNN keeps
+    of products on a CPU, once batches have had many numbers of rows. kv_cache: the budget, and the states of recurrent layers.
+    gathered: of a cut model, embedding, head and two layers in the matmul dtype, with the gradients of one part before and
+    after their reduction. Errors: ConfigError where the model has no configuration.
     """
     described = describe_module(model)
     config = described.config
@@ -90,6 +97,7 @@ def predict_memory(
         "activations": kept,
         "logits": waiting * vocabulary * narrow,
         "working": max(2 * in_the_making * vocabulary * narrow, through),
+        "compiled": _compiled(model.dtype, footprint.path, device, max(in_the_making, max_sequences)),
         "kv_cache": cache_bytes(footprint, max_sequences, kv_positions or max_sequences * lengths.context),
     }
 
@@ -121,6 +129,15 @@ def _weight_bytes(
         "packed_weights": in_products * narrow if packs else 0,
         "frozen": (parameters + merged) * narrow if adapters else 0,
     }
+
+
+def _compiled(dtype: str, path: ModelPath, device: str, head_rows: int) -> int:
+    """`head_rows`: most that the head, whose weight is packed on every path, computes at once. In float32 oneDNN makes the
+    products of packed weights alone."""
+    if device != "cpu" or not packing_works(DTYPES[dtype], torch.device("cpu")):
+        return 0
+    packed = _CACHED if path == FUSED else min(_CACHED, head_rows)
+    return (packed + (_CACHED if dtype == "bfloat16" else 0)) * _COMPILED
 
 
 def find_footprint(model: ModelConfig, described: PreTrainedModel, path: ModelPath | None) -> Footprint:
@@ -190,6 +207,12 @@ def _largest_temporary(described: PreTrainedModel, path: ModelPath, narrow: int)
         own = max(experts_sizes(described), default=0) if narrow >= 4 else 2 * max(sizes, default=0)
         return own * narrow
     return max(sizes, default=0) * narrow
+
+
+def route_bytes(model: ModelConfig) -> int:
+    """Of a token, where it is recorded which experts it went to; 0 for a model without any that could be."""
+    shape = describe_routes(describe_module(model))
+    return 0 if shape is None else shape.token_bytes
 
 
 def experts_sizes(described: PreTrainedModel) -> list[int]:

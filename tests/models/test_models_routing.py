@@ -19,7 +19,7 @@ from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
-from asyncrl.models.routing import RoutesShape, find_routers, require_routing
+from asyncrl.models.routing import RoutesShape, describe_routes, find_routers, require_routing
 
 SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=32, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
@@ -109,6 +109,16 @@ def test_the_own_choice_given_again_changes_no_bit(family: str, path: ModelPath)
         assert torch.equal(hidden(policy), native)
     own, replayed = backward(policy, None), backward(policy, given(policy, routes))
     assert all(torch.equal(own[name], replayed[name]) for name in own)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routes_are_described_without_a_weight(family: str) -> None:
+    found = find_routers(module_of(family))
+    with torch.device("meta"):
+        described = module_of(family)
+    assert found is not None and describe_routes(described) == found[1] == RoutesShape(2, 2, 5)
+    assert found[1].token_bytes == 4
+    assert describe_routes(module_of("Qwen3")) is None
 
 
 @BOTH_PATHS

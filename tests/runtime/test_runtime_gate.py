@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import MODEL, REAL, config_of, metrics_of
+from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, write_yaml
 from torch import nn
 from transformers import (
     BartConfig,
@@ -463,19 +464,28 @@ def test_a_gradient_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "make",
-    [llama, gpt_oss, stateful, lambda: built(BloomConfig(**SMALL))],
-    ids=["llama", "gpt-oss", "lfm2", "bloom"],
+    ("make", "path"),
+    [
+        (llama, "fused"),
+        (gpt_oss, "fused"),
+        (lambda: llama(hidden_act="relu"), "packed"),
+        (stateful, "plain"),
+        (lambda: built(BloomConfig(**SMALL)), "plain"),
+    ],
+    ids=["llama", "gpt-oss", "relu", "lfm2", "bloom"],
 )
 @pytest.mark.parametrize(
     "more", [{"lora": LoraConfig(rank=2, alpha=4)}, {"checkpointing": True}], ids=["lora", "checkpoints"]
 )
-def test_adapters_and_checkpointing_are_compared_too(make: Callable[[], PreTrainedModel], more: dict[str, Any]) -> None:
-    assert check_model(make(), **more).path is not None
+def test_adapters_and_checkpointing_are_compared_too(
+    make: Callable[[], PreTrainedModel], path: str, more: dict[str, Any]
+) -> None:
+    assert check_model(make(), **more).path.name == path
 
 
 def test_a_model_cut_over_ranks_needs_the_packed_path() -> None:
     assert check_model(llama(), sharded=True).path == FUSED
+    assert check_model(llama(hidden_act="relu"), sharded=True).path == PACKED
     assert check_model(gpt_oss(), sharded=True).path == FUSED
     verdict = check_model(stateful(), sharded=True)
     assert all(result.path.name != "plain" for result in verdict.results)
@@ -528,18 +538,24 @@ def test_keys_of_old_weights_are_not_kept_on_the_plain_path(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("preset", ["sync", "async"])
-async def test_a_model_with_a_state_trains_on_the_plain_path(tmp_path: Path, preset: str) -> None:
-    config = config_of(tmp_path, f"model.path={MODEL}:build_stateful", f"preset={preset}", "train.max_steps=10")
+@pytest.mark.parametrize(("model", "path"), [("stateful", "plain"), ("windowed", "fused")])
+async def test_sampler_and_trainer_say_the_same_over_ten_steps(
+    tmp_path: Path, model: str, path: str, preset: str
+) -> None:
+    """Of a model with a state, and of one whose rows are longer than its window."""
+    config = config_of(tmp_path, f"model.path={MODEL}:build_{model}", f"preset={preset}", "train.max_steps=10")
     async with Runtime(config) as runtime:
-        assert runtime.built.policy is not None and runtime.built.policy.path in PLAIN
+        assert runtime.built.policy is not None and runtime.built.policy.path.name == path
         await runtime.run()
     lines = metrics_of(tmp_path / "runs/run")
     assert len(lines) == 10
     exact = [line["mismatch/current_max"] for line in lines if "mismatch/current_max" in line]
     assert exact and max(exact) < 1e-4
+    lengths = [row["prompt_length"] + row["completion_length"] for row in rollouts_of(tmp_path / "runs/run")]
+    assert max(lengths) > 8  # twice the window
 
 
-def test_check_model_and_a_dry_run_say_which_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_model_a_dry_run_and_a_run_say_which_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["check-model", f"{MODEL}:build_stateful"]) == 0
     output = capsys.readouterr().out
     assert (
@@ -554,6 +570,12 @@ def test_check_model_and_a_dry_run_say_which_path(tmp_path: Path, capsys: pytest
     with pytest.raises(ConfigError, match="kv_after_update is keep"):
         plan(config_of(tmp_path, f"model.path={MODEL}:build_stateful", "engine.kv_after_update=keep"))
     assert REAL["model"]["path"].endswith(":build")
+
+    file = write_yaml(tmp_path, REAL | {"telemetry": {"live": "plain"}})
+    assert cli(["run", str(file), f"run.dir={tmp_path}/runs", "train.max_steps=1"]) == 0
+    first, _, _ = capsys.readouterr().out.partition("\nstep 1/1")
+    said = r"^model: Qwen3ForCausalLM on the fused path; training log-probs \S+ nats, .*, 1 of 1 layers, float32$"
+    assert re.search(said, first, re.MULTILINE), first
 
 
 def test_check_model_tries_rows_within_the_original_context_and_past_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,17 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runtime_helpers import MODEL, REAL, config_of
 
-from asyncrl.config.resolve import resolve
+from asyncrl.config.resolve import resolve, slots
 from asyncrl.config.schema import Config
+from asyncrl.data.packing import pack_groups
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import PlatformError
+from asyncrl.generation.embedded.sequences import Sequences
+from asyncrl.generation.worker.engine import ring_bytes
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.paths import PACKED, PLAIN
 from asyncrl.models.policy import DTYPES
+from asyncrl.models.routing import RoutesShape
 from asyncrl.runtime import memory
 from asyncrl.runtime.dry import ByteTokenizer
 from asyncrl.runtime.memory import check_memory, kv_positions, predicted
@@ -24,6 +29,7 @@ from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.prompts import measure_prompts
 from asyncrl.runtime.runtime import Runtime
+from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
 
 
 def with_file(folder: Path, lengths: list[int], *overrides: str) -> Config:
@@ -108,6 +114,54 @@ def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) 
     assert theirs["workers"] == 2 * (weights + 4 * 32 * position + (900 << 20))
     assert {**theirs, "workers": ours["workers"], "packed_ahead": ours["packed_ahead"]} == ours
     assert ours["packed_ahead"] == 2 * ours["packed_weights"] and theirs["packed_ahead"] == 0
+
+
+def full_groups(count: int, size: int, prompt: int, completion: int, shape: RoutesShape) -> list[Group]:
+    """All as long as they can be, with routes."""
+    length = prompt + completion
+    nothing = np.zeros(length, np.float32)
+    mask = np.arange(length) >= prompt
+    routes = np.zeros((length, shape.layers, shape.k), shape.dtype)
+    rows = [
+        Trajectory(
+            group_id=0, member=member, group_size=size, prompt_length=prompt, tokens=np.zeros(length, np.int32),
+            mask=mask, logprobs=nothing, sampled_logprobs=nothing, versions=np.where(mask, 0, -1).astype(np.int32),
+            temperature=1.0, finish_reason=FinishReason.LENGTH, routed_experts=routes.copy(),
+        )
+        for member in range(size)
+    ]  # fmt: skip
+    return [
+        Group(Ticket(number, 0, 0), Prompt(number, rows[0].tokens[:prompt], ""), tuple(rows)) for number in range(count)
+    ]
+
+
+def test_routes_of_experts_are_part_of_the_prediction(tmp_path: Path) -> None:
+    """The sampler's table, groups until they are trained, and a step of them packed: all as long as they get."""
+    given = (f"model.path={MODEL}:build_experts", "rollout.max_tokens=100", "rollout.groups_per_step=3")
+    config = with_file(tmp_path, [3], "algorithm.router_replay=true", *given)
+    prompts, rows, members = measure_prompts(config), config.engine.max_sequences, config.rollout.group_size
+    shape = RoutesShape(2, 2, 4)
+    assert rows is not None and slots(config) > 3
+    table = Sequences(rows, prompts.longest + 100, shape).routes
+    groups = full_groups(slots(config), members, prompts.longest, 100, shape)
+    held = sum(t.routed_experts.nbytes for group in groups for t in group.trajectories if t.routed_experts is not None)
+    packed = pack_groups([(group, np.zeros(members)) for group in groups[:3]], 100_000)
+    taken = sum(batch.routes.nbytes for batch in packed if batch.routes is not None)
+    assert table is not None and taken > 0
+    parts = predicted(config, prompts=prompts)
+    assert parts["routes"] == pytest.approx(table.nbytes + held + taken, rel=0.01)
+    assert "routes" not in predicted(with_file(tmp_path, [3], *given), prompts=prompts)
+
+    again = with_file(tmp_path, [3], "algorithm.router_replay=true", *given, "engine.kv_after_update=recompute")
+    kept = with_file(tmp_path, [3], "algorithm.router_replay=true", *given, "replay.size=5")
+    token = shape.token_bytes
+    assert predicted(again, prompts=prompts)["routes"] == parts["routes"] + rows * prompts.longest * token
+    more = 5 * members * (prompts.longest + 100) * token
+    assert predicted(kept, prompts=prompts)["routes"] == parts["routes"] + more
+
+    one = Placement((torch.device("cpu"),), 1, 1, "one worker")
+    assert predicted(config, placement=one)["worker_records"] == ring_bytes(rows, 600, token)
+    assert ring_bytes(64, 4096, 384) > 20 * ring_bytes(64, 4096, 0) > 20 << 20
 
 
 def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,19 @@ def test_models_that_cannot_be_measured_are_estimated(monkeypatch: pytest.Monkey
     assert found.cached == measured.cached == (Cached(2 * 2 * 16 * 4.0),) * 2
 
 
+def test_many_experts_are_measured_with_fewer_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a token keeps is of the experts that it goes to: a model of 64 is no reason for a formula."""
+    module = described("qwen3_moe", **MIXED | {"num_experts": 64})
+    whole = measure_footprint(module, "float32", FUSED)
+    monkeypatch.setattr(room, "MAX_PARAMETERS", 400_000)  # 64 experts of two layers have over a million
+    found = measure_footprint(module, "float32", FUSED)
+    assert whole is not None and found is not None and found.measured and module.config.num_experts == 64
+    for few, all_of_them in zip(found.layers, whole.layers, strict=True):
+        assert few.of(100, 0) == pytest.approx(all_of_them.of(100, 0), rel=0.1)
+    monkeypatch.setattr(room, "MAX_PARAMETERS", 100_000)  # with eight it is still too large
+    assert measure_footprint(module, "float32", FUSED) is None
+
+
 def test_a_state_space_model_is_predicted_without_heads(tmp_path: Path) -> None:
     AutoConfig.for_model("mamba", vocab_size=300, hidden_size=32, num_hidden_layers=2).save_pretrained(tmp_path)
     sizes = [

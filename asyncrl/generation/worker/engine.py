@@ -65,6 +65,22 @@ class Limits:
         """Requests that a worker has: those that run, and a reserve for the places that become free."""
         return self.max_sequences + max(2, self.max_sequences // 8)
 
+    @property
+    def ring_bytes(self) -> int:
+        """Of the ring of one worker."""
+        return ring_bytes(self.max_sequences, self.max_context, self.route_bytes)
+
+
+def ring_bytes(sequences: int, context: int, route_bytes: int) -> int:
+    """Of the ring through which one worker hands its finished sequences over: a quarter of those that run, two at least.
+    `context`: tokens of the longest; `route_bytes`: of a token."""
+    record = _record_bytes(context, route_bytes)
+    return max(1 << 20, 2 * record, sequences * record // 4)
+
+
+def _record_bytes(context: int, route_bytes: int) -> int:
+    return context * (_TOKEN_BYTES + route_bytes) + _RECORD_BYTES
+
 
 @dataclass(slots=True)
 class _Update:
@@ -176,9 +192,7 @@ class WorkerEngine(EngineLife):
         for line in await offload(sweep, "sweep"):
             logger.info("workers of a dead run had left %s; it was removed", line)
         limits = self.limits
-        record = limits.max_context * (_TOKEN_BYTES + limits.route_bytes) + _RECORD_BYTES
-        ring_bytes = max(1 << 20, 2 * record, limits.max_sequences * record // 4)
-        settings = RingSettings(2 * limits.workers * ring_bytes + (1 << 20), _RING_SLOTS, ring_bytes)
+        settings = RingSettings(2 * limits.workers * limits.ring_bytes + (1 << 20), _RING_SLOTS, limits.ring_bytes)
         try:
             async with RecordRing(self._ring_name, settings) as ring, plain_task_group() as tasks:
                 ring.on_gone = self._tell_gone
