@@ -1,10 +1,13 @@
-"""What ten thousand small steps do to the process: memory, full garbage collections, lateness of the event loop.
+"""What very many small steps do to the process: memory, full garbage collections, lateness of the event loop; and to the disk.
 
-    python tools/measure_steps.py [--steps 10000] [--out FILE.md] [a.b=value ...]
+    python tools/measure_steps.py [--dry] [--steps 10000] [--folder DIR] [--out FILE.md] [a.b=value ...]
 
 A model of some thousand parameters trains on the quickstart's task, so that a step takes ten to twenty milliseconds and what a step
-leaves behind counts. The trace is limited to 20,000 events, which the first steps fill: memory is compared from a tenth of the
-steps on. Exits 1 where it grew by more than `ALLOWED_MIB` since. Lateness means something on a quiet machine only.
+leaves behind counts. `--dry`: without a model, one group a step; a million steps take an hour then, and gigabytes of disk.
+
+The trace is limited to 20,000 events, which the first steps fill, and `RunSummary.history` to 10,000 lines. Memory is compared
+from a tenth of the steps on: of fewer than 100,000 the history is part of what grows. Exits 1 where it grew by more than
+`ALLOWED_MIB` since. Lateness means something on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent)]
 
 import quickstart_model  # noqa: E402
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 ALLOWED_MIB = 16.0
 OVERRIDES = [
@@ -34,6 +41,16 @@ OVERRIDES = [
     "telemetry.live=off",
     "telemetry.trace_events=20000",
     "checkpoint.save_final=false",
+]
+DRY = [
+    "engine.kind=dry_run",
+    "train.kind=dry_run",
+    "dry_run.decode_step_s=0",
+    "dry_run.train_token_s=0",
+    "dry_run.finish_s=0",
+    "rollout.groups_per_step=1",
+    "reward.functions=[]",
+    "telemetry.rollouts_per_step=0",  # else a file a step
 ]
 
 
@@ -70,63 +87,100 @@ class Collections:
         self.count, self.seconds, self.longest = self.count + 1, self.seconds + took, max(self.longest, took)
 
 
-async def measure(steps: int, overrides: list[str]) -> list[tuple[int, float, int, float, float, float]]:
-    """Ten rows: steps, resident MiB, full collections, their share of the time, the longest of them (ms), largest p99 of the
-    lateness of a step since the row before (ms)."""
-    from asyncrl import Runtime, load_config  # not above: the reward workers load this file too, and need no torch
+@dataclass(frozen=True, slots=True)
+class Row:
+    """After so many steps. `cpu_s` and `late_ms` are of the steps since the row before."""
 
-    found: list[tuple[int, float, int, float, float, float]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        given = [*OVERRIDES, f"run.dir={folder}", f"train.max_steps={steps}", *overrides]
-        async with Runtime(load_config([EXAMPLES / "quickstart.yaml"], given)) as runtime:
-            collections = Collections()
-            gc.callbacks.append(collections)
-            started, late = time.perf_counter(), 0.0
+    steps: int
+    mib: float  # resident
+    blocks: int  # of Python's own allocator
+    collections: int  # full ones
+    share: float  # of the time, that they took
+    longest_s: float
+    cpu_s: float  # of this process, a step
+    late_ms: float  # largest p99 of a step's lateness
 
-            async def watch() -> None:
-                nonlocal late
-                async for step in runtime.steps():
-                    late = max(late, step.metrics.get("loop/lag_ms_p99", 0.0))
-                    if step.version % (steps // 10) == 0:
-                        share = collections.seconds / (time.perf_counter() - started)
-                        found.append(
-                            (step.version, resident_mib(), collections.count, share, collections.longest, late)
-                        )
-                        print(row(found[-1]), flush=True)
-                        late = 0.0
-
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(watch())
-                await runtime.run()
-            gc.callbacks.remove(collections)
-    return found
-
-
-def row(numbers: tuple[int, float, int, float, float, float]) -> str:
-    steps, mib, count, share, longest, late = numbers
-    return f"| {steps:,} | {mib:.1f} | {count} | {share:.2%} | {1e3 * longest:.1f} | {late:.1f} |"
+    def __str__(self) -> str:
+        return (
+            f"| {self.steps:,} | {self.mib:.1f} | {self.blocks:,} | {self.collections} | {self.share:.2%} | "
+            f"{1e3 * self.longest_s:.1f} | {1e3 * self.cpu_s:.2f} | {self.late_ms:.1f} |"
+        )
 
 
 HEAD = """\
-| steps | resident MiB | full collections | their share of the time | longest, ms of CPU | largest p99 of a step's lateness, ms |
-|---|---|---|---|---|---|"""
+| steps | resident MiB | blocks of Python's allocator | full collections | their share of the time | longest, ms of CPU | CPU of a step, ms | largest p99 of a step's lateness, ms |
+|---|---|---|---|---|---|---|---|"""  # noqa: E501  # a table
+
+
+async def measure(config: Config) -> list[Row]:
+    """Ten rows, printed as they come."""
+    from asyncrl import Runtime  # not above: the reward workers load this file too, and need no torch
+
+    steps = config.train.max_steps
+    assert steps is not None
+    found: list[Row] = []
+    async with Runtime(config) as runtime:
+        collections = Collections()
+        gc.callbacks.append(collections)
+        started, late, cpu = time.perf_counter(), 0.0, time.process_time()
+
+        async def watch() -> None:
+            nonlocal late, cpu
+            async for step in runtime.steps():
+                late = max(late, step.metrics.get("loop/lag_ms_p99", 0.0))
+                if step.version % (steps // 10) == 0:
+                    share = collections.seconds / (time.perf_counter() - started)
+                    took, cpu = (time.process_time() - cpu) / (steps // 10), time.process_time()
+                    kept = resident_mib(), sys.getallocatedblocks()
+                    collected = collections.count, share, collections.longest
+                    found.append(Row(step.version, *kept, *collected, took, late))
+                    print(found[-1], flush=True)
+                    late = 0.0
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch())
+            await runtime.run()
+        gc.callbacks.remove(collections)
+    return found
+
+
+def files(folder: Path) -> list[str]:
+    """What a run left, a line for each file or directory."""
+    lines = []
+    for path in sorted(folder.glob("*/*")):
+        inside = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+        lines.append(
+            f"| `{path.name}` | {len(inside):,} | {sum(each.stat().st_size for each in inside) / 2**20:,.2f} |"
+        )
+    return ["| left on disk | files | MiB |", "|---|---|---|", *lines]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--dry", action="store_true", help="without a model")
+    parser.add_argument("--folder", type=Path, help="where the run lies; a temporary one by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    print(HEAD)
-    found = asyncio.run(measure(options.steps, options.overrides))
-    grown = found[-1][1] - found[0][1]
-    verdict = f"memory grew by {grown:.1f} MiB in the last {found[-1][0] - found[0][0]:,} steps"
-    print(verdict)
+    import uvloop
+
+    from asyncrl import load_config
+
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        given = [*OVERRIDES, *(DRY if options.dry else ()), f"run.dir={folder}", f"train.max_steps={options.steps}"]
+        config = load_config([EXAMPLES / "quickstart.yaml"], [*given, *options.overrides])
+        print(HEAD)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `asyncrl run` has it
+            found = runner.run(measure(config))
+        left = files(Path(folder))
+    first, last = found[0], found[-1]
+    grown = last.mib - first.mib
+    verdict = f"memory grew by {grown:.1f} MiB in the last {last.steps - first.steps:,} steps"
+    print("\n".join(["", *left, "", verdict]))
     if options.out is not None:
-        options.out.write_text(
-            "\n".join(["# Memory over many small steps", "", HEAD, *map(row, found), "", verdict, ""])
-        )
+        title = f"# Memory over {'many dry' if options.dry else 'many small'} steps"
+        options.out.write_text("\n".join([title, "", HEAD, *map(str, found), "", *left, "", verdict, ""]))
     return int(grown > ALLOWED_MIB)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
 
     from asyncrl.telemetry.report import write_report
-    from asyncrl.telemetry.sinks import read_jsonl
+    from asyncrl.telemetry.sinks import each_row
 
     given = Path(arguments[0])
     run = next((path for path in (given, "runs" / given) if (path / "config.yaml").exists()), None)
@@ -29,8 +30,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"asyncrl report: {given} is no run directory (it has no config.yaml); {known}", file=sys.stderr)
         return 2
     try:
-        lines = read_jsonl(run / "metrics.jsonl")
-        reached = f"version {lines[-1].get('step')}" if lines else "no step yet"
+        last = deque(each_row(run / "metrics.jsonl"), maxlen=1)
+        reached = f"version {last[0].get('step')}" if last else "no step yet"
         path = write_report(run, result=f"as of {time.strftime('%Y-%m-%d %H:%M:%S')}: {reached}")
     except OSError as error:
         print(f"asyncrl report: {error}", file=sys.stderr)

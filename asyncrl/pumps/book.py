@@ -17,6 +17,9 @@ from asyncrl.data.store import Column, Lease, Rows, Store
 from asyncrl.ports import Ledger
 from asyncrl.types import Group, Ticket
 
+MOST_REASONS = 50  # kept apart: errors of environments may each have a text of their own
+OTHER = "another reason"
+
 
 class GroupBook:
     """Tickets of the groups that were admitted and are not claimed by a step."""
@@ -89,6 +92,8 @@ class GroupBook:
         if ticket is None:
             return False
         self.store.clear([group_id], release=release and not self.over)
+        if f"{outcome}: {reason}" not in self.reasons and len(self.reasons) >= MOST_REASONS:
+            reason = OTHER  # it becomes the name of a metric, too
         self.reasons[f"{outcome}: {reason}"] += 1
         self.failed += outcome == "failed"
         await self._ledger.end(ticket, outcome, reason)

@@ -25,7 +25,7 @@ from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.sinks import read_jsonl
+from asyncrl.telemetry.sinks import each_row
 
 from .lock import DirectoryLock
 
@@ -90,7 +90,7 @@ class RunDirectory:
         """Whether a step was committed here: what ended before is no run, and does not stand in the way of one."""
         if CheckpointStore(self.checkpoints).versions() or any(self.rollouts.glob("step_*.jsonl")):
             return True
-        return any(line.get("step") != 0 for line in read_jsonl(self.metrics))
+        return any(line.get("step") != 0 for line in each_row(self.metrics))
 
     def _move_aside(self) -> list[str]:
         """The old run is renamed; of those that were renamed before, the oldest are removed."""

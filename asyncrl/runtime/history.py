@@ -38,6 +38,8 @@ class History(Sequence[Line]):
         self._added += 1
         if len(self._versions) > self._most:
             self._thin()
+        if len(self._names) > 2 * self._most:  # most of them are of lines that went
+            self._names = {names: names for names, _ in self._numbers}
 
     def _thin(self) -> None:
         """Keep every second of those that were not kept for being the last, and the last."""

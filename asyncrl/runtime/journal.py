@@ -65,7 +65,7 @@ class Journal:
         self._version = version
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
-        self._lost: list[str] = []  # what could not be written, and why
+        self._lost, self._last_lost = 0, ""  # how often something could not be written; what, and why
 
     async def open(self, decode: Decode) -> None:
         """Open the sinks. `decode`: the tokenizer's, for the rendered prompts in the rollouts.
@@ -102,8 +102,8 @@ class Journal:
         finally:
             with self._without("the last lines of the metrics"):
                 self._sinks.close()
-            if len(self._lost) > 1:
-                logger.warning("%d times something could not be written; the last: %s", len(self._lost), self._lost[-1])
+            if self._lost > 1:
+                logger.warning("%d times something could not be written; the last: %s", self._lost, self._last_lost)
 
     @contextlib.contextmanager
     def _without(self, what: str | Path) -> Iterator[None]:
@@ -111,9 +111,9 @@ class Journal:
         try:
             yield
         except OSError as error:
-            self._lost.append(f"{what}: {error.strerror or error}")
-            if len(self._lost) == 1:
-                logger.warning("could not write %s; the run goes on without", self._lost[0])
+            self._lost, self._last_lost = self._lost + 1, f"{what}: {error.strerror or error}"
+            if self._lost == 1:
+                logger.warning("could not write %s; the run goes on without", self._last_lost)
             if isinstance(what, Path):
                 with contextlib.suppress(OSError):
                     what.with_name(what.name + ".partial").unlink(missing_ok=True)
@@ -162,7 +162,7 @@ class Journal:
             self.live.note(text)
 
     async def _write_rollouts(self, report: StepReport) -> None:
-        if self._rollouts is None:
+        if self._rollouts is None or self._config.telemetry.rollouts_per_step == 0:
             return
         writer, version = self._rollouts, report.version
         trained_at = version - versions_per_batch(self._config)
@@ -178,7 +178,8 @@ class Journal:
                 raise OSError(errno.ENOSPC, f"the {free / 2**20:.1f} MiB that are free there are kept for a checkpoint")
             writer.write(version, report.groups, trained_version=trained_at, advantages=advantages)
 
-        with self._without(writer.path(version)):
+        path = writer.path(version)
+        with self._without(path), self._recorder.watch("publish pump", path.name, on="disk"):
             await offload(write, "rollouts")
 
     async def write_pending(self) -> None:

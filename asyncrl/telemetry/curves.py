@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 MOST = 4_000  # points of a curve
+MOST_NAMES = 1_000  # curves: names of metrics may be made of what environments and producers say
 
 
 def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
@@ -54,6 +55,7 @@ class Curves:
         self._most = most
         self.lines_per_point = 1
         self._lines = 0
+        self.unnamed: str | None = None  # the first metric that has no curve, where there are too many
         self.steps: list[int] = []  # the last one of each point
         self.weights: list[float] = []  # seconds of each point
         self._sums: dict[str, array[float]] = {}
@@ -78,6 +80,9 @@ class Curves:
             if number is None or name in ("step", "time"):
                 continue
             if name not in self._sums:
+                if len(self._sums) >= MOST_NAMES:
+                    self.unnamed = self.unnamed or name
+                    continue
                 self._sums[name] = array("d", bytes(8 * len(self.steps)))
                 self._counts[name] = array("q", bytes(8 * len(self.steps)))
             self._sums[name][-1] += number

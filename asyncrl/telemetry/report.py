@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from .budget import kind_of
-from .curves import Curves, finite, lines_by_step
+from .curves import MOST_NAMES, Curves, finite, lines_by_step
 from .recorder import LANE_PREFIX
 from .reward_signal import Warnings
 from .sinks import read_jsonl
@@ -98,14 +98,19 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         "timeline": _timeline(run_dir / "trace.json", marks),
         "rollouts": rollouts,
         "reward_range": reward_range,
-        "warnings": [*warnings.ended(), *_thinned(curves)],
+        "warnings": [*warnings.ended(), *_left_out(curves)],
         "config": _text(run_dir / "config.yaml"),
     }
 
 
-def _thinned(curves: Curves) -> list[str]:
+def _left_out(curves: Curves) -> list[str]:
     each = curves.lines_per_point
-    return [] if each == 1 else [f"A long run: each point of a curve is the mean of {each} steps."]
+    said = [] if each == 1 else [f"A long run: each point of a curve is the mean of {each} steps."]
+    if curves.unnamed:
+        said.append(
+            f"More than {MOST_NAMES:,} metrics: of the others (the first is {curves.unnamed}) there are no curves."
+        )
+    return said
 
 
 def _text(path: Path) -> str | None:
@@ -183,18 +188,10 @@ def _timeline_rows(
 
 def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
     """Samples of some steps, first and last included, and the range of their rewards."""
-    files: dict[int, Path] = {}
-    for path in directory.glob("step_*.jsonl"):
-        found = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
-        if found:
-            files[int(found.group(1))] = path
-    steps = sorted(files)
-    count = min(_SAMPLED_STEPS, len(steps))
-    picked = sorted({steps[round(k * (len(steps) - 1) / max(1, count - 1))] for k in range(count)}, reverse=True)
     sets: list[dict[str, Any]] = []
     low, high = math.inf, -math.inf
-    for step in picked:
-        rows = read_jsonl(files[step])
+    for step in _sampled_steps(directory):
+        rows = read_jsonl(directory / f"step_{step}.jsonl")
         rewards = [reward for row in rows if (reward := finite(row.get("reward"))) is not None]
         low, high = min([low, *rewards]), max([high, *rewards])
         rows.sort(key=lambda row: (finite(row.get("reward")) is None, -(finite(row.get("reward")) or 0.0)))
@@ -202,6 +199,17 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
         chosen = sorted({round(k * (len(rows) - 1) / max(1, take - 1)) for k in range(take)})
         sets.append({"step": step, "total": len(rows), "rows": [_sample(rows[index]) for index in chosen]})
     return sets, [low, high] if low <= high else [0.0, 0.0]
+
+
+def _sampled_steps(directory: Path) -> list[int]:
+    """Some of those that have a file, the newest first. A long run has a million of them: numbers, not paths."""
+    if not directory.exists():
+        return []
+    with os.scandir(directory) as files:
+        found = (re.fullmatch(r"step_(\d+)\.jsonl", file.name) for file in files)
+        steps = sorted(int(each[1]) for each in found if each)
+    count = min(_SAMPLED_STEPS, len(steps))
+    return sorted({steps[round(k * (len(steps) - 1) / max(1, count - 1))] for k in range(count)}, reverse=True)
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:

@@ -62,23 +62,25 @@ class JsonlSink:
 
 
 def discard_after(path: Path, step: int) -> int:
-    """Move the lines of steps after `step` to `<stem>.discarded.jsonl`; how many. No line is ever in neither file."""
+    """Move the lines of steps after `step` to `<stem>.discarded.jsonl`; how many. No line is ever in neither file, and one at a
+    time in memory: those of a million steps are gigabytes."""
     if not path.exists():
         return 0
-    kept: list[bytes] = []
-    discarded: list[bytes] = []
-    for line in path.read_bytes().splitlines():
-        (kept if _step_of(line) <= step else discarded).append(line + b"\n")
-    if not discarded:
-        return 0
-    with path.with_name(f"{path.stem}.discarded{path.suffix}").open("ab") as file:
-        file.writelines(discarded)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("rb") as lines:
+        if all(_step_of(line) <= step for line in lines):
+            return 0
+    count = 0
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(b"".join(kept))
+    discarded = path.with_name(f"{path.stem}.discarded{path.suffix}")
+    with path.open("rb") as lines, partial.open("wb") as keeps, discarded.open("ab") as takes:
+        for line in lines:
+            late = _step_of(line) > step
+            (takes if late else keeps).write(line.rstrip(b"\n") + b"\n")
+            count += late
+        takes.flush()
+        os.fsync(takes.fileno())
     os.replace(partial, path)
-    return len(discarded)
+    return count
 
 
 def _step_of(line: bytes) -> float:
@@ -90,19 +92,24 @@ def _step_of(line: bytes) -> float:
     return step if isinstance(step, int) else float("inf")
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file, in order, without a last line that a crash cut short. [] without a file."""
+def each_row(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSONL file, in order, one in memory at a time, without a last line that a crash cut short. None
+    without a file."""
     if not path.exists():
-        return []
-    rows = []
-    for line in path.read_bytes().splitlines():
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """As `each_row`, all of them: of a file that is known to be small."""
+    return list(each_row(path))
 
 
 class WandbSink:

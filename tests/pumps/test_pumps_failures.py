@@ -9,9 +9,13 @@ import pytest
 from pumps_house import House, live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
+from asyncrl.data.store import Store
+from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.errors import DivergenceError, RewardCrash, RewardError, RewardTimeout
+from asyncrl.pumps.book import MOST_REASONS, OTHER, GroupBook
 from asyncrl.pumps.pipeline import Scoring
 from asyncrl.pumps.score import ScorePump
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import open_queue
 
 
@@ -35,6 +39,22 @@ def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:
     assert [event.at for event in house.events("admit") if event.groups == (2,)] == [failed.at]
     assert house.books.failed == 1 and house.books.trained == 4
     assert house.book.reasons == {"failed: ValueError: member 0": 1}
+
+
+async def test_reasons_of_their_own_for_each_failed_group_are_bounded() -> None:
+    """Each would be a metric, a curve of the report and a line at the end."""
+    recorder = Recorder(max_events=0)
+    ledger = LocalLedger(1, 0, recorder=recorder)
+    book = GroupBook(ledger, Store())
+    for group in range(200):
+        ticket = await ledger.admit(group)
+        assert ticket is not None
+        book.open(ticket)
+        await book.end(group, "failed", "a reason of all" if group < 10 else f"id {group}")
+    assert len(book.reasons) == MOST_REASONS + 1 and book.reasons.total() == 200
+    assert book.reasons["failed: a reason of all"] == 10 and book.reasons[f"failed: {OTHER}"] == 190 - MOST_REASONS + 1
+    counted = {name: count for name, count in recorder.drain().items() if name.startswith("groups/failed/")}
+    assert len(counted) == MOST_REASONS + 1 and sum(counted.values()) == 200
 
 
 def test_one_failed_group_too_many_ends_the_run_with_its_cause() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,6 +17,7 @@ from runtime_helpers import DRY, config_of
 from test_runtime_embedding import embedded, feed, share_of_nothing
 
 from asyncrl import Runtime
+from asyncrl.runtime import journal as runtime_journal
 from asyncrl.runtime.garbage import Collector
 from asyncrl.runtime.history import History
 from asyncrl.telemetry.recorder import Recorder
@@ -212,6 +214,47 @@ def test_the_trace_is_nothing_for_the_collector_to_look_at() -> None:
     assert recorder.events()[-1].args == {"batch": 99}
 
 
+def kept_by_place() -> dict[str, int]:
+    """Blocks of memory that live now, by the line that asked for them."""
+    gc.collect()
+    gc.collect()
+    snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, tracemalloc.__file__)])
+    return {str(each.traceback): each.count for each in snapshot.statistics("lineno")}
+
+
+def test_a_step_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once trace and history are full, and every prompt was seen. Blocks are counted: of what each step leaves there are two
+    hundred more each time. What is under way by chance, or comes once, is not there twice."""
+    monkeypatch.setattr(runtime_journal, "History", lambda: History(most=40))
+    overrides = [
+        "train.max_steps=681",
+        "telemetry.trace_events=100",
+        "rollout.groups_per_step=1",
+        "rollout.max_tokens=2",
+    ]
+    found: list[dict[str, int]] = []
+
+    async def program() -> None:
+        async with Runtime(config_of(tmp_path, *overrides, base=DRY)) as runtime:
+
+            async def look() -> None:
+                async for step in runtime.steps():
+                    if step.version in (280, 480, 680):
+                        found.append(kept_by_place())
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(look())
+                await runtime.run()
+
+    tracemalloc.start()
+    try:
+        asyncio.run(program())
+    finally:
+        tracemalloc.stop()
+    grown = [{place: after[place] - before.get(place, 0) for place in after} for before, after in pairwise(found)]
+    assert {place: count for place, count in grown[1].items() if min(count, grown[0].get(place, 0)) > 150} == {}
+
+
 def test_the_history_of_metrics_takes_little_and_says_the_same() -> None:
     history = History()
     lines: list[tuple[int, dict[str, float]]] = [
@@ -227,6 +270,14 @@ def test_the_history_of_metrics_takes_little_and_says_the_same() -> None:
     inside: list[Any] = [each for names, numbers in history._numbers for each in (names, numbers)]
     size = sum(sys.getsizeof(each) for each in {id(each): each for each in inside}.values())
     assert size < 1_000_000  # of dictionaries: eight
+
+
+def test_the_history_forgets_the_names_of_lines_that_it_no_longer_has() -> None:
+    """An environment's errors may give each step a metric of its own."""
+    history = History(most=8)
+    for version in range(1000):
+        history.add(version, {f"groups/failed/{version}": 1.0})
+    assert len(history._names) <= 2 * 8 and history[-1] == (999, {"groups/failed/999": 1.0})
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 33, 100, 1000])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.curves import Curves, lines_by_step
-from asyncrl.telemetry.report import write_report
+from asyncrl.telemetry.curves import MOST_NAMES, Curves, lines_by_step
+from asyncrl.telemetry.report import collect, write_report
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16, 17, 64, 1000])
@@ -52,6 +52,15 @@ def test_lines_come_by_step_and_of_two_the_later_one(tmp_path: Path) -> None:
         (5, 0),
     ]
     assert list(lines_by_step(tmp_path / "none")) == []
+
+
+def test_there_are_no_more_curves_than_a_page_can_hold(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(MOST_NAMES + 100):
+            file.write(json.dumps({"step": step, "time": float(step), "loss": 1.0, f"reward/{step}/mean": 1.0}) + "\n")
+    found = collect(tmp_path)
+    assert len(found["series"]) == MOST_NAMES and found["series"]["loss"][-1] == 1.0
+    assert any(f"the first is reward/{MOST_NAMES - 1}/mean" in each for each in found["warnings"])
 
 
 def test_the_report_of_a_long_run_is_no_larger_than_that_of_a_shorter_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.rollouts import RolloutWriter
-from asyncrl.telemetry.sinks import JsonlSink, Sinks, open_sinks, read_jsonl
+from asyncrl.telemetry.sinks import JsonlSink, Sinks, each_row, open_sinks, read_jsonl
 from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
 
 
@@ -53,6 +54,19 @@ def test_resume_moves_later_and_broken_lines_aside(tmp_path: Path) -> None:
     JsonlSink(path, resume_step=2).close()
     assert len((tmp_path / "metrics.discarded.jsonl").read_text().splitlines()) == 5
     assert [row["step"] for row in read_jsonl(path)] == [1, 2]
+
+
+def test_the_lines_of_a_long_run_are_never_all_in_memory(tmp_path: Path) -> None:
+    """Those of a million steps are gigabytes."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "text": "x" * 1000}) + "\n" for step in range(8000)))
+    tracemalloc.start()
+    assert any(row["step"] == 7999 for row in each_row(path))
+    JsonlSink(path, resume_step=1000).close()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.with_name("metrics.discarded.jsonl").stat().st_size / 8
+    assert [row["step"] for row in each_row(path)] == list(range(1001))
 
 
 def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
