@@ -15,6 +15,7 @@ from ..errors import AsyncrlError
 from .sealed import SealedStore
 
 _BYE = b"bye"
+_STORE = "the ranks' store, which rank 0 holds,"
 
 
 class Heartbeat:
@@ -28,7 +29,9 @@ class Heartbeat:
         self._every_s = every_s
         self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> what it set, since when
         self._missed: dict[int, int] = {}  # rank -> how often this one has looked since, and found the same
-        self._answered = time.monotonic()  # the store
+        self._answered = self._looked = time.monotonic()  # when the store did so; when this rank asked whether it had
+        # The answer that was the last one at that look, and how long nothing but it has been seen.
+        self._unanswered = (self._answered, 0.0)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="asyncrl-heartbeat", daemon=True)
 
@@ -46,7 +49,9 @@ class Heartbeat:
             return []
         now, longest = time.monotonic(), 3 * self._every_s
         if now - self._answered > longest:
-            return [f"the ranks' store has not answered for {now - self._answered:.0f} s"]
+            return [
+                f"{_STORE} has not answered for {now - self._answered:.0f} s (stopped, wedged, or its machine is gone)"
+            ]
         return [
             f"rank {rank} has given no sign of life for {now - since:.0f} s (stopped, wedged, or its machine is gone)"
             for rank, (value, since) in sorted(self._heard.items())
@@ -55,9 +60,11 @@ class Heartbeat:
 
     def lost(self, longest_s: float) -> list[str]:
         """The ranks that were silent for so long while this one has looked: time in which it was stopped itself does not count.
-        None once this is closed. From any thread."""
+        None once this is closed. From one thread, which looks again and again."""
         if self._stop.is_set():
             return []
+        if (unanswered := self._without_answer()) > max(longest_s, 5 * self._every_s):
+            return [f"{_STORE} has not answered for {unanswered:.0f} s"]
         missed = {rank: count * self._every_s for rank, count in sorted(self._missed.items())}
         longest_s = max(longest_s, 5 * self._every_s)
         return [
@@ -65,6 +72,12 @@ class Heartbeat:
             for rank, seconds in missed.items()
             if seconds > longest_s
         ]
+
+    def _without_answer(self) -> float:
+        now, (answer, seconds) = time.monotonic(), self._unanswered
+        seconds = seconds + min(now - self._looked, 5 * self._every_s) if answer == self._answered else 0.0
+        self._unanswered, self._looked = (self._answered, seconds), now
+        return seconds
 
     def _beat(self) -> None:
         keys = [str(rank) for rank in self._others]

@@ -58,5 +58,9 @@ def test_a_store_that_does_not_answer_is_named() -> None:
     released = False
     with Heartbeat(Deaf(), 0, 2, EVERY_S) as heartbeat:  # type: ignore[arg-type]  # a store that never answers
         until(lambda: heartbeat.silent() != [])
-        assert heartbeat.silent()[0].startswith("the ranks' store has not answered for ")
+        assert heartbeat.silent()[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
+        assert heartbeat.lost(1.0) == []  # of what was before this look nobody knows whether this process ran
+        until(lambda: heartbeat.lost(1.0) != [])
+        assert heartbeat.lost(1.0)[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
+        assert heartbeat.lost(100.0) == []
         released = True
