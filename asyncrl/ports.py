@@ -179,6 +179,10 @@ class Ledger(Protocol):
         """One sentence for a stalled run: the open step and whom it waits for."""
         ...
 
+    def elsewhere(self) -> str | None:
+        """A few words on the group that the open step waits for, where that is another rank's. From any thread."""
+        ...
+
     def live_groups(self) -> list[Ticket]:
         """This rank's groups that were admitted and not trained, those of the open step included, by group id."""
         ...

@@ -10,7 +10,9 @@ from typing import Any
 from ..telemetry.lag import user_frame
 from ..telemetry.records import Wait
 
-_BETWEEN = ("its callers", " of queue ")  # edges: whoever is at the other end waits, too
+# Parts of a run that others wait for, and that wait for others in turn, the deepest first. Whatever else is waited for (an
+# environment, one reward worker, a disk) is outside, and deeper than all of them.
+_WITHIN = ("lane", "engine", "idle reward worker", "reward workers", "pump", " of queue ", "its callers")
 
 
 def describe_tasks(tasks: set[asyncio.Task[Any]]) -> list[str]:
@@ -25,14 +27,18 @@ def _describe(task: asyncio.Task[Any]) -> str:
     return f"task {task.get_name()!r} {awaits} in {' > '.join(places[-4:]) or '(not started)'}"
 
 
-def culprit(waits: Sequence[Wait], now: float) -> str:
-    """Where a standstill comes from: of those that wait (longest first), the one that waits longest for somebody who does not
-    wait in turn. Pumps that wait for each other are named only where there is nobody else."""
+def culprit(waits: Sequence[Wait], now: float, elsewhere: str | None = None) -> str:
+    """Where a standstill comes from: the deepest wait, and of equally deep ones the longest, those of tasks (whose frame is known)
+    first. `elsewhere`: what another rank is waited for, which is the reason where nothing here waits for what is outside."""
     if not waits:
-        return "nobody has a recorded wait"
-    waiting = {wait.who for wait in waits} | set(_BETWEEN)
-    ends = [wait for wait in waits if not any(who in wait.on for who in waiting)]
-    return describe_wait((ends or waits)[0], now)
+        return elsewhere or "nobody has a recorded wait"
+    deepest = min(waits, key=lambda wait: (_depth(wait), wait.task is None, wait.since))
+    said = describe_wait(deepest, now)
+    return said if elsewhere is None or _depth(deepest) < 0 else f"{elsewhere}; here {said}"
+
+
+def _depth(wait: Wait) -> int:
+    return next((depth for depth, part in enumerate(_WITHIN) if part in wait.on), -1)
 
 
 def describe_wait(wait: Wait, now: float) -> str:

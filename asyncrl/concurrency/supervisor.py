@@ -82,6 +82,16 @@ class Supervisor:
             raise LifecycleError(f"the supervisor is {self.state.value}: it cannot start {name!r}")
         self._group.start_soon(self._run, name, pump, args, name=name)
 
+    @property
+    def ending(self) -> bool:
+        """Everything in it was cancelled, and not all of it has ended. From any thread."""
+        return self.state is SupervisorState.OPEN and self._group is not None and self._group.cancel_scope.cancel_called
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first one, if any. From any thread."""
+        return next(iter(self._failures), None)
+
     def cancel(self) -> None:
         """Ask every pump and the body to stop. The block then ends without an exception."""
         if self._group is not None:

@@ -49,6 +49,7 @@ class Standing:
     limit_s: float
     sentence: str  # what did not happen if none of them changes: "nothing was generated"
     where: Callable[[], str | None] | None = None  # who holds it up, where that is not one who waits for another
+    elsewhere: Callable[[], str | None] | None = None  # what of another rank it waits for
 
 
 class WatchdogState(Enum):
@@ -229,7 +230,8 @@ class Watchdog:
             return None
         held_up = None if standing.where is None else standing.where()
         if held_up is None:
-            held_up = culprit(self._recorder.active_waits(), self._recorder.clock())
+            elsewhere = None if standing.elsewhere is None else standing.elsewhere()
+            held_up = culprit(self._recorder.active_waits(), self._recorder.clock(), elsewhere)
         return f"{standing.sentence} for {still:.1f} s: {held_up}"
 
     def _answer(self, number: int) -> None:

@@ -194,6 +194,10 @@ class LocalLedger:
         """One sentence for error messages: the open step and what it waits for."""
         return f"{self._books.describe()}; {len(self._applicants)} groups wait for a slot"
 
+    def elsewhere(self) -> str | None:
+        """None: there is no other rank."""
+        return None
+
     def _changed(self) -> None:
         self._changes.number += 1
         if not self._closed:

@@ -152,9 +152,13 @@ class Reservation:
             slots=self.slots.total,
         )
 
+    def first_live(self) -> Entry | None:
+        """The one with the earliest deadline, which the open step waits for."""
+        return min((e for e in self.entries.values() if not e.claimed), key=lambda e: e.ticket.deadline, default=None)
+
     def describe(self) -> str:
         """One sentence for error messages and the watchdog: what the open step waits for."""
-        first = min((e for e in self.entries.values() if not e.claimed), key=lambda e: e.ticket.deadline, default=None)
+        first = self.first_live()
         waits = "no group is live"
         if first is not None:
             t = first.ticket

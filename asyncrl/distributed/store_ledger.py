@@ -275,6 +275,13 @@ class StoreLedger:
         """One sentence for error messages: the open step, and whom it waits for."""
         return self._books.describe()
 
+    def elsewhere(self) -> str | None:
+        """As `Ledger.elsewhere`."""
+        first = self._books.first_live()
+        if first is None or first.rank == self._rank:
+            return None
+        return f"the open step waits for group {first.ticket.group_id} of rank {first.rank}, which says where that is"
+
     # -- the books, on the lane --------------------------------------------------------------------------------------
 
     async def _run(self, change: Callable[[Reservation], R], name: str, done: list[R] | None = None) -> R:

@@ -109,7 +109,8 @@ class Building:
             if not (np.abs(values) <= FLOAT32).all():
                 raise GroupsFailed([rows.group_id], DataError(f"its advantages are {values.tolist()}, beyond float32"))
             if parts.hooks.after_advantages is not None:  # what the user's own code keeps must outlive the lease
-                values = await parts.hooks.weighed(owned(rows.group) if rows.leases else rows.group, values)
+                with parts.recorder.watch("train pump", f"group {rows.group_id}", on="hook after_advantages"):
+                    values = await parts.hooks.weighed(owned(rows.group) if rows.leases else rows.group, values)
             parts.book.write(rows.group_id, ADVANTAGES, values)
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:

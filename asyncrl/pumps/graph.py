@@ -81,8 +81,10 @@ class Graph:
         self._finished = anyio.Event()  # no step can come any more, the last one is published
         self._generated = anyio.Event()  # no rollout and no scorer is left
         self._generation_scope = anyio.CancelScope()
+        self._pumps: anyio.CancelScope | None = None  # of those that generate
         self._callbacks: list[Callable[[], None]] = []
         self._generating = False
+        self._draining = False
         self._rollout: RolloutPump | None = None
         self.time_is_up = False
 
@@ -157,6 +159,7 @@ class Graph:
         try:
             with self._generation_scope:
                 async with anyio.create_task_group() as pumps:
+                    self._pumps = pumps.cancel_scope
                     self._rollout = rollout = RolloutPump(rollout_parts(self._ports), self._prompts, scoring_in)
                     score = ScorePump(self.intake, scoring_out, self._ports.config.reward.workers)
                     spawn(pumps, "rollout pump", rollout.run)
@@ -167,6 +170,7 @@ class Graph:
     async def drain(self) -> None:
         """No more groups will be submitted: train what is here, then end. Returns when the training half ended."""
         if not self._finished.is_set():
+            self._draining = True
             self.intake.close("the Runtime takes no more groups")
             await self._ports.ledger.exhaust()
             await self._finished.wait()
@@ -216,8 +220,15 @@ class Graph:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for the pipeline to move: a run, or groups that were submitted."""
-        return not self._finished.is_set() and (self._generating or self._ports.ledger.statistics().live > 0)
+        """Whether somebody waits for the pipeline to move: a run, groups that were submitted, or who wants the end."""
+        waited_for = self._generating or self._draining or self._ports.ledger.statistics().live > 0
+        return waited_for and not self._finished.is_set()
+
+    @property
+    def ending(self) -> bool:
+        """The training is over, or the generation has failed, and what still generates has been cancelled."""
+        failed = self._pumps is not None and self._pumps.cancel_called
+        return self._generating and (failed or self._finished.is_set())
 
     @property
     def scored(self) -> float:

@@ -238,7 +238,8 @@ class Intake:
             return
         if parts.hooks.after_rewards is not None:
             # What the user's own code keeps must outlive the lease.
-            group = await parts.hooks.rewarded(owned(group) if leased else group, parts.limits)
+            with parts.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
+                group = await parts.hooks.rewarded(owned(group) if leased else group, parts.limits)
         reason = self._screen.refuses(group)
         if reason is None:
             parts.book.scored(group)

@@ -109,7 +109,9 @@ class RolloutPump:
         parts = self._parts
         done: dict[int, Trajectory] = {}
         try:
-            prompt = await parts.hooks.prompt(prompt)
+            if parts.hooks.before_group is not None:
+                with parts.recorder.watch("rollout pump", f"group {ticket.group_id}", on="hook before_group"):
+                    prompt = await parts.hooks.prompt(prompt)
             async with anyio.create_task_group() as members:
                 for member in range(parts.rollout.group_size):
                     name = f"member {member} of group {ticket.group_id}"

@@ -78,6 +78,7 @@ class OpenRun:
         self._stop_agreed = False
         self.stopped_by: str | None = None  # a signal
         self._ran = False
+        self._at_a_version = False  # evaluation, metrics, checkpoint: also before the first step
 
     def start(self) -> None:
         """Start what trains; the supervisor is open."""
@@ -115,12 +116,20 @@ class OpenRun:
     def standing(self) -> Standing | None:
         """Asked by the watchdog, on a thread of its own. Tokens count: an episode that samples for ever has a limit of its
         own (`rollout.timeout_s`), and a long one is no standstill."""
-        if not self.graph.busy:
+        limits = self.config.watchdog
+        if self.graph.ending or self.supervisor.ending:
+            # What does not let itself be cancelled may generate for ever: nothing counts as progress.
+            error = self.supervisor.failure
+            why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
+            sentence = f"what was cancelled when the training ended{why} has gone on"
+            return Standing((), limits.stage_timeout_s, sentence)
+        if not (self.graph.busy or self._at_a_version):
             return None
         books = self.ports.ledger.statistics()
         ended = books.admitted, books.trained, books.dropped, books.failed
         counters = (*ended, self.graph.scored, self.ports.engine.statistics().get("tokens", 0.0))
-        return Standing(counters, self.config.watchdog.stall_timeout_s, "nothing was generated, scored or trained")
+        sentence = "nothing was generated, scored or trained"
+        return Standing(counters, limits.stall_timeout_s, sentence, elsewhere=self.ports.ledger.elsewhere)
 
     # -- steps and versions ------------------------------------------------------------------------------------------
 
@@ -137,6 +146,13 @@ class OpenRun:
         In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
         checkpoint therefore stand in a later line.
         """
+        self._at_a_version = True
+        try:
+            await self._do_what_is_due(version)
+        finally:
+            self._at_a_version = False
+
+    async def _do_what_is_due(self, version: int) -> None:
         await self._profiler.at(version)
         await self._agree_on_time()
         await self._checkpointer.say(version, self.prompts, self.graph.in_hand, self.ports.ids.next)

@@ -17,6 +17,7 @@ from asyncrl.errors import GenerationError, LifecycleError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.episode import Episodes
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.records import Wait
 from asyncrl.types import GenerationRequest, Prompt, SamplingParams, Trajectory
 
 
@@ -165,20 +166,25 @@ def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other()
     async def main() -> None:
         recorder = Recorder(asyncio.get_running_loop().time, nvtx=False)
         pumps = (
-            recorder.wait("publish pump", "an item", on="the producer of queue publications", cause="publish"),
-            recorder.wait("train pump", "a claimable group", on="score pump", cause="group"),
-            recorder.wait("score pump", "an item", on="the producer of queue scoring", cause="group"),
+            recorder.wait("publish pump", "an item", on="a sender of queue publications", cause="group"),
+            recorder.wait("scorer", "an item", on="a sender of queue scoring", cause="group"),
             recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"),
+            recorder.wait("train pump", "a claimable group", on="score pump", cause="group"),
             recorder.wait("engine", "a request", on="its callers", cause="requests"),
         )
         async with anyio.create_task_group() as tasks:
             for pump in pumps:
                 pump.__enter__()
-            assert culprit(recorder.active_waits(), 5.0).startswith("publish pump waits for an item")  # nobody else
+            pumps_alone = culprit(recorder.active_waits(), 5.0, "group 9 of rank 1 is waited for")
+            assert pumps_alone.startswith(
+                "group 9 of rank 1 is waited for; here rollout pump waits for a slot from publish"
+            )
             await anyio.sleep(2.0)
             tasks.start_soon(Episodes(Endless(samples=False), recorder, 100.0).play, PROMPT, 1, 2, None, 0)
             await anyio.sleep(3.0)
-            said = culprit(recorder.active_waits(), asyncio.get_running_loop().time())
+            said = culprit(
+                recorder.active_waits(), asyncio.get_running_loop().time(), "group 9 of rank 1 is waited for"
+            )
             assert said.startswith("member 1 of group 7 waits for its episode from the environment since 3.0 s in ")
             assert "test_pumps_strangers.py" in said and said.endswith(" tool")
             tasks.cancel_scope.cancel()
@@ -186,5 +192,21 @@ def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other()
     run_virtual(main)
 
 
+def test_who_waits_longest_is_not_who_the_others_wait_for() -> None:
+    """Pumps begin to wait before what they wait for has even begun. Here the deepest wait is the last one of each beginning."""
+    waits = [
+        Wait("engine", "a request", "its callers", "requests", 1.0),
+        Wait("scorer", "an item", "a sender of queue scoring", "group", 1.0),
+        Wait("train pump", "a claimable group", "score pump", "group", 1.0),
+        Wait("score pump", "a reward", "reward workers", "reward", 2.0),
+        Wait("group 3", "reward 'f'", "an idle reward worker", "reward", 2.1),
+        Wait("publish pump", "version 3", "the engines", "publish", 2.2),
+        Wait("group 2", "reward 'f'", "reward worker 17", "reward", 2.3),
+    ]
+    for count in range(1, len(waits) + 1):
+        assert culprit(waits[:count], 5.0) == waits[count - 1].describe(5.0)
+
+
 def test_nobody_waits() -> None:
     assert culprit([], 0.0) == "nobody has a recorded wait"
+    assert culprit([], 0.0, "rank 1") == "rank 1"

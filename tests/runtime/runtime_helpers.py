@@ -169,8 +169,10 @@ def lines_at_least(run: Path, count: int) -> Callable[[], bool]:
     return lambda: len(metrics_of(run)) >= count
 
 
-def start_two(folder: Path, tree: dict[str, Any], program: Sequence[str] = PROGRAM, **more: str) -> list[Process]:
-    """Without torchrun, which would stop the one when the other has ended."""
+def start_two(
+    folder: Path, tree: dict[str, Any], program: Sequence[str] = PROGRAM, own: Sequence[str] = ("", ""), **more: str
+) -> list[Process]:
+    """Without torchrun, which would stop the one when the other has ended. `own`: of each rank, an override of its own."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -180,6 +182,6 @@ def start_two(folder: Path, tree: dict[str, Any], program: Sequence[str] = PROGR
         place.mkdir(exist_ok=True)
         environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
-        settings = str(write_yaml(place, tree)), f"run.dir={folder}/runs"
+        settings = str(write_yaml(place, tree)), f"run.dir={folder}/runs", *([own[rank]] if own[rank] else [])
         ranks.append(Process(place, *settings, program=program, **environ))
     return ranks

@@ -258,6 +258,20 @@ class Hanging:
         return await self._inner.run(prompt, member, group_size, generate)
 
 
+class Pondering(Hanging):
+    """Samples, and then waits for what never comes: later than all who wait for it."""
+
+    async def run(self, prompt: Any, member: int, group_size: int, generate: Any) -> Any:
+        trajectory = await self._inner.run(prompt, member, group_size, generate)
+        if prompt.group_id >= 4 and prompt.group_id % 2 == 1:  # of two ranks: the other one
+            await a_tool()
+        return trajectory
+
+
+async def a_tool() -> None:
+    await asyncio.Event().wait()
+
+
 class Endless(Hanging):
     """Samples, and never has enough."""
 

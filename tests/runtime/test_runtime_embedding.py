@@ -22,10 +22,10 @@ import uvloop
 from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of
 from runtime_model import share
 
-from asyncrl import Runtime, SamplingParams
+from asyncrl import Hooks, Runtime, SamplingParams
 from asyncrl.config.schema import Config
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.errors import AsyncrlError, GenerationError, LifecycleError
+from asyncrl.errors import AsyncrlError, GenerationError, LifecycleError, StallError
 from asyncrl.runtime.dry import ByteTokenizer
 from asyncrl.types import Trajectory
 
@@ -369,3 +369,21 @@ async def test_an_environment_of_the_program_plays(tmp_path: Path) -> None:
     async with runtime:
         summary = await runtime.run()
     assert mine.played >= summary.books.trained * 4 == 48
+
+
+def test_the_end_of_a_program_that_stands_still_is_named(tmp_path: Path) -> None:
+    """No group is live: all are in the step that never ends."""
+
+    async def never(group: object, advantages: object) -> None:
+        await asyncio.Event().wait()
+
+    config = embedded(tmp_path, DRY, "preset=sync", "watchdog.stall_timeout_s=1.0", "watchdog.interval_s=0.1")
+
+    async def program() -> None:
+        async with Runtime(config, write=False, hooks=Hooks(after_advantages=never)) as runtime:
+            await feed(runtime, 2)
+            await runtime.finish()
+
+    said = r"nothing was generated, .* train pump waits for group \d+ from hook after_advantages since .* never"
+    with pytest.raises(StallError, match=said):
+        asyncio.run(asyncio.wait_for(program(), 60))

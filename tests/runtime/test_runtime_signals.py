@@ -208,20 +208,45 @@ def test_torchrun_that_is_stopped_leaves_a_checkpoint(
     assert last_checkpoint(run, process) >= 3
 
 
-def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path, stopped: int) -> None:
+    """The first one holds the ranks' store, which then answers nobody."""
     limits = {"interval_s": 0.2, "lane_timeout_s": 9.0, "stall_timeout_s": 15.0, "abort_grace_s": 2.0}
     reward = {"functions": [REAL["reward"]], "timeout_s": 12.0}  # has to be less than the limit of a standstill
-    first, other = start_two(tmp_path, endless(watchdog=limits, reward=reward))
+    ranks = start_two(tmp_path, endless(watchdog=limits, reward=reward))
     try:
-        first.wait_until(lines_at_least(tmp_path / "runs/run", 3), "third step")
-        other.send(signal.SIGSTOP)
-        assert first.wait(60) == 4, first.output
+        ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 3), "third step")
+        ranks[stopped].send(signal.SIGSTOP)
+        assert ranks[1 - stopped].wait(60) == 4, ranks[1 - stopped].output
     finally:
-        other.send(signal.SIGKILL)
-        first.kill()
-        other.kill()
-    [headline] = [line for line in first.output.splitlines() if line.startswith("=== asyncrl watchdog: rank 0: ")][:1]
-    assert "rank 1 has given no sign of life for" in headline
+        for rank in ranks:
+            rank.kill()
+    output = ranks[1 - stopped].output
+    [headline] = [line for line in output.splitlines() if line.startswith("=== asyncrl watchdog: rank ")][:1]
+    assert f"watchdog: rank {1 - stopped}: " in headline
+    silent = ("the ranks' store, which rank 0 holds, has not answered for", "rank 1 has given no sign of life for")
+    assert silent[stopped] in headline
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_an_episode_of_one_rank_that_stands_still_is_named_by_both(tmp_path: Path, looks: int) -> None:
+    """Each in its own words, whoever notices first: the other one here never does."""
+    limits = {"interval_s": 0.2, "abort_grace_s": 2.0}
+    tree = endless(watchdog=limits, rollout=REAL["rollout"] | {"environment": f"{MODEL}:Pondering"})
+    tree["reward"] = {"functions": [REAL["reward"]], "timeout_s": 9.0}  # a standstill takes longer than a reward may
+    own = [f"watchdog.stall_timeout_s={10 if rank == looks else 600}" for rank in (0, 1)]
+    ranks = start_two(tmp_path, tree, own=own)
+    try:
+        ranks[looks].wait_until(lambda: "=== asyncrl watchdog: " in ranks[looks].output, "standstill")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    [headline] = [line for line in ranks[looks].output.splitlines() if line.startswith("=== asyncrl watchdog: ")][:1]
+    assert f"watchdog: rank {looks}: nothing was generated" in headline
+    if looks == 0:
+        assert "the open step waits for group " in headline and " of rank 1, which says where that is" in headline
+    else:
+        assert " waits for its episode from the environment since" in headline and "a_tool" in headline
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
