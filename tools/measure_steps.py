@@ -5,8 +5,8 @@
 A model of some thousand parameters trains on the quickstart's task, so that a step takes ten to twenty milliseconds and what a step
 leaves behind counts. `--dry`: without a model, one group a step; a million steps take an hour then, and gigabytes of disk.
 
-The trace is limited to 20,000 events, which the first steps fill, and `RunSummary.history` to 10,000 lines. Memory is compared
-from a tenth of the steps on: of fewer than 100,000 the history is part of what grows. Exits 1 where it grew by more than
+The trace is limited to 20,000 events, which the first steps fill, and `RunSummary.history` to 2,000 lines. Memory is compared
+from a tenth of the steps on: of fewer than 20,000 the history is part of what grows. Exits 1 where it grew by more than
 `ALLOWED_MIB` since. Lateness means something on a quiet machine only.
 """
 
