@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # reward workers load this file, too
+
+from letters import LETTERS, WORDS, share, tokenizer  # noqa: E402, F401  share: the reward
+
 ALLOWED = 1e-4
 ALWAYS = ("preset=sync", "model.dtype=float32", "train.max_steps=10", "evaluate.every=null", "telemetry.live=off")
 WINDOWED = (
@@ -28,31 +31,20 @@ WINDOWED = (
 def build(seed: int) -> tuple[Any, Any]:
     """(model, tokenizer): letters as tokens; every layer sees the last 16 of them."""
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+    from transformers import MistralConfig, MistralForCausalLM
 
-    words = ["<pad>", "<eos>", *LETTERS, "="]
     torch.manual_seed(seed)
     config = MistralConfig(
-        vocab_size=len(words), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
+        vocab_size=len(WORDS), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16, sliding_window=16, initializer_range=0.1, max_position_embeddings=128,
         pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
-    characters = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
-    return MistralForCausalLM(config), tokenizer
+    return MistralForCausalLM(config), tokenizer()
 
 
 def rows() -> list[dict[str, str]]:
     """Prompts of ten tokens; vowels are wanted."""
     return [{"prompt": f"{LETTERS[i % 26]}{LETTERS[i // 26 % 26]}qrstuvw="} for i in range(520)]
-
-
-def share(completions: Sequence[str], **_: Any) -> list[float]:
-    """The share of vowels."""
-    return [sum(text.count(vowel) for vowel in "aeiou") / max(len(text), 1) for text in completions]
 
 
 async def measure(files: list[str], overrides: list[str]) -> list[tuple[float, float]]:

@@ -23,7 +23,6 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import date
 from importlib import util
 from pathlib import Path
@@ -31,9 +30,12 @@ from typing import Any
 
 import numpy as np
 
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # reward workers load this file, too
+
+from letters import LETTERS, WORDS, share, tokenizer  # noqa: E402, F401  share: the reward
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SETTINGS = {
     "preset": "sync",
     "threads": 1,
@@ -64,31 +66,20 @@ def build_wide(seed: int) -> tuple[Any, Any]:
 def build(seed: int, head_dim: int = 16) -> tuple[Any, Any]:
     """(model, tokenizer): letters as tokens."""
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    words = ["<pad>", "<eos>", *LETTERS, "="]
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=len(words), hidden_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=len(WORDS), hidden_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=head_dim, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
         initializer_range=0.15, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
-    characters = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
-    return Qwen3MoeForCausalLM(config), tokenizer
+    return Qwen3MoeForCausalLM(config), tokenizer()
 
 
 def rows() -> list[dict[str, str]]:
     """Prompts of four letters; vowels are wanted."""
     return [{"prompt": f"{LETTERS[i % 26]}{LETTERS[i // 26 % 26]}xy="} for i in range(520)]
-
-
-def share(completions: Sequence[str], **_: Any) -> list[float]:
-    """The share of vowels."""
-    return [sum(text.count(vowel) for vowel in "aeiou") / max(len(text), 1) for text in completions]
 
 
 class Listening:
