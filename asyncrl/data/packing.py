@@ -44,6 +44,7 @@ class _Row:
     trajectory: Trajectory
     advantage: float
     scored: npt.NDArray[np.int64]
+    piece: slice | None  # `scored` as a slice, where it stands in one piece
     forward: int
     place: int  # in its group
     columns: Columns
@@ -126,8 +127,14 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: Columns) -> list[_Ro
                 f"prompt has {trajectory.prompt_length} tokens; only what follows a prompt can be trained"
             )
         forward = int(scored[-1]) - trajectory.prompt_length if scored.size else 0
-        rows.append(_Row(trajectory, advantage, scored, forward, place, columns))
+        rows.append(_Row(trajectory, advantage, scored, _piece(scored), forward, place, columns))
     return sorted(rows, key=lambda row: -row.forward)
+
+
+def _piece(scored: npt.NDArray[np.int64]) -> slice | None:
+    if not scored.size or scored[-1] - scored[0] >= scored.size:
+        return None
+    return slice(int(scored[0]), int(scored[-1]) + 1)
 
 
 def _prefix(row: _Row) -> npt.NDArray[Any]:
@@ -209,7 +216,11 @@ def _scored(rows: Sequence[_Row], name: str, dtype: Any) -> npt.NDArray[Any]:
     start = 0
     for row in rows:
         column, part = getattr(row.trajectory, name), joined[start : start + row.scored.size]
-        if column.dtype == part.dtype:
+        if row.piece is not None:
+            # Unlike what follows this keeps the GIL for a short row: to get it back from a lane that trains takes up to
+            # 5 ms, on the thread of the event loop.
+            part[:] = column[row.piece]
+        elif column.dtype == part.dtype:
             np.take(column, row.scored, out=part, mode="clip")  # any other mode would buffer
         else:
             part[:] = column[row.scored]

@@ -50,6 +50,7 @@ NAMES = [
     "queue/scoring/depth",
     "queue/publications/depth",
     "loop/lag_ms_p99",
+    "loop/lag_ms_p99_run",
     "optim/grad_norm",
     "optim/lr",
     "idle/unexplained",
