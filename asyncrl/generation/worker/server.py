@@ -53,7 +53,7 @@ from .wire import read_item, sequence_plan
 _REPORT_S = 0.1
 _SLICE_S = 0.001  # between two closures, so that nobody who generates sees it
 _END = object()
-_MOST_SLICES = 32  # of the preparation of a move: where one of `_SLICE_S` is too little for that, they are longer
+_MOST_SLICES = 12  # of the preparation of a move: where one of `_SLICE_S` is too little for that, they are longer
 
 
 class Move(NamedTuple):
