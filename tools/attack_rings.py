@@ -203,43 +203,35 @@ class AtCall:
         return SURVIVED if self._seen > self._nth else OPENED
 
     def _watch(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "c_call" and frame.f_code.co_filename.startswith(TRANSPORT):
-            self._seen += 1
-            if self._seen == self._nth + 1:
-                self._happens()
+        here = event == "c_call" and frame.f_code.co_filename.startswith(TRANSPORT)
+        self._seen += here
+        if here and self._seen == self._nth + 1:
+            self._happens()
 
 
 def with_an_error_at(name: str, nth: int) -> int:
     """Exit code of an opening in which the n-th call raises."""
-
-    def error() -> None:
-        raise OSError(24, "of the attack")
-
-    call = AtCall(nth, error)
+    error = OSError(24, "of the attack")
+    call = AtCall(nth, lambda: (_ for _ in ()).throw(error))
     return in_child(lambda: asyncio.run(_open(name, call.on, call.off)))
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed_at(name: str, nth: int) -> int:
     """Exit code of an owner that is killed at the n-th call of its opening."""
-    call = AtCall(nth, kill)
+    call = AtCall(nth, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return in_child(lambda: asyncio.run(_open(name, call.on, call.off)))
 
 
 def killed_with_records_at(name: str, nth: int) -> int:
-    """Exit code of an owner that is killed at the n-th call after its opening, while it hands out records, none of which is
-    released."""
-    call = AtCall(nth, kill)
+    """Exit code of an owner that is killed at the n-th call after its opening: while it hands out records, and releases none."""
+    call = AtCall(nth, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     async def take() -> None:
         async with RecordRing(name, SETTINGS) as ring:
             call.on()
             with contextlib.suppress(anyio.WouldBlock):
-                while True:
-                    ring.get_nowait()
+                while ring.get_nowait():
+                    pass
             os._exit(call.off())
 
     return in_child(lambda: asyncio.run(take()))
