@@ -32,6 +32,8 @@ def test_attacks_lose_nothing_and_give_nothing_twice() -> None:
         assert (outcome["lost"], outcome["twice"], outcome["escaped"]) == (0, 0, 0), (kind, outcome)
     assert found["too many open files"]["failed"] >= 3 and found["an error at the n-th call"]["failed"] >= 10
     assert found["cancelled at the n-th turn"]["failed"] >= 2
+    assert found["an owner killed at the n-th call of its opening"]["failed"] >= 10
+    assert found["and while it hands out records"]["failed"] >= 10
     assert found["a bit of one ring's header"]["kept"] >= 8
     header = found["a bit of the segment's header"]
     assert header["kept"] == header["tried"] >= 10
