@@ -7,20 +7,32 @@ All that is wrong is told at once. Reward functions, environment and hooks are l
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from asyncrl.checkpoint.store import require_whole_model
+from asyncrl.config.hub import require_hub
 from asyncrl.config.imports import load_object, split_address
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
-from asyncrl.data.prompts_sources import load_rows
+from asyncrl.data.prompts_sources import IndexedRows, load_rows
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.models.parameters.source import directory_or_hub, is_address, is_builder, model_source, tokenizer_source
+from asyncrl.generation.vllm.versions import require_vllm
+from asyncrl.models.parameters.source import (
+    directory_or_hub,
+    is_address,
+    is_builder,
+    load_builder,
+    model_source,
+    tokenizer_source,
+)
 from asyncrl.rewards.pool import RewardPool
 
+_COLUMN_ROWS = 20  # rows of a JSONL file may differ
+_FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
 _read: dict[str, Rows] = {}  # what `check_inputs` read, until the run takes it
 
 
@@ -44,10 +56,25 @@ def check_inputs(
 
 
 async def load_code(config: Config) -> None:
-    """Load environment and reward functions as a run does, these in a worker. Errors: ConfigError; as `RewardPool`."""
+    """Load environment and reward functions as a run does, these in a worker. After `check_inputs`. Errors: ConfigError; as
+    `RewardPool`."""
     import_code(config)
-    async with RewardPool.from_config(config.reward.model_copy(update={"workers": 1})):
+    pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
+    pool.columns = known_columns(config)
+    async with pool:
         pass
+
+
+def known_columns(config: Config) -> list[list[str]]:
+    """The columns that rewards get, for each source of prompts that `check_inputs` has read: names that some of its first rows
+    have. None where a hook may change them."""
+    if config.hooks is not None:
+        return []
+    found = []
+    for rows in _read.values():
+        names = {name: None for index in range(min(len(rows), _COLUMN_ROWS)) for name in rows[index]}
+        found.append([str(name) for name in names if name != config.data.prompt_column])
+    return found
 
 
 def import_code(config: Config, environment: bool = False, hooks: bool = False) -> None:
@@ -73,14 +100,14 @@ def _checks(
 ) -> Iterator[Callable[[], object]]:
     model = config.model
     if config.train.kind == "torch" and is_builder(model):
-        yield lambda: load_object(str(model.path))
+        yield lambda: load_builder(str(model.path), "model.path")
     elif config.train.kind == "torch":
-        yield lambda: require_whole_model(Path(model_source(model)), "model.path")
+        yield lambda: _check_model(model_source(model), "model.path")
         if model.tokenizer:
-            yield lambda: require_whole_model(Path(tokenizer_source(model)), "model.tokenizer")
+            yield lambda: _check_model(tokenizer_source(model), "model.tokenizer")
     for judge in config.reward.model:
         if is_address(judge.path):
-            yield partial(load_object, judge.path)
+            yield partial(load_builder, judge.path, "reward.model")
         else:
             yield partial(_check_judge, judge.path)
     sources = {
@@ -96,19 +123,29 @@ def _checks(
         yield lambda: _check_file("rollout.environment", config.rollout.environment)
     if not hooks and config.hooks is not None:
         yield lambda: _check_file("hooks", str(config.hooks))
-    for sink in config.telemetry.sinks:
-        yield partial(_check_sink, sink)
+    for setting, package, extra in _packages(config):
+        yield partial(_check_package, setting, package, extra)
+    if config.generation.engine == "vllm":
+        yield require_vllm
 
 
 def _check_judge(path: str) -> None:
-    require_whole_model(Path(directory_or_hub(path, "reward.model")), "reward.model")
+    _check_model(directory_or_hub(path, "reward.model"), "reward.model")
+
+
+def _check_model(source: str, setting: str) -> None:
+    require_hub(source, setting)
+    require_whole_model(Path(source), setting)
 
 
 def _check_rows(config: Config, setting: str, source: str) -> None:
     """Also what a function returns or a hub holds: the run reads it anyway, and takes it from here."""
     try:
         rows = load_rows(source)
-        PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
+        prompts = PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
+        prompts.check_forms(
+            1 if isinstance(rows, IndexedRows) else _FORM_ROWS
+        )  # those are made anew whenever asked for
     except AsyncrlError as error:
         raise type(error)(f"{setting}: {error}") from error
     _read[source] = rows
@@ -121,8 +158,21 @@ def _check_file(setting: str, address: str) -> None:
         raise ConfigError(f"{setting}: there is no file {place} (of {address!r}; looked from {Path.cwd()})")
 
 
-def _check_sink(name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(
-            f"telemetry.sinks has {name!r}, and that package is not installed: `pip install 'asyncrl[{name}]'`"
-        )
+def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(what is asked for, the package that it needs, the extra that brings it)."""
+    for sink in config.telemetry.sinks:
+        yield f"telemetry.sinks has {sink!r}", sink, sink
+    if "mlflow" in config.telemetry.sinks and os.environ.get("MLFLOW_TRACKING_URI", "sqlite:").startswith("sqlite:"):
+        for package in ("sqlalchemy", "alembic"):
+            yield "telemetry.sinks has 'mlflow', whose store is an SQLite file", package, "mlflow"
+    if config.train.kind == "torch" and config.model.lora.rank:
+        yield "model.lora.rank is set", "peft", "lora"  # the adapters are written in its form
+    if config.train.kind == "torch" and config.model.head_kernel == "liger":
+        yield "model.head_kernel is liger", "liger_kernel", "liger"
+    if config.door.http_port is not None:
+        yield "door.http_port is set", "aiohttp", "http"
+
+
+def _check_package(setting: str, package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{setting}, and the package {package} is not installed: `pip install 'asyncrl[{extra}]'`")

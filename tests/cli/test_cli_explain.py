@@ -8,7 +8,8 @@ from asyncrl.algorithms.importance import IMPORTANCE_MODES
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.cli.app import main
 from asyncrl.cli.explain import explain, known
-from asyncrl.config.fields import knobs
+from asyncrl.config.fields import knobs, sections
+from asyncrl.config.other_names import OTHER_NAMES
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -39,3 +40,24 @@ def test_an_unknown_name_exits_2_with_the_nearest(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "Peak learning rate" in out and "2503.14476" in out
     assert main(["explain"]) == 2 and main(["explain", "--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("steps_per_generation", "algorithm.minibatches"),
+        ("actor_rollout_ref.rollout.n", "rollout.group_size"),
+        ("beta", "algorithm.kl.coef"),
+        ("report_to", "telemetry.sinks"),
+    ],
+)
+def test_a_name_of_another_code_base_is_explained(capsys: pytest.CaptureFixture[str], name: str, ours: str) -> None:
+    """As the complaint about an unknown setting names it."""
+    assert main(["explain", name]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{name}, as other code bases call it, is {ours} here.\n\nsetting {ours}  (")
+
+
+def test_every_name_of_another_code_base_is_explained() -> None:
+    for ours in set(OTHER_NAMES.values()):
+        assert explain(ours) or ours in sections(), ours
