@@ -33,6 +33,7 @@ from asyncrl.rewards.pool import RewardPool
 
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
 _FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
+_columns: dict[str, list[str]] = {}  # of what was read
 _read: dict[str, Rows] = {}  # what `check_inputs` read, until the run takes it
 
 
@@ -43,6 +44,7 @@ def check_inputs(
 
     Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
     """
+    forget_rows()  # of an earlier attempt in this process
     found: list[AsyncrlError] = []
     for check in _checks(config, prompts, rewards, environment, hooks):
         try:
@@ -68,13 +70,8 @@ async def load_code(config: Config) -> None:
 def known_columns(config: Config) -> list[list[str]]:
     """The columns that rewards get, for each source of prompts that `check_inputs` has read: names that some of its first rows
     have. None where a hook may change them."""
-    if config.hooks is not None:
-        return []
-    found = []
-    for rows in _read.values():
-        names = {name: None for index in range(min(len(rows), _COLUMN_ROWS)) for name in rows[index]}
-        found.append([str(name) for name in names if name != config.data.prompt_column])
-    return found
+    sources = (config.data.train, config.data.eval) if config.hooks is None else ()
+    return [_columns[source] for source in sources if source in _columns]
 
 
 def import_code(config: Config, environment: bool = False, hooks: bool = False) -> None:
@@ -93,6 +90,7 @@ def rows_of(source: str) -> Rows:
 def forget_rows() -> None:
     """The run has what it needs."""
     _read.clear()
+    _columns.clear()
 
 
 def _checks(
@@ -142,13 +140,13 @@ def _check_rows(config: Config, setting: str, source: str) -> None:
     """Also what a function returns or a hub holds: the run reads it anyway, and takes it from here."""
     try:
         rows = load_rows(source)
+        cheap = not isinstance(rows, IndexedRows)  # those are made anew whenever they are asked for
         prompts = PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
-        prompts.check_forms(
-            1 if isinstance(rows, IndexedRows) else _FORM_ROWS
-        )  # those are made anew whenever asked for
+        prompts.check_forms(_FORM_ROWS if cheap else 1)
     except AsyncrlError as error:
         raise type(error)(f"{setting}: {error}") from error
-    _read[source] = rows
+    names = {name: None for index in range(min(len(rows), _COLUMN_ROWS if cheap else 1)) for name in rows[index]}
+    _read[source], _columns[source] = rows, [str(name) for name in names if name != config.data.prompt_column]
 
 
 def _check_file(setting: str, address: str) -> None:
