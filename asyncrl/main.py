@@ -46,6 +46,9 @@ def _main(given: list[str]) -> int:
     rest = [argument for argument in given if argument != "--dry-run"]
     files, overrides = split_arguments(rest)
     try:
+        for argument in rest:
+            if argument in ("--dryrun", "--dry_run", "dry-run"):
+                raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
         if not files and not overrides:
             raise ConfigError(f"no configuration was given\n{USAGE}")
         config = load_config(files, overrides)

@@ -155,7 +155,8 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"the configuration file {path} does not exist (looked in {Path.cwd()})") from error
+        advice = f"; to set it write {path}=VALUE" if full_name(str(path)) in knobs() else ""
+        raise ConfigError(f"the configuration file {path} does not exist (looked in {Path.cwd()}){advice}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
     tree, lines = parse_file(text, str(path))
