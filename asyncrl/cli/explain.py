@@ -18,7 +18,7 @@ from asyncrl.config.describe import refusal
 from asyncrl.config.fields import Knob, knobs, nearest_name
 from asyncrl.config.methods import SETTINGS
 from asyncrl.config.old_names import SPELLINGS, full_name
-from asyncrl.config.other_names import other_name
+from asyncrl.config.other_names import ABSENT, other_name
 from asyncrl.types import Normaliser
 
 USAGE = (
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         text = explain(name)
         if not text and (ours := other_name(name)) is not None:
             text = f"{name}, as other code bases call it, is {ours} here.\n\n{explain(ours)}"
+        if not text and (instead := ABSENT.get(name.rpartition(".")[2])) is not None:
+            text = f"{name}: {instead}"
         if not text:
             nearest = nearest_name(name) or difflib.get_close_matches(name, known(), n=1, cutoff=0.0)[0]
             print(f"asyncrl explain: nothing is named {name!r}; did you mean {nearest!r}?", file=sys.stderr)

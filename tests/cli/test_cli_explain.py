@@ -61,3 +61,8 @@ def test_a_name_of_another_code_base_is_explained(capsys: pytest.CaptureFixture[
 def test_every_name_of_another_code_base_is_explained() -> None:
     for ours in set(OTHER_NAMES.values()):
         assert explain(ours) or ours in sections(), ours
+
+
+def test_what_is_not_here_is_explained_by_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "vllm_tensor_parallel_size"]) == 0
+    assert "no engine is cut over devices" in capsys.readouterr().out
