@@ -27,7 +27,7 @@ logger = logging.getLogger("asyncrl.telemetry")
 
 _MLFLOW_PARAMS = 100  # the most that one of its requests takes
 _MLFLOW_WAITING = 100  # steps; some kilobytes each
-_MLFLOW_CLOSE_S = 60.0
+_MLFLOW_CLOSE_S = 15.0  # less than `watchdog.abort_grace_s`, in which a run that is stopped has to end
 
 
 class Sink(Protocol):
@@ -225,6 +225,7 @@ class MlflowSink:
             step, metrics, now = item
             batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
             self._try(partial(self._client.log_batch, self._run, metrics=batch), f"no metrics from step {step} on")
+        self._try(partial(self._client.set_terminated, self._run), "no end of the run")
 
     def _try(self, call: Callable[[], object], lost: str) -> None:
         if self._failed:
@@ -236,7 +237,7 @@ class MlflowSink:
             logger.warning("mlflow gets %s: %s: %s", lost, type(error).__name__, error)
 
     def close(self) -> None:
-        """Wait for the thread, for at most a minute, and tell MLflow that the run is over."""
+        """Wait for the thread, for at most 15 s; the last that it sends is that the run is over."""
         if self._closed:
             return
         self._closed = True
@@ -248,7 +249,6 @@ class MlflowSink:
             self._abandon()
         if self._left_out:
             logger.warning("mlflow lacks %d steps, for which its store was too slow", self._left_out)
-        self._try(lambda: self._client.set_terminated(self._run), "no end of the run")
 
     def _abandon(self) -> None:
         """The thread waits for the store: it sends nothing after that, and ends."""
