@@ -151,7 +151,10 @@ def _check_rows(config: Config, setting: str, source: str) -> None:
 
 def _check_file(setting: str, address: str) -> None:
     """It is loaded later: a reward by its workers, environment and hooks on the loop's thread."""
-    place, _ = split_address(address)
+    try:
+        place, _ = split_address(address)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from None
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         raise ConfigError(f"{setting}: there is no file {place} (of {address!r}; looked from {Path.cwd()})")
 

@@ -51,6 +51,10 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
     ("setting", "words"),
     [
         ({"reward": f"{MODEL}:shar"}, "did you mean 'share'"),
+        (
+            {"reward": "rewards.py"},
+            "reward.functions: 'rewards.py' is not an address of user code; write `file.py:name`",
+        ),
         ({"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinkin"}}, "did you mean 'Thinking'"),
         ({"data": REAL["data"] | {"train": "empty.jsonl"}}, "empty.jsonl holds no rows"),
         (
