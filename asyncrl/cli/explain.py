@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.algorithms import importance, kl, registry
 from asyncrl.algorithms.losses.loss import LossMethod
 from asyncrl.algorithms.method import Conflict, Method
-from asyncrl.config.describe import refusal
+from asyncrl.config.describe import refusal, short
 from asyncrl.config.fields import Knob, knobs, nearest_name
 from asyncrl.config.methods import SETTINGS
 from asyncrl.config.old_names import SPELLINGS, full_name
@@ -125,11 +125,11 @@ def _settings(name: str) -> Iterator[str]:
 
 
 def _setting(knob: Knob) -> Iterator[str]:
-    yield f"setting {knob.name}  ({knob.expected}; default {knob.default})"
+    yield f"setting {knob.name}  ({knob.expected}; default {short(knob.default)})"
     yield knob.text
-    short = [spelling for spelling, full in SPELLINGS.items() if full == knob.name]
-    if short:
-        yield f"also written: {', '.join(short)}"
+    spelt = [spelling for spelling, full in SPELLINGS.items() if full == knob.name]
+    if spelt:
+        yield f"also written: {', '.join(spelt)}"
     if knob.name in SETTINGS:
         each = SETTINGS[knob.name]
         losses = registry.readers().get(each.flat, ())

@@ -26,7 +26,8 @@ def test_every_name_is_explained() -> None:
 
 def test_settings_show_default_interactions_and_formula() -> None:
     text = explain("algorithm.importance.floor")
-    assert "default None" in text and "geometric  exp(sum_t d_t" in text and "may change" in text
+    assert "default null" in text and "geometric  exp(sum_t d_t" in text and "may change" in text
+    assert "(a list, each item a string; default [all-linear])" in explain("model.lora.target_modules")
     assert "read by: cispo; refused with another loss" in explain("cispo_high")
     assert "eq. 9" in explain("off_policy_mask_threshold")
     assert "loss grpo" in explain("grpo") and "advantage grpo" in explain("grpo")
