@@ -14,7 +14,7 @@ import torch
 from generation_cores import KINDS, MIXTURES, OpenedCore, needs_vllm, opened_core, small_model
 from generation_models import cached_logprobs, change_weights, generate_all, opened, plain_copy, plain_logprobs, request
 
-from asyncrl.models.outputs import distance, fixed_logprobs
+from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.types import FinishReason, Generation, GenerationRequest
 
@@ -172,12 +172,12 @@ async def test_its_outputs_are_those_of_the_trainer_also_while_it_generates(kind
             tasks.start_soon(generate)
             while made.engine.statistics()["tokens"] < 8 or len(answers) == 0:
                 found = await made.engine.outputs()
-                assert distance(found, fixed_logprobs(policy)) < SAME
+                assert made.engine.bound.distance(found, fixed_logprobs(policy)) < SAME
         change_weights(policy)
-        wrong = distance(await made.engine.outputs(), fixed_logprobs(policy))
-        assert wrong > made.engine.bound, "the engine still has the weights of before, and its outputs say so"
+        wrong = made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy))
+        assert wrong > made.engine.bound.once, "the engine still has the weights of before, and its outputs say so"
         await made.move(policy.weights.working.clone(), policy.version)
-        assert distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
+        assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
     compare(answers, expected)
 
 
@@ -191,9 +191,7 @@ async def test_replayed_tokens_have_the_log_probs_of_their_record(kind: str, arc
     async with opened_core(kind, policy, copy.deepcopy(plain)) as made:
 
         async def replay(each: GenerationRequest, record: Generation) -> list[float]:
-            rows = each.prompt_ids.tolist(), record.token_ids.tolist()
-            found: list[float] = await made.lane.run(lambda: made.engine._replay(*rows), name="engine/outputs")
-            return found
+            return await made.engine.replay(each.prompt_ids.tolist(), record.token_ids.tolist())
 
         records = await generate_all(made.engine, asked)
         found = [[await replay(*pair) for pair in zip(asked, records, strict=True)]]
@@ -226,7 +224,7 @@ async def test_a_cache_that_is_not_what_was_computed_shows_in_the_outputs() -> N
             return found
 
         core.step = forget
-        assert distance(await made.engine.outputs(), fixed_logprobs(policy)) > made.engine.bound
+        assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) > made.engine.bound.once
 
 
 class Letters:
