@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,7 +31,8 @@ BEGUN, MORE = (
     4,
     8,
 )  # tokens of every sequence, on average, before what is usual is looked at; and from there to the change
-STEPS = ("engine/decode", "engine/outputs")  # vLLM's worker compares outputs in steps of everything that runs
+# What samples tokens of all that runs: a worker with vLLM compares outputs so, too.
+STEPS = {"embedded": ("engine/decode",), "vllm": ("engine/decode", "engine/outputs")}
 
 
 async def measure_weights(job: StepJob) -> dict[str, Any]:
@@ -47,11 +49,12 @@ async def measure_weights(job: StepJob) -> dict[str, Any]:
             scope.cancel()
     lane = sorted((e for e in runtime.recorder.events() if e.track == f"{LANE_PREFIX}worker0"), key=lambda e: e.start)
     measured = turns[job.warmup_steps :]
-    seen = [_seen([e for e in lane if began <= e.start <= ended]) for began, _, _, ended in measured]
-    if not all("pause" in each for each in seen):
+    steps = STEPS[runtime.config.generation.engine]
+    found = [seen([e for e in lane if began <= e.start <= ended], steps) for began, _, _, ended in measured]
+    if not all(found):
         raise RuntimeError("requests ended before the weights had changed: --max-tokens is too small")
     return {
-        **{name: [each[name] for each in seen] for name in seen[0]},
+        **{name: [each[name] for each in found] for name in found[0]},
         "total": [1e3 * (answered - changed) for _, changed, answered, _ in measured],
         **plain,
         "load": os.getloadavg(),
@@ -78,7 +81,7 @@ async def _turn(runtime: Runtime, job: StepJob, rows: list[Any], turn: int) -> t
     async with anyio.create_task_group() as tasks:
         for group in range(job.groups_per_step):
             row = rows[(turn * job.groups_per_step + group) % len(rows)]
-            tasks.start_soon(lambda row=row: runtime.generate(row, n=job.group_size))
+            tasks.start_soon(partial(runtime.generate, row, n=job.group_size))
         usual = await until(BEGUN)
         await until(BEGUN + MORE)
         version = await lane.run(change, name="train/finish")
@@ -89,10 +92,10 @@ async def _turn(runtime: Runtime, job: StepJob, rows: list[Any], turn: int) -> t
     return usual, changed, answered, time.perf_counter()
 
 
-def _seen(lane: list[TraceEvent]) -> dict[str, float]:
+def seen(lane: list[TraceEvent], steps: tuple[str, ...]) -> dict[str, float]:
     """Of one turn, in ms. `step`: between the ends of two steps; `stop`: the same around the move, the longest; `pause`: what that
     is longer; `slice`: the longest of the preparation."""
-    own = [event._replace(name=STEPS[0]) if event.name in STEPS else event for event in lane]
+    own = [event._replace(name=steps[0]) if event.name in steps else event for event in lane]
     usual, longest = stops(own)
     slices = [event.duration for event in own if event.name == "engine/prepare"]
     binds = [event.duration for event in own if event.name == "engine/bind"]
