@@ -9,7 +9,6 @@ between the ends of two of its steps.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from functools import partial
@@ -57,7 +56,6 @@ async def measure_weights(job: StepJob) -> dict[str, Any]:
         **{name: [each[name] for each in found] for name in found[0]},
         "total": [1e3 * (answered - changed) for _, changed, answered, _ in measured],
         **plain,
-        "load": os.getloadavg(),
         "versions": versions("transformers"),
     }
 
