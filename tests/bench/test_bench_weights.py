@@ -33,7 +33,6 @@ def test_the_whole_tool_on_short_turns(
     run = written["runs"][0]["embedded"]
     assert len(run["pause"]) == len(run["total"]) == 2 and min(run["total"]) > max(run["bind"]) > 0
     assert min(run["slices"]) >= 1 and len(run["save"]) == len(run["load"]) == 3 and run["bytes"] > 0
-    assert isinstance(run["load"], list) and list(run["load"]) != list(written["runs"][0]["load"]), ()
 
 
 def wide(folder: Path) -> Path:
