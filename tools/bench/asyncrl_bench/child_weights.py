@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -91,8 +93,9 @@ async def _turn(runtime: Runtime, job: StepJob, rows: list[Any], turn: int) -> t
 
 
 def seen(lane: list[TraceEvent], steps: tuple[str, ...]) -> dict[str, float]:
-    """Of one turn, in ms. `step`: between the ends of two steps; `stop`: the same around the move, the longest; `pause`: what that
-    is longer; `slice`: the longest of the preparation."""
+    """Of one turn, in ms. `step`: between the ends of two steps, `step_longest`: the longest such time; `stop`: the longest around
+    the move, and `pause`: what that is longer than usual; `between`: the longest time around the move in which no step runs;
+    `slice`: the longest of the preparation."""
     own = [event._replace(name=steps[0]) if event.name in steps else event for event in lane]
     usual, longest = stops(own)
     slices = [event.duration for event in own if event.name == "engine/prepare"]
@@ -101,9 +104,18 @@ def seen(lane: list[TraceEvent], steps: tuple[str, ...]) -> dict[str, float]:
         return {}
     found = {
         "step": median(usual), "step_longest": max(usual), "stop": longest[0], "pause": longest[0] - median(usual),
-        "bind": binds[0], "slice": max(slices, default=0.0), "slices": len(slices) / 1e3,
+        "between": max(_between(own, steps[0])), "bind": binds[0], "slice": max(slices, default=0.0),
+        "slices": len(slices) / 1e3,
     }  # fmt: skip
     return {name: 1e3 * value for name, value in found.items()}
+
+
+def _between(own: list[TraceEvent], step: str) -> Iterator[float]:
+    """Seconds from the end of a step to the start of the next, wherever there is a slice of the preparation or the move."""
+    places = [i for i, event in enumerate(own) if event.name == step]
+    for i, j in pairwise(places):
+        if {"engine/prepare", "engine/bind"} & {event.name for event in own[i + 1 : j]}:
+            yield own[j].start - own[i].start - own[i].duration
 
 
 def run_weights(job: StepJob) -> dict[str, Any]:

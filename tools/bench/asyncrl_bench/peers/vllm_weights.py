@@ -81,7 +81,9 @@ async def change(llm: Any, module: Any, folder: str) -> dict[str, float]:
 
 
 async def main(job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, list[float]] = {name: [] for name in ("step", "pause", "bind", "total", "save", "pausing")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("step", "between", "pause", "bind", "total", "save", "pausing")
+    }
     with tempfile.TemporaryDirectory() as folder:
         module = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))
         module.save_pretrained(folder)
@@ -104,6 +106,7 @@ async def main(job: dict[str, Any]) -> dict[str, Any]:
             parts = {
                 "step": usual,
                 "pause": median(gap for _, gap in gaps) - usual,
+                "between": marks["ended"] - marks["paused"],
                 "bind": marks["reloaded"] - marks["paused"],
                 "total": marks["ended"] - marks["began"],
                 "save": marks["saved"] - marks["began"],
