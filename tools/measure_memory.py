@@ -76,7 +76,10 @@ CASES = {
     "qwen3_moe, packed": Case("qwen3_moe", _QWEN3_MOE, "packed"),
     "qwen3_moe, fused, checkpointing": Case("qwen3_moe", _QWEN3_MOE, "fused", checkpointing=True),
     "gpt_oss, fused": Case("gpt_oss", _GPT_OSS, "fused"),
+    "qwen3_moe, packed, checkpointing": Case("qwen3_moe", _QWEN3_MOE, "packed", checkpointing=True),
     "gpt_oss, packed": Case("gpt_oss", _GPT_OSS, "packed"),
+    "gpt_oss, fused, checkpointing": Case("gpt_oss", _GPT_OSS, "fused", checkpointing=True),
+    "gpt_oss, packed, checkpointing": Case("gpt_oss", _GPT_OSS, "packed", checkpointing=True),
     "qwen3_moe, fused, routes": Case("qwen3_moe", _CHOICES, "fused", 576, 64, 384, routes=True),
     "mistral, window 128, plain eager": Case("mistral", _SIZES | {"sliding_window": 128}, "plain (eager"),
     "lfm2, plain sdpa": Case(
