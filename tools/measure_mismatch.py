@@ -147,10 +147,10 @@ async def measure(files: list[str], overrides: list[str], most: int | None) -> t
 
 def judge(dtype: str, steps: list[Step]) -> tuple[str, bool]:
     """(a sentence, whether the run is within its bounds)."""
-    ours, theirs = (
-        (max(mean for mean, _ in side), max(largest for _, largest in side))
-        for side in ([step.run for step in steps], [step.oracle for step in steps])
-    )
+    import numpy as np
+
+    # (largest mean of a step, largest token); NaN where one of them is
+    ours, theirs = (np.max([getattr(step, side) for step in steps], axis=0).tolist() for side in ("run", "oracle"))
     if dtype == "float32":
         good, bound = ours[1] <= FLOAT32, f"{FLOAT32:g} for a token"
     else:
@@ -205,7 +205,8 @@ def main() -> int:
     verdict, good = judge(lines[1], steps)
     print(verdict)
     if arguments.out:
-        command = " ".join(["python tools/measure_mismatch.py", *arguments.given])
+        rows = [f"--oracle-rows {arguments.oracle_rows}"] if arguments.oracle_rows else []
+        command = " ".join(["python tools/measure_mismatch.py", *arguments.given, *rows])
         with arguments.out.open("a") as file:
             file.write("\n" + report(command, lines, steps, verdict))
     return int(not good)
