@@ -32,8 +32,8 @@ _HEAD_ROWS = {
 
 
 # oneDNN compiles a product anew for each number of rows: so many bytes, whatever the size of the weight.
-_COMPILED = 440 << 10
-_CACHED = 1024  # such products that torch and oneDNN keep, of packed weights, and as many of others
+_COMPILED = 576 << 10
+_CACHED = 768  # such products that torch and oneDNN keep, of packed weights, and as many of others; then older ones leave
 
 
 @dataclass(frozen=True, slots=True)
