@@ -3,7 +3,8 @@
 Exit codes: those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...); 130 after SIGINT,
 143 after SIGTERM and 129 after SIGHUP (a closed terminal; ignored under nohup), once the open step is aborted and the last
 committed version is checkpointed. A second signal ends the process at once, without a checkpoint; a second SIGHUP does not: a
-terminal that closes sends two. Output that nobody reads any more ends nothing.
+terminal that closes sends two. A launcher that ends is a SIGTERM to its ranks (asyncrl/distributed/launcher.py). Output that nobody
+reads any more ends nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.describe import help_text
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.distributed.launcher import Launcher, tied
 from asyncrl.errors import AsyncrlError, ConfigError, RankLost
 from asyncrl.telemetry.output import lossy_output
 
@@ -46,6 +48,7 @@ def _main(given: list[str]) -> int:
     rest = [argument for argument in given if argument != "--dry-run"]
     files, overrides = split_arguments(rest)
     try:
+        launcher = tied()
         if not files and not overrides:
             raise ConfigError(f"no configuration was given\n{USAGE}")
         config = load_config(files, overrides)
@@ -54,7 +57,7 @@ def _main(given: list[str]) -> int:
 
             print_plan(config)
             return 0
-        return run(config)
+        return run(config, launcher)
     except AsyncrlError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
         for note in getattr(error, "__notes__", []):
@@ -74,7 +77,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, []
 
 
-def run(config: Config) -> int:
+def run(config: Config, launcher: Launcher | None = None) -> int:
     """One run in this process, on uvloop where it is installed. Returns the exit code; raises `AsyncrlError`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool would fight the lane for the cores
     with _no_collections():
@@ -89,7 +92,7 @@ def run(config: Config) -> int:
         loop_factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         # asyncio's own SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
-        return runner.run(_run(config))
+        return runner.run(_run(config, launcher))
 
 
 @contextlib.contextmanager
@@ -104,7 +107,7 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-async def _run(config: Config) -> int:
+async def _run(config: Config, launcher: Launcher | None) -> int:
     import anyio
 
     from asyncrl.runtime.runtime import Runtime
@@ -118,6 +121,8 @@ async def _run(config: Config) -> int:
 
     def stop(received: signal.Signals) -> None:
         stopped.append(received)
+        if launcher is not None:
+            launcher.untie()  # before a second signal would end this process at once
         for each in handled:
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else signal.SIG_DFL)
@@ -125,8 +130,9 @@ async def _run(config: Config) -> int:
         if ring is not None:
             ring.end_intake()  # now, and not behind the checkpoint: producers that wait hear it
         scope.cancel()
+        why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
         print(
-            f"\nasyncrl: {received.name}: aborting the open step and writing a checkpoint; once more ends at once",
+            f"\nasyncrl: {why}: aborting the open step and writing a checkpoint; once more ends at once",
             file=sys.stderr,
             flush=True,
         )

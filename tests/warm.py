@@ -52,6 +52,7 @@ class Popen(subprocess.Popen[Any]):
 
     server: socket.socket | None = None
     tied = False  # it is killed when this process ends, as a child that calls `die_with_parent` is
+    orphaned = False  # its parent ends when this process ends, as if it were this process
     _status: socket.socket | None = None  # None: a child of this process, as `subprocess` makes them
     _told = b""
 
@@ -73,6 +74,7 @@ class Popen(subprocess.Popen[Any]):
             before=preexec_fn,
             inherited=list(pass_fds),
             tied_to=os.getpid() if self.tied else None,
+            orphaned=self.orphaned,
         )
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -154,6 +156,12 @@ class Tied(Popen):
     """Its parent is not this process but a guard, which kills it when this process ends."""
 
     tied = True
+
+
+class Orphaned(Popen):
+    """Its parent is not this process but a guard, which ends when this process does: a rank and its launcher."""
+
+    orphaned = True
 
 
 def of_a_node(words: Sequence[str], *, env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:

@@ -67,6 +67,7 @@ class Program:
     before: Callable[[], object] | None = None
     inherited: list[int] = field(default_factory=list)  # numbers of the descriptors that follow the first four
     tied_to: int | None = None  # the process that starts it, and is to be its parent: for the program its guard is
+    orphaned: bool = False  # its guard ends with the process that starts it
 
 
 def serve(control: socket.socket) -> Program | None:
@@ -83,7 +84,7 @@ def serve(control: socket.socket) -> Program | None:
         if guard == 0:
             control.close()
             program: Program = pickle.loads(message)
-            if _guard(descriptors[3], program.tied_to is not None):
+            if _guard(descriptors[3], tied=program.tied_to is not None, orphaned=program.orphaned):
                 os._exit(0)
             _become(program, descriptors)
             return program
@@ -98,9 +99,9 @@ def _reap(options: int) -> bool:
         return False
 
 
-def _guard(status: int, tied: bool) -> bool:
-    """True in the guard, once the program has ended; False in the program. tied: the program is killed when nobody listens at
-    `status` any more."""
+def _guard(status: int, *, tied: bool, orphaned: bool) -> bool:
+    """True in the guard, once the program has ended; False in the program. When nobody listens at `status` any more a program that
+    is `tied` is killed, and one that is `orphaned` has no guard any more."""
     os.setsid()  # signals to the program's group are not for its guard
     pid = os.fork()
     if pid == 0:
@@ -111,9 +112,11 @@ def _guard(status: int, tied: bool) -> bool:
     os.closerange(status + 1, 4096)  # else a pipe of the program would have another end
     with contextlib.suppress(OSError):
         os.write(status, f"{pid}\n".encode())
-    if tied:
+    if tied or orphaned:
         program = os.pidfd_open(pid)
         if program not in select.select([status, program], [], [])[0]:
+            if orphaned:
+                os._exit(0)
             os.kill(pid, signal.SIGKILL)
     ended = os.waitpid(pid, 0)[1]
     with contextlib.suppress(OSError):
@@ -212,7 +215,7 @@ def _children_are_forked() -> None:
     warm.Popen.server = ours
     atexit.register(os.waitpid, server, 0)
     atexit.register(ours.close)
-    handler.Popen = warm.Popen  # type: ignore[misc]
+    handler.Popen = warm.Orphaned  # type: ignore[misc]
     asyncrl.concurrency.child.subprocess = warm.in_place_of_subprocess(warm.of_a_node)  # type: ignore[assignment]
 
 

@@ -5,7 +5,7 @@ Guarantees
   given, and no others; there is nothing to read at its standard input; it finds the package `asyncrl` that we were loaded from.
 * Where a `Child` cannot be made whole, nothing of it is left.
 
-A child that calls `die_with_parent` first does not outlive us, however we end.
+A child that calls `die_with_parent` first does not outlive us, however we end; one that calls `signal_at_parents_end` hears of it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,13 @@ def die_with_parent(parent: int) -> None:
     To the kernel the parent is the thread that started us: start children from one that lives as long as they do. Where there is
     no such signal (macOS) a child has to see by other means that nobody is there any more.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # nothing of ours is open yet, and nobody is left who would read an error
+
+
+def signal_at_parents_end(number: int) -> None:
+    """From now on the kernel sends us this signal when our parent ends (the thread that started us, that is); 0: none any more.
+    One that has ended already is not told of: look at `os.getppid()` afterwards. Nothing where there is no such signal (macOS)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

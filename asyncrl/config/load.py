@@ -23,6 +23,7 @@ from asyncrl.errors import ConfigError
 
 from .fields import Knob, expected, knobs, nearest_name, sections
 from .old_names import full_name, given_twice, respelled
+from .other_names import ABSENT
 from .schema import Config
 from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
 from .section import Section
@@ -286,6 +287,9 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
 
 
 def _unknown(name: str, where: str) -> str:
+    absent = ABSENT.get(name.rpartition(".")[2])
+    if absent is not None:
+        return f"unknown key {name!r} ({where}); {absent}"
     nearest = nearest_name(name)
     advice = f"the nearest is {nearest!r}" if nearest else "nothing similar exists; --help lists all keys"
     return f"unknown key {name!r} ({where}); {advice}"

@@ -1,4 +1,5 @@
-"""What TRL's GRPOConfig, verl and the Hugging Face Trainer call our knobs, where no word of the name says so."""
+"""What TRL's GRPOConfig, verl and the Hugging Face Trainer call our knobs, where no word of the name says so; and what they
+have that is not here."""
 
 from __future__ import annotations
 
@@ -71,3 +72,17 @@ OTHER_NAMES: Mapping[str, str] = {
     "fsdp": "distributed.sharding",
     "strategy": "distributed.sharding",
 }
+
+PARALLEL = (
+    "no engine is cut over devices or processes (tensor, pipeline, expert and data parallelism of vLLM): each worker has the whole "
+    "model on one device; generation.workers, generation.devices and more ranks give more of them, which share the requests"
+)
+# Last part of a name of what there is nothing of here -> what works in its place.
+ABSENT: Mapping[str, str] = dict.fromkeys(
+    (
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+        "vllm_tensor_parallel_size", "enable_expert_parallel",
+    ),
+    PARALLEL,
+)  # fmt: skip

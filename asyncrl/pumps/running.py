@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import anyio
@@ -105,28 +106,35 @@ class Running:
         turn = parts.ledger.turn
         with parts.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
             await self._parts.published()
-        results = []
         for update in range(parts.updates):
             if parts.updates > 1:
                 await self.train(step, step.parts[update % parts.minibatches])
             await self.begin(step)  # where another rank did all the work of this step: the reduction needs everybody
             with laid_to(step.group_ids):  # which of them, the trainer does not say
                 await self._rounds.last()
-            results.append(await self._apply(step, update))
-        result = over_parts(results[-parts.minibatches :])
-        groups = tuple(owned(rows.group) if rows.leases else rows.group for rows in step.rows)
+            step.results.append(await self._apply(step, update))
         with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
-            await self._commit(step)
-            await self._report(step, groups, result)
-        for each in results:
+            groups = await self._commit(step)
+            every = [self._part(step, groups)]
+            try:
+                # Every rank comes here once after each step that it committed: a collective, like the reduction before it. The
+                # next one (of the time limit, of the next step) is asked for only afterwards.
+                every = await self._parts.gather(every[0])
+            finally:  # also where another rank is gone: a step that is committed has its line, of this rank's groups then
+                self._tell(step, groups, every)
+        for each in step.results:
             check_mismatch(each, parts.mismatch_gate)
-        await hand_on(self._publications, Publication(turn=turn, version=result.version))
+        await hand_on(self._publications, Publication(turn=turn, version=step.results[-1].version))
 
     async def close(self, step: Step) -> None:
-        """A step that was not finished: committed where it was applied, aborted where it was not."""
-        if not step.committed and (step.rows or step.begun):
-            with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
-                await (self._commit(step) if step.applied else self._abort(step))
+        """A step that was not finished: committed and told of where it was applied, aborted where it was not."""
+        if step.committed or not (step.rows or step.begun):
+            return
+        with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
+            if not step.applied:
+                return await self._abort(step)
+            groups = await self._commit(step)
+            self._tell(step, groups, [self._part(step, groups)])  # the other ranks do not come to a gathering
 
     async def _apply(self, step: Step, update: int) -> StepResult:
         """The optimizer step. Not cancelled half-way: it may have moved the weights, and then its result is wanted."""
@@ -150,7 +158,9 @@ class Running:
         finally:
             step.applied |= trainer.version > before  # also where it failed only afterwards
 
-    async def _commit(self, step: Step) -> None:
+    async def _commit(self, step: Step) -> tuple[Group, ...]:
+        """Its groups, which outlive their rows."""
+        groups = tuple(owned(rows.group) if rows.leases else rows.group for rows in step.rows)
         if step.begun:  # a later update of the same batch was cut off
             await self._parts.trainer.abort_train_step()
             step.begun = False
@@ -159,6 +169,7 @@ class Running:
         self._reroll.step_over([rows.group for rows in step.rows])
         self._replaying.store(step.rows)  # before their rows are cleared
         self._parts.book.trained(rows.group_id for rows in step.rows)
+        return groups
 
     async def _abort(self, step: Step) -> None:
         if step.begun:
@@ -166,13 +177,23 @@ class Running:
         if not step.in_doubt:
             await self._claims.give_back()
 
-    async def _report(self, step: Step, groups: tuple[Group, ...], result: StepResult) -> None:
-        """Every rank comes here once after each step that it committed: the gathering is a collective, like the reduction
-        before it. The next one (of the time limit, of the next step) is asked for only afterwards."""
+    def _tell(self, step: Step, groups: tuple[Group, ...], every: Sequence[StepPart]) -> None:
+        """The report of a step that was committed, once each. `every`: the parts of all ranks, or of those that there are."""
         seconds = anyio.current_time() - step.started
-        metrics = step_metrics(await self._parts.gather(self._part(step, groups)), step.version, result, seconds)
+        result = self._result(step)
+        metrics = step_metrics(every, step.version, result, seconds)
+        if len(every) < self._parts.ranks:
+            metrics["train/ranks_reported"] = len(every)
         advantages = {rows.group_id: np.asarray(rows.columns[ADVANTAGES]) for rows in step.rows}
         self._on_step(StepReport(result.version, result, metrics, groups, advantages))
+
+    def _result(self, step: Step) -> StepResult:
+        """Of its last pass over the batch; of what there is of that, where it was cut off."""
+        version = self._parts.trainer.version
+        done = step.results[-self._parts.minibatches :]
+        if not done:  # applied, and then the trainer failed
+            return StepResult(version, math.nan, math.nan, math.nan, tokens=0, sequences=0, microbatches=0)
+        return replace(over_parts(done), version=version)
 
     def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
         """This rank's part of the step, and what it counted since its last one."""

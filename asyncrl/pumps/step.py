@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.data.store import ADVANTAGES, Rows
-from asyncrl.types import Group, Microbatch
+from asyncrl.types import Group, Microbatch, StepResult
 
 
 @dataclass(slots=True)
@@ -19,6 +19,7 @@ class Step:
     replayed: dict[int, Group] = field(default_factory=dict)  # by the id of the group whose place it takes
     # Kept only where a batch takes several optimizer steps: one list for each of its `minibatches`.
     parts: list[list[Microbatch]] = field(default_factory=lambda: [[]])
+    results: list[StepResult] = field(default_factory=list)  # of its optimizer steps, as they are applied
     loss: Loss | None = None  # bound to this step, where the loss has to know the whole of it
     kl: list[float] = field(default_factory=list)  # sum of the KL per microbatch, where it is taken off the rewards
     rounds: int = 0  # that this rank joined while the step filled (rounds.py)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -131,8 +131,11 @@ class PlainCore:
     def forget_caches(self) -> None:
         self.recomputed += 1
 
+    def prepare(self, buffer: Tensor) -> tuple[int, Iterator[None]]:
+        return 0, iter(())
+
     @torch.no_grad()
-    def bind(self, buffer: Tensor) -> None:
+    def bind(self, buffer: Tensor, *, prepared: bool = False) -> None:
         views = dict(self._policy.weights.layout().views(buffer))
         for name, parameter in self._plain.named_parameters():
             parameter.copy_(views[name])

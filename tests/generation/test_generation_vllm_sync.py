@@ -67,7 +67,7 @@ async def test_weights_that_arrive_otherwise_are_told_to_the_node(
     try:
         async with opened_core("vllm", policy, plain) as made:
             server = Server(theirs, made.engine, made.lane, reader, producer)
-            made.cores[0].bind = lambda _: way(made.cores[0], policy)
+            made.cores[0].bind = lambda _, **__: way(made.cores[0], policy)
             version = change_weights(policy)
             owner.write(version % 2, version, policy.weights.working)
             await server.move(version, version % 2, fixed_logprobs(policy))

@@ -190,8 +190,9 @@ class House:
         assert store.rows == store.bytes == 0, f"rows left in the store: {store}"
         applied = -(-self.trainer.version // self.plan.versions)  # a batch cut off half-way counts
         assert applied == books.turn, "an applied optimizer step is not in the ledger's books"
-        if self.plan.versions == 1 and (self.error is None or isinstance(self.error, asyncio.CancelledError)):
-            assert len(self.reports) == books.turn, "an applied step went unreported"
+        assert len(self.reports) == books.turn, "an applied step went unreported, or was reported twice"
+        told = [report.version for report in self.reports]
+        assert told == sorted(set(told)) and (told or [0])[-1] == self.trainer.version, (told, self.trainer.version)
         if self.error is None:
             assert books.held == 0, "a published step kept its slots"
 

@@ -149,4 +149,8 @@ def test_a_gathering_that_fails_ends_the_run_with_its_step_in_the_books() -> Non
 
     house = live(Plan(groups_per_step=2, max_steps=4), ports=with_another_rank(gathered, fails_at=1))
     assert isinstance(house.error, ConnectionError)
-    assert house.trainer.version == house.books.turn == 2 and len(house.reports) == 1
+    assert house.trainer.version == house.books.turn == 2
+    told, alone = house.reports
+    assert told.metrics["train/groups"] == 3
+    assert alone.metrics["train/groups"] == len(alone.groups) == 2  # what this rank knows of it
+    assert alone.metrics["loss"] == alone.result.loss

@@ -3,6 +3,7 @@
 commit      before the shared ledger hears of its commit: the other rank makes that
 committed   when it has made it: the other rank waits for that before its own
 say         both have committed, and it does not come to say where it is
+line        it has committed, and its line is about to be written
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+from typing import Any
 
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.runtime import positions
+from asyncrl.telemetry.sinks import JsonlSink
 
 rank, step, moment = os.environ["KILLED"].split()
-dies = os.environ["RANK"] == rank
-commit, say = StoreLedger.commit, positions.Positions.say
+dies = os.environ.get("RANK", "0") == rank
+commit, say, write = StoreLedger.commit, positions.Positions.say, JsonlSink.write
 
 
 def reached(now: str, number: int) -> None:
@@ -38,6 +41,12 @@ def saying(self: positions.Positions, version: int, *books: object, **more: obje
     return say(self, version, *books, **more)  # type: ignore[arg-type]
 
 
+def writing(sink: JsonlSink, version: int, *line: Any) -> None:
+    reached("line", version)
+    write(sink, version, *line)
+
+
+JsonlSink.write = writing  # type: ignore[method-assign]
 StoreLedger.commit = committing  # type: ignore[method-assign]
 positions.Positions.say = saying  # type: ignore[assignment,method-assign]
 positions.GATHER_TIMEOUT_S = 0.5  # it is dead: nothing comes any more

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import REAL, Process, start_two
+from runtime_helpers import REAL, Process, metrics_of, start_two, write_yaml
 
 KILLED, RANK = (str(Path(__file__).with_name(name)) for name in ("runtime_killed.py", "runtime_rank.py"))
 GROUPS, STEP = 4, 5
@@ -57,6 +57,10 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
         end(ranks)
     found, before = trained(run)
     assert found == version and len(before) == GROUPS * version, first.output
+    lines = metrics_of(run)
+    assert [line["step"] for line in lines] == list(range(1, STEP + 1))  # the one that no other rank could report, too
+    assert [line.get("train/ranks_reported") for line in lines[:-1]] == [None] * (STEP - 1)
+    assert lines[-1].get("train/ranks_reported") == (None if moment == "say" else 1)
 
     tree["train"] = tree["train"] | {"max_steps": version + 3}
     ranks = start_two(tmp_path, tree | {"resume": True}, (RANK,), RANK_WEIGHTS=str(tmp_path))
@@ -68,3 +72,19 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     since = [group for dump in dumps for step in dump["groups"] for group in step]
     assert len(since) == len(set(since)) == GROUPS * 3 and before.isdisjoint(since)
     assert trained(run) == (version + 3, before.union(since))
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, version + 4))
+
+
+def test_a_run_that_is_killed_before_the_line_of_a_step_writes_each_once(tmp_path: Path) -> None:
+    """The step is in the books, and no checkpoint has it: it is trained again, and has its line then."""
+    tree: dict[str, Any] = ENDLESS | {"checkpoint": {"every": 2}}
+    run = tmp_path / "runs/run"
+    settings = f"run.dir={tmp_path}/runs"
+    killed = Process(tmp_path, str(write_yaml(tmp_path, tree)), settings, program=(KILLED,), KILLED=f"0 {STEP} line")
+    assert killed.wait() == -signal.SIGKILL, killed.output
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, STEP))
+
+    tree["train"] = tree["train"] | {"max_steps": STEP + 2}
+    resumed = Process(tmp_path, str(write_yaml(tmp_path, tree | {"resume": True})), settings)
+    assert resumed.wait() == 0, resumed.output
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, STEP + 3))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import warm
@@ -206,6 +207,23 @@ def test_torchrun_that_is_stopped_leaves_a_checkpoint(
     assert stop(process, signal.SIGTERM) != 0
     assert "SIGTERM: aborting the open step" in process.output
     assert last_checkpoint(run, process) >= 3
+
+
+def test_ranks_whose_launcher_is_killed_end_in_good_order(tmp_path: Path) -> None:
+    """Nobody is there any more who would stop them."""
+    process = Process(tmp_path, str(write_yaml(tmp_path, endless())), program=(*TORCHRUN, "2", "-m", "asyncrl.main"))
+    run = tmp_path / "runs/run"
+    process.wait_until(lines_at_least(run, 3), "third step")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert [each.name() for each in family].count("asyncrl.main") == 2
+    process.send(signal.SIGKILL)
+    process.wait()
+    left = psutil.wait_procs(family, timeout=SECONDS)[1]
+    for each in left:
+        each.kill()
+    assert not left, process.output
+    assert "has ended: aborting the open step" in process.output
+    assert last_checkpoint(run, process) >= metrics_of(run)[-1]["step"] >= 3
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

@@ -162,8 +162,10 @@ class VllmEngine(OwnedEngine):
         max_context: int,
         kv_positions: int | None = None,
         kv_after_update: Literal["keep", "recompute"] = "keep",
+        packs_ahead: bool = True,
     ) -> None:
-        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens."""
+        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens. `packs_ahead`: the
+        next version is laid out beside the one in use, which takes the memory of packed weights twice; else a move does it."""
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
@@ -173,10 +175,12 @@ class VllmEngine(OwnedEngine):
         self.tokenizer = tokenizer
         self._open_core = open_core
         self._recompute = kv_after_update == "recompute"
+        self._packs_ahead = packs_ahead
         self._numbers = itertools.count()
         self._changes: deque[tuple[int, Running | None]] = deque()  # a slot and what runs in it; None: it went
         # The rest is the lane's.
         self._core: Any = None
+        self._prepared: tuple[int, int] | None = None  # (address of the half, version) that the core has laid out
         self._sampler = Sampler()
         self._slots: dict[int, Running] = {}
         self._names: dict[str, int] = {}  # of what the core has -> slot
@@ -210,12 +214,21 @@ class VllmEngine(OwnedEngine):
         self._core = self._open_core(self._choose)
 
     def prepare(self, half: Tensor, version: int) -> tuple[int, Iterator[None]]:
-        """Nothing: vLLM packs its layers in place."""
-        return 0, iter(())
+        """See `Serving`."""
+        if not self._packs_ahead:
+            return 0, iter(())
+        count, pieces = self._core.prepare(half)
+        return count, self._preparing(pieces, (half.data_ptr(), version))
+
+    def _preparing(self, pieces: Iterator[None], what: tuple[int, int]) -> Iterator[None]:
+        self._prepared = None
+        yield from pieces
+        self._prepared = what
 
     def move_to(self, half: Tensor, version: int) -> None:
         """Every later token comes from the weights in `half`, which are `version`. On the lane."""
-        self._core.bind(half)
+        prepared, self._prepared = self._prepared == (half.data_ptr(), version), None
+        self._core.bind(half, prepared=prepared)
         self.version = version
         if self._recompute:
             self._core.forget_caches()
