@@ -33,7 +33,9 @@ _HEAD_ROWS = {
 
 # oneDNN compiles a product anew for each number of rows: so many bytes, whatever the size of the weight.
 _COMPILED = 576 << 10
-_CACHED = 768  # such products that torch and oneDNN keep, of packed weights, and as many of others; then older ones leave
+_CACHED = (
+    768  # such products that torch and oneDNN keep, of packed weights, and as many of others; then older ones leave
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,11 @@ meet. Its kernels for CPUs take rows that lie one after another (they do not loo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -19,9 +22,13 @@ def use_kernels(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is RMSNorm and module.has_weight and module.variance_size_override is None:
             if module.hidden_size % _VECTOR == 0:
-                module._forward_method = _Norm(module)
+                _run(module, _Norm(module))
         elif type(module) is SiluAndMul:
-            module._forward_method = _silu_and_mul
+            _run(module, _silu_and_mul)
+
+
+def _run(layer: CustomOp, forward: Callable[..., object]) -> None:
+    layer._forward_method = forward
 
 
 class _Norm:
@@ -50,7 +57,8 @@ def _silu_and_mul(x: Tensor) -> Tensor:
     """`silu(x[..., :d]) * x[..., d:]`"""
     size = x.shape[-1] // 2
     if not x.is_contiguous() or size % _VECTOR:
-        return SiluAndMul.forward_native(x)
+        plain: Tensor = SiluAndMul.forward_native(x)
+        return plain
     out = x.new_empty((*x.shape[:-1], size))
     torch.ops._C.silu_and_mul(out, x)
     return out
