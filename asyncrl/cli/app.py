@@ -1,11 +1,16 @@
-"""The console script: `asyncrl run x.yaml a.b=c`, `asyncrl bench step`, `asyncrl shm`."""
+"""The console script: `asyncrl run x.yaml a.b=c`, `asyncrl bench step`, `asyncrl shm`.
+
+Of every command: output that nobody reads any more (`| head -1`) is dropped without a word, and Ctrl-C ends it without a traceback.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from asyncrl import __version__
+from asyncrl.telemetry.output import lossy_output
 
 USAGE = """\
 asyncrl: asyncio-native reinforcement-learning post-training
@@ -93,8 +98,15 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes as in `asyncrl.errors`; 2 for an unknown command."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Exit codes as in `asyncrl.errors`; 2 for an unknown command, 130 where Ctrl-C ended one."""
+    with lossy_output():
+        try:
+            return _main(list(sys.argv[1:] if arguments is None else arguments))
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+
+
+def _main(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0

@@ -23,8 +23,3 @@ def check_generation(config: Config) -> Iterator[str]:
             "generation.engine is vllm but model.dtype is float64, in which vLLM does not compute; use float32 or bfloat16, or "
             "generation.engine=embedded"
         )
-    if config.distributed.sharding == "fsdp":
-        yield (
-            "generation.engine is vllm but distributed.sharding is fsdp, whose gathered weights have not been compared with "
-            "vLLM's; use generation.engine=embedded"
-        )

@@ -293,12 +293,11 @@ def set_attention(module: PreTrainedModel, implementation: str) -> None:
         raise ConfigError(
             f"model.path: {type(module).__name__} does not take {implementation} attention: {str(error).partition('. ')[0]}"
         ) from error
-    parts = {type(part).__name__: part.config for part in module.modules() if isinstance(part, PreTrainedModel)}
-    for name, config in parts.items():
-        if config._attn_implementation != implementation:
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation != implementation:
             raise ConfigError(
-                f"model.path: {name} keeps its own attention ({config._attn_implementation}): it is outside of transformers' "
-                "attention interface"
+                f"model.path: {type(part).__name__} keeps its own attention ({part.config._attn_implementation}): it is outside of "
+                "transformers' attention interface"
             )
 
 

@@ -88,8 +88,8 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
-        # Its packed weights, or at first its plain ones.
-        each, ahead = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS, 0
+        # Its packed weights, or at first its plain ones; and those of the next version.
+        each, ahead = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS, board // 2
     return {
         "weight_board": board,
         "workers": placement.workers * each,

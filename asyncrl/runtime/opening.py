@@ -15,6 +15,8 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import EMBEDDED_GROUPS
+from asyncrl.data.prompts_files import Rows
+from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.distributed.world import World
 from asyncrl.pumps.pipeline import StepReport
@@ -55,7 +57,9 @@ async def open_run(
     """`stages`: for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost; as the
     model's loading."""
     base, saved = await _found(given, recorder, listeners, stages, stack)
-    built = await _build(given, base, saved, stack)
+    stages.begin("reading the prompts")
+    rows = None if given.prompts is None else await offload(lambda: load_rows(given.prompts), "prompts")
+    built = await _build(given, base, saved, stack, rows)
     stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
     stages.lanes.extend(built.lanes)  # only now: loading a model may take longer than any closure may later
     base.journal.rates = built.rates
@@ -63,7 +67,7 @@ async def open_run(
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
         prompts, held_out = await offload(
-            lambda: load_prompts(base.config, built.tokenizer, base.world, given.prompts), "prompts"
+            lambda: load_prompts(base.config, built.tokenizer, base.world, rows), "prompts"
         )
     stages.begin("restoring the checkpoint")
     if saved is not None:
@@ -100,7 +104,9 @@ async def _found(
         opened = await offload(lambda: directory.open(config, leader=world.is_first), "run-directory")
     saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
     version = saved.version if saved else 0
-    journal = stack.enter_context(Journal(config, directory if world.is_first else None, recorder, version))
+    journal = Journal(config, directory if world.is_first else None, recorder, version)
+    await stack.enter_async_context(journal)
+    stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(journal.live.status)
     for line in (*settled.lines, *opened, *(saved.lines if saved else ())):
         journal.live.note(line)
@@ -128,10 +134,13 @@ async def _resolve(given: Given, settled: Settled, world: World) -> Config:
     return config
 
 
-async def _build(given: Given, base: Foundation, saved: SavedRun | None, stack: AsyncExitStack) -> Built:
+async def _build(
+    given: Given, base: Foundation, saved: SavedRun | None, stack: AsyncExitStack, rows: Rows | None
+) -> Built:
     turn, version = (saved.turn, saved.version) if saved else (0, 0)
     first_group = EMBEDDED_GROUPS + base.world.rank if saved is None else saved.next_group(base.world.rank)
     logs = None if base.directory is None else base.directory.workers
-    site = Site(base.config, base.world, base.device, base.recorder, stack, base.stages.say, logs)
+    own = given.overrides.environment is not None
+    site = Site(base.config, base.world, base.device, base.recorder, stack, base.stages.say, logs, rows, own)
     base.stages.begin("opening the ledger")
     return await Builder(site).build(given.overrides, turn, version, first_group)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncrl.config.schema import Config
+from asyncrl.data.prompts_files import Rows
 from asyncrl.distributed.world import World
 from asyncrl.ports import Engine, Trainer, WeightSink
 from asyncrl.pumps.rounds import Round
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where the parts of a rank are built. `say`: hears what goes on, a stage and its counts, from any thread. `logs`: the folder
-    for what workers print."""
+    for what workers print. `rows`: prompts that the program brings, in the place of `data.train`; `own_environment`: whether it
+    brings one."""
 
     config: Config
     world: World
@@ -39,6 +41,8 @@ class Site:
     stack: AsyncExitStack  # whatever has to be closed, in the order in which it was opened
     say: Say
     logs: Path | None
+    rows: Rows | None = None
+    own_environment: bool = False
 
 
 @dataclass(frozen=True, slots=True)

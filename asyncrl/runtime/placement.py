@@ -11,7 +11,7 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.versions import require_vllm
+from asyncrl.generation.vllm.versions import refuse_ranks, require_vllm
 
 _CPU = torch.device("cpu")
 
@@ -55,7 +55,10 @@ def place(config: Config, device: torch.device, world: World) -> Placement:
         line = f"generation: shared, on the trainer's {device} ({why})"
         return Placement((), 0, config.threads or cores, line, trainer)
     _refuse(config, device)
-    engine = f" with vLLM {require_vllm()}" if vllm else ""
+    engine = ""
+    if vllm:
+        engine = f" with vLLM {require_vllm()}"
+        refuse_ranks()
     devices = _devices(config, trainer, world, spare)
     count, mine = len(devices), cores // world.local_world_size
     per_worker = generation.threads or max(1, mine // (count + 1))

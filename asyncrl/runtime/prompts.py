@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
-from asyncrl.data.prompts_files import is_local
+from asyncrl.data.prompts_files import Rows
 from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
@@ -26,29 +26,31 @@ class PromptLengths:
     how: str
 
 
-def measure_prompts(config: Config) -> PromptLengths:
-    """Of the prompts in files, with the run's tokenizer; the configured limit where they come from somewhere else.
+def measure_prompts(config: Config, given: Rows | None = None, own_environment: bool = False) -> PromptLengths:
+    """Of the run's prompts, with its tokenizer: rows of files, of functions and of the hub, which a run has read by then
+    (inputs.py). The configured limit where nobody can list them. `given`: rows instead of `data.train`; `own_environment`: the
+    program brings one.
 
     A prompt that turns out longer is served all the same: its sequence waits for room. Errors: DataError, ConfigError.
     """
     limit = config.data.max_prompt_tokens
-    sources = [config.data.train, config.data.eval if config.evaluate.every is not None else None]
-    files = [source for source in sources if source is not None and is_local(source)]
-    unknown = PromptLengths(
-        limit, "data.max_prompt_tokens: the prompts are not files that could be read before the run"
-    )
-    if config.rollout.environment != "single_turn":
+    if own_environment or config.rollout.environment != "single_turn":
         return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
-    if not files or len(files) < sum(source is not None for source in sources):
-        return unknown
+    if given is None and config.data.train is None:
+        return PromptLengths(limit, "data.max_prompt_tokens: the prompts come from outside, while the run goes on")
     from asyncrl.models.loading import load_tokenizer_of  # transformers takes seconds to import
 
     tokenizer = load_tokenizer_of(config.model)
+    sources = [] if given is None else [given]
+    for name in (config.data.train if given is None else None, config.data.eval if config.evaluate.every else None):
+        if name is not None:
+            sources.append(rows_of(name))
     cut = {} if config.data.overlong == "skip" else {"overlong": "cut"}  # what is refused is told by `load_prompts`
-    found = [PromptSource(rows_of(file), tokenizer, config.data.model_copy(update=cut)) for file in files]
+    found = [PromptSource(rows, tokenizer, config.data.model_copy(update=cut)) for rows in sources]
     longest, seen = zip(*(source.longest() for source in found), strict=True)
     rows = sum(len(source) for source in found)
-    return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts")
+    sampled = "" if sum(seen) == rows else ", a sample; a longer one waits for room"
+    return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts{sampled}")
 
 
 def first_prompts(config: Config, count: int) -> list[tuple[Prompt, str]]:
@@ -65,14 +67,18 @@ def first_prompts(config: Config, count: int) -> list[tuple[Prompt, str]]:
     return [(prompt, tokenizer.decode(prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
 
 
-def load_prompts(config: Config, tokenizer: Any, world: World, given: Any) -> tuple[PromptSource | None, list[Prompt]]:
+def load_prompts(
+    config: Config, tokenizer: Any, world: World, given: Rows | None
+) -> tuple[PromptSource | None, list[Prompt]]:
     """(the cursor over the training prompts, the held-out prompts). None: groups come from outside (embedding, `door.ring`).
 
     `given`: rows instead of `data.train`. Errors: DataError, over-long prompts under `overlong: refuse` included.
     """
-    rows: Any = given if given is not None else config.data.train
-    if rows is None and config.train.kind == "dry_run" and config.door.ring is None:
-        rows = dry.rows()
+    rows = given
+    if rows is None and config.data.train is not None:
+        rows = rows_of(config.data.train)
+    elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
+        rows = load_rows(dry.rows())
     prompts = None if rows is None else _source(rows, config, tokenizer, world)
     held_out: list[Prompt] = []
     if config.data.eval is not None and config.evaluate.every is not None:
@@ -83,9 +89,9 @@ def load_prompts(config: Config, tokenizer: Any, world: World, given: Any) -> tu
     return prompts, held_out
 
 
-def _source(rows: Any, config: Config, tokenizer: Any, world: World) -> PromptSource:
+def _source(rows: Rows, config: Config, tokenizer: Any, world: World) -> PromptSource:
     prompts = PromptSource(
-        rows_of(rows) if isinstance(rows, str) else load_rows(rows),
+        rows,
         tokenizer,
         config.data,
         seed=config.seed,

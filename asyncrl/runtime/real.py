@@ -45,7 +45,7 @@ async def open_real(site: Site) -> Parts:
     say(placement.line)
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
     say("measuring prompts and memory")
-    prompts = await offload(lambda: measure_prompts(config), "prompts")
+    prompts = await offload(lambda: measure_prompts(config, site.rows, site.own_environment), "prompts")
     ranks = world.world_size
     needed, packs_ahead = await offload(
         lambda: check_memory(config, device, ranks, prompts, placement=placement), "memory"

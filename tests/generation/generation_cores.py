@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.vllm.engine import Made, VllmEngine
 from asyncrl.generation.vllm.versions import installed_version, load_adapter
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.routing import RoutesShape
+from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.telemetry.recorder import Recorder
 
 VOCABULARY = 97
@@ -131,8 +131,11 @@ class PlainCore:
     def forget_caches(self) -> None:
         self.recomputed += 1
 
+    def prepare(self, buffer: Tensor) -> tuple[int, Iterator[None]]:
+        return 0, iter(())
+
     @torch.no_grad()
-    def bind(self, buffer: Tensor) -> None:
+    def bind(self, buffer: Tensor, *, prepared: bool = False) -> None:
         views = dict(self._policy.weights.layout().views(buffer))
         for name, parameter in self._plain.named_parameters():
             parameter.copy_(views[name])
@@ -224,7 +227,7 @@ async def opened_core(
 
     threads = torch.get_num_threads, torch.set_num_threads  # vLLM replaces the second one for good
     recorder = Recorder(nvtx=False)
-    made = Made(policy.dtype, VOCABULARY, (), routes)
+    made = Made(policy.dtype, VOCABULARY, (), routes, has_experts(policy.module))
     try:
         async with (
             ThreadLane("test", recorder) as lane,

@@ -31,13 +31,34 @@ def config_of(*overrides: str) -> Any:
     [
         (("generation.placement=shared",), "generation.engine is vllm but generation.placement is shared"),
         (("model.dtype=float64",), "generation.engine is vllm but model.dtype is float64"),
-        (("distributed.sharding=fsdp",), "generation.engine is vllm but distributed.sharding is fsdp"),
         (("engine.kind=dry_run", "train.kind=dry_run"), "generation.engine is vllm but engine.kind is dry_run"),
     ],
 )
 def test_settings_that_vllm_cannot_meet_are_refused_by_name(overrides: tuple[str, ...], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve(config_of(*overrides))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generation.tensor_parallel_size", "engine.pipeline_parallel_size", "generation.data_parallel_size",
+        "generation.enable_expert_parallel", "vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size",
+    ],
+)  # fmt: skip
+def test_one_engine_over_many_devices_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}'.*no engine is cut over devices.*generation.workers"):
+        config_of(f"{name}=2")
+
+
+def test_ranks_of_vllms_own_are_refused_where_the_engine_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine would wait for others that nobody starts."""
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"VLLM_DP_SIZE=2.*no engine is cut over devices.*generation.workers"):
+        place(resolve(config_of()), torch.device("cpu"), World.from_env())
+    monkeypatch.setenv("VLLM_DP_SIZE", "1")
+    assert place(resolve(config_of()), torch.device("cpu"), World.from_env()).workers == 1
 
 
 @pytest.mark.parametrize(

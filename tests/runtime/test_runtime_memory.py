@@ -15,7 +15,9 @@ from asyncrl.config.resolve import resolve, slots
 from asyncrl.config.schema import Config
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts_sources import load_rows
 from asyncrl.errors import PlatformError
+from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.embedded.sequences import Sequences
 from asyncrl.generation.worker.engine import ring_bytes
 from asyncrl.models.loading import parameter_count
@@ -54,16 +56,76 @@ def test_the_cache_is_for_the_prompts_that_are_there(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("source", ["function", "environment", "ring"])
+def sources(folder: Path, kind: str) -> str:
+    """What `data.train` names: code that gives 30 prompts of 4 to 9 tokens."""
+    made = {
+        "list": "rows",
+        "generator": "(row for row in rows)",
+        "by number": "ByNumber()",
+        "datasets": "__import__('datasets').Dataset.from_list(rows)",
+    }
+    place = folder / "given.py"
+    place.write_text(
+        "rows = [{'prompt': 'a' * (3 + i % 6), 'answer': '1'} for i in range(30)]\n"
+        "class ByNumber:\n"
+        "    def __len__(self): return len(rows)\n"
+        "    def __getitem__(self, index): return rows[index]\n"
+        f"def train(): return {made[kind]}\n"
+    )
+    return f"{place}:train"
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "by number", "datasets"])
+def test_prompts_that_code_gives_are_measured(tmp_path: Path, kind: str) -> None:
+    config = with_file(tmp_path, [3])
+    files = measure_prompts(with_file(tmp_path, [3 + i % 6 for i in range(30)]))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"train": sources(tmp_path, kind)})})
+    prompts = measure_prompts(config)
+    assert prompts.longest == files.longest < 20 and prompts.how == "the longest of 30 of 30 prompts"
+    assert f"prompts of up to {prompts.longest} tokens (the longest of 30 of 30 prompts)" in plan(config)
+
+
+def test_rows_that_code_makes_at_each_access_are_few() -> None:
+    """A puzzle that is generated may take milliseconds."""
+    made: list[int] = []
+
+    class Puzzles:
+        def __len__(self) -> int:
+            return 5000
+
+        def __getitem__(self, index: int) -> dict[str, str]:
+            made.append(index)
+            return {"prompt": "x" * 9}
+
+    source = PromptSource(load_rows(Puzzles()), ByteTokenizer())
+    made.clear()
+    assert source.longest() == (9, 200) and len(made) == 200
+
+
+async def test_a_run_makes_room_for_the_prompts_that_a_program_brings(tmp_path: Path) -> None:
+    """Not for `data.max_prompt_tokens`; a generator is read once, and all of it is played."""
+    given = ("data.max_prompt_tokens=500", "train.tokens_per_microbatch=600", "train.max_steps=1")
+    config = config_of(tmp_path, *given, "engine.max_sequences=64", base=REAL | {"data": {}})
+    async with Runtime(config, prompts=({"prompt": "ab=", "answer": "a"} for _ in range(9)), write=False) as runtime:
+        engine = runtime.built.ports.engine
+        assert len(runtime.built.tokenizer.encode("ab=")) == 3
+        assert isinstance(engine, EmbeddedEngine) and engine.kv_positions == 64 * (3 + 8)
+        assert (await runtime.run()).version == 1
+
+
+def test_a_sample_of_prompts_is_said_to_be_one(tmp_path: Path) -> None:
+    prompts = measure_prompts(with_file(tmp_path, [3] * 1500))
+    assert prompts.how == "the longest of 1000 of 1500 prompts, a sample; a longer one waits for room"
+
+
+@pytest.mark.parametrize("source", ["environment", "own environment", "ring"])
 def test_prompts_that_nobody_can_read_before_count_at_their_limit(tmp_path: Path, source: str) -> None:
     config = with_file(tmp_path, [3])
-    if source == "function":
-        config = config.model_copy(update={"data": config.data.model_copy(update={"train": f"{MODEL}:rows"})})
-    elif source == "environment":
+    if source == "environment":
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": "a.py:Agent"})})
-    else:
+    elif source == "ring":
         config = config.model_copy(update={"data": config.data.model_copy(update={"train": None})})
-    prompts = measure_prompts(config)
+    prompts = measure_prompts(config, own_environment=source == "own environment")
     assert prompts.longest == 500 and prompts.how.startswith("data.max_prompt_tokens: ")
 
 
@@ -113,7 +175,8 @@ def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) 
     weights = ours["weight_board"] // 2
     assert theirs["workers"] == 2 * (weights + 4 * 32 * position + (900 << 20))
     assert {**theirs, "workers": ours["workers"], "packed_ahead": ours["packed_ahead"]} == ours
-    assert ours["packed_ahead"] == 2 * ours["packed_weights"] and theirs["packed_ahead"] == 0
+    assert ours["packed_ahead"] == 2 * ours["packed_weights"]
+    assert theirs["packed_ahead"] == theirs["weight_board"]  # a half for each of two workers
 
 
 def full_groups(count: int, size: int, prompt: int, completion: int, shape: RoutesShape) -> list[Group]:

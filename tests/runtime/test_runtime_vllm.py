@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from runtime_helpers import REAL, Process, metrics_of, rollouts_of, write_yaml
+import torch
+from runtime_helpers import REAL, Process, config_of, equal_weights, metrics_of, rollouts_of, write_yaml
+from test_runtime_sharded import DUMP, FAST, SHARDED, TORCHRUN
 from test_runtime_workers import gone, left, run, workers_of
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, WorkerDied
 from asyncrl.generation.vllm.versions import installed_version
 from asyncrl.runtime.runtime import Runtime
 
@@ -57,6 +62,40 @@ async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(
     assert not left()
 
 
+@pytest.mark.parametrize("more", [(), (EXPERTS, "algorithm.router_replay=true")])
+def test_two_ranks_with_cut_masters_sample_from_the_weights_that_all_train(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """Each rank gathers the weights of all into a board of its own, which its worker reads. (Which rank plays which group is a
+    matter of time, so two runs are not compared: each token is, with the trainer that has the very weights.)"""
+    tree = SHARDED | FAST | {"model": WIDE["model"], "preset": "sync", "checkpoint": {"save_final": False}}
+    path = str(write_yaml(tmp_path, tree))
+    ranks = Process(tmp_path, path, *VLLM, *more, RANK_WEIGHTS=str(tmp_path), program=(*TORCHRUN, DUMP))
+    try:
+        assert ranks.wait(300) == 0, ranks.output
+    finally:
+        ranks.kill()
+    one, other = (torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert one["version"] == other["version"] == 4 and equal_weights(one["weights"], other["weights"])
+    lines = metrics_of(tmp_path / "runs/run")
+    assert len(lines) == 4 and max(line["mismatch/current_mean"] for line in lines) < 5e-5
+    compared = [line["weights/outputs_nats"] for line in lines if "weights/outputs_nats" in line]
+    assert compared and max(compared) < 5e-5
+    for rank in (0, 1):
+        assert "vLLM" in (tmp_path / f"runs/run/workers/rank_{rank}/worker-0.log").read_text()
+
+
+async def test_experts_in_bfloat16_are_trained_with_vllm(tmp_path: Path) -> None:
+    """Both round, each in its way, and tokens are tipped over to other experts; replayed they are not."""
+    more = ("preset=sync", "model.dtype=bfloat16", EXPERTS, "algorithm.router_replay=true")
+    summary = await run(tmp_path / "apart", *VLLM, *more, base=WIDE)
+    assert summary.version == 4 and not left()
+    lines = metrics_of(tmp_path / "apart/runs/run")
+    assert all(line["moe/unreplayed_tokens"] == 0 and line["mismatch/current_mean"] < 0.05 for line in lines)
+    compared = [line["weights/outputs_nats"] for line in lines if "weights/outputs_nats" in line]
+    assert compared and 0 < max(compared) < 0.3
+
+
 async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path) -> None:
     killed: list[int] = []
 
@@ -86,6 +125,30 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
         assert not psutil.wait_procs(started, timeout=30)[1]
     finally:
         node.kill()
+
+
+async def test_a_worker_that_is_killed_while_it_starts_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While vLLM builds its model in a folder of its own."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    configured = config_of(tmp_path, *VLLM, base=WIDE)
+
+    def kill() -> None:
+        while not list(temporary.glob("asyncrl-vllm-*/config.json")):
+            time.sleep(0.002)
+        worker = [each for each in psutil.Process().children() if "asyncrl.generation.worker.main" in each.cmdline()]
+        os.kill(worker[0].pid, signal.SIGKILL)
+
+    killing = asyncio.create_task(asyncio.to_thread(kill))
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        async with Runtime(configured):
+            pytest.fail("it was opened")
+    await killing
+    assert not list(temporary.glob("asyncrl-*")) and not left()
 
 
 async def test_a_model_that_is_run_on_the_plain_path_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from asyncrl.generation.embedded.stops import StopStrings, Tokenizer
 from asyncrl.generation.life import WHO
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
-from asyncrl.models.outputs import fixed_row
+from asyncrl.models.outputs import DECODED, bound_of, fixed_row
 from asyncrl.models.routing import RoutesShape
 from asyncrl.records.routes import MISSING
 from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArray, SamplingParams
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 _HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
 _REPLAY = "replay"
-_DECODED = 4  # tokens of the fixed row that are decoded one by one; those before them are a prompt
-# Nats on average over the fixed row. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
+# Nats, as `models.outputs.Bound`. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
+_SLICE_S = 0.0035  # and a piece more: requests wait for 4 ms at most
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
 
@@ -56,13 +56,14 @@ Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion; `routes`:
-    of the model, where it is recorded which experts each token went to."""
+    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion; `routed`:
+    tokens choose experts; `routes`: of the model, where it is recorded which ones each token went to."""
 
     dtype: torch.dtype
     vocabulary: int
     stop_ids: tuple[int, ...]
     routes: RoutesShape | None = None
+    routed: bool = False
 
 
 class Running:
@@ -162,21 +163,26 @@ class VllmEngine(OwnedEngine):
         max_context: int,
         kv_positions: int | None = None,
         kv_after_update: Literal["keep", "recompute"] = "keep",
+        packs_ahead: bool = True,
     ) -> None:
-        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens."""
+        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens. `packs_ahead`: the
+        next version is laid out beside the one in use, which takes the memory of packed weights twice; else a move does it."""
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
         self.made = made
-        self.dtype, self.bound = made.dtype, BOUNDS[made.dtype]
+        self.dtype, self.bound = made.dtype, bound_of(BOUNDS, made.dtype, made.routed)
+        self.longest_slice_s = _SLICE_S
         self.version = -1
         self.tokenizer = tokenizer
         self._open_core = open_core
         self._recompute = kv_after_update == "recompute"
+        self._packs_ahead = packs_ahead
         self._numbers = itertools.count()
         self._changes: deque[tuple[int, Running | None]] = deque()  # a slot and what runs in it; None: it went
         # The rest is the lane's.
         self._core: Any = None
+        self._prepared: tuple[int, int] | None = None  # (address of the half, version) that the core has laid out
         self._sampler = Sampler()
         self._slots: dict[int, Running] = {}
         self._names: dict[str, int] = {}  # of what the core has -> slot
@@ -210,12 +216,21 @@ class VllmEngine(OwnedEngine):
         self._core = self._open_core(self._choose)
 
     def prepare(self, half: Tensor, version: int) -> tuple[int, Iterator[None]]:
-        """Nothing: vLLM packs its layers in place."""
-        return 0, iter(())
+        """See `Serving`."""
+        if not self._packs_ahead:
+            return 0, iter(())
+        count, pieces = self._core.prepare(half)
+        return count, self._preparing(pieces, (half.data_ptr(), version))
+
+    def _preparing(self, pieces: Iterator[None], what: tuple[int, int]) -> Iterator[None]:
+        self._prepared = None
+        yield from pieces
+        self._prepared = what
 
     def move_to(self, half: Tensor, version: int) -> None:
         """Every later token comes from the weights in `half`, which are `version`. On the lane."""
-        self._core.bind(half)
+        prepared, self._prepared = self._prepared == (half.data_ptr(), version), None
+        self._core.bind(half, prepared=prepared)
         self.version = version
         if self._recompute:
             self._core.forget_caches()
@@ -228,7 +243,20 @@ class VllmEngine(OwnedEngine):
         """Log-probs of the fixed row (models/outputs.py), as the next steps would compute them: most of it as a prompt, the rest as
         steps that decode, which are other kernels and read the cache."""
         row = fixed_row(self.made.vocabulary).tolist()
-        return await self.lane.run(lambda: self._replay(row[:-_DECODED], row[-_DECODED:]), name="engine/outputs")
+        return await self.replay(row[:-DECODED], row[-DECODED:])
+
+    async def replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """See `Replay`; one at a time. In steps of everything that runs, each a closure of its own."""
+        replay = Replay(tokens)
+
+        def begin() -> None:
+            self._replayed = replay
+            self._core.add_replay(_REPLAY, prompt, len(tokens))
+
+        await self.lane.run(begin, name="engine/outputs")
+        while (found := replay.found) is None:
+            await self.lane.run(self._compute, name="engine/outputs")
+        return found
 
     # -- the batch
 
@@ -323,14 +351,6 @@ class VllmEngine(OwnedEngine):
                 del self._names[each.name]
         if rows:
             self._batches.append(rows)
-
-    def _replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """See `Replay`. In steps of everything that runs."""
-        replay = self._replayed = Replay(tokens)
-        self._core.add_replay(_REPLAY, prompt, len(tokens))
-        while (found := replay.found) is None:
-            self._compute()
-        return found
 
     def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
         """Tokens [N] for logits [N, V]; their log-probs are kept until the step tells which of them count."""

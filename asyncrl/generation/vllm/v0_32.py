@@ -3,16 +3,14 @@
 The engine core runs in this thread, without a process or a socket of its own (`InprocClient`). Between two calls of `step` nothing
 of it runs: weights are changed there.
 
-Weights. A loader of ours lets vLLM's own one copy from the buffer once and records it (recording.py). On a CPU vLLM then packs
-every linear layer for oneDNN and drops the plain weight, so that what is written later would change nothing; `bind` gives the
-layers their weights back and lets vLLM pack them again, straight from the buffer.
+Weights. A loader of ours lets vLLM's own one copy from the buffer once and records it (recording.py). Later versions are laid out
+by that, for layers that read packed copies too, in pieces between steps (`prepare`), and taken up at once (`bind`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +36,11 @@ from asyncrl.types import RoutesArray
 
 from .engine import Choose
 from .recording import Recorded, record
-from .v0_32_layers import Packing, names_for, refuse
+from .scratch import scratch_folder
+from .v0_32_kernels import use_kernels
+from .v0_32_layers import names_for, refuse
 from .v0_32_routes import CachedRoutes
+from .v0_32_weights import Weights
 from .versions import BLOCK
 
 _FORMAT = "asyncrl"
@@ -86,16 +87,24 @@ class Core:
     """vLLM's scheduler, cache and model, stepped by hand. One thread makes and uses it; one at a time in a process."""
 
     def __init__(
-        self, form: Form, room: Room, choose: Choose, *, pack: bool = True, routes: RoutesShape | None = None
+        self,
+        form: Form,
+        room: Room,
+        choose: Choose,
+        *,
+        pack: bool = True,
+        ahead: bool = True,
+        routes: RoutesShape | None = None,
     ) -> None:
-        """`pack`: linear layers are packed for oneDNN, at each version anew; else they read the buffer where it lies. `routes`: of
-        the trainer's model, where it is recorded which experts each token goes to.
+        """`pack`: linear layers read packed copies, written at each version anew; else the buffer where it lies. `ahead`: there is
+        memory for two versions of what is packed, so that the next one can be laid out beside steps. `routes`: of the trainer's
+        model, where it is recorded which experts each token goes to.
         Errors: ConfigError where vLLM cannot run this model, or cannot be handed its weights."""
-        ops._supports_onednn = pack and hasattr(torch.ops._C, "create_onednn_mm_handler")
+        ops._supports_onednn = False  # the copies are ours: what it packs while it loads would be thrown away
         loader = _loader(form)
         try:
             _inspect_here(form.config["architectures"])
-            with _folder() as folder, _unbound_memory():
+            with scratch_folder() as folder, _unbound_memory():
                 Path(folder, "config.json").write_text(json.dumps(form.config))
                 engine = LLMEngine.from_engine_args(_arguments(folder, form, room))
         except ConfigError:
@@ -117,10 +126,10 @@ class Core:
             return found
 
         self._core.scheduler.schedule = watched
-        self._recorded, self._owners = loader.recorded, loader.owners
-        refuse(self.model, self._recorded)
-        self._own: dict[str, Tensor] = {}
-        self._packing = Packing(self.model)
+        refuse(self.model, loader.recorded)
+        use_kernels(self.model)
+        dtype = form.buffer.dtype
+        self._weights = Weights(self.model, loader.recorded, loader.owners, dtype, pack=pack, ahead=ahead)
         _require_cache(self._core, room)
         self._routes: CachedRoutes | None = None
         if routes is not None:
@@ -177,16 +186,18 @@ class Core:
 
     # -- weights: between two steps
 
+    def prepare(self, buffer: Tensor) -> tuple[int, Iterator[None]]:
+        """Lay out the weights in `buffer`, while steps go on with those of before: about so many pieces, each between two steps."""
+        return self._weights.pieces, self._weights.lay_out(buffer)
+
     @torch.no_grad()
-    def bind(self, buffer: Tensor) -> None:
-        """The next step computes with the weights in `buffer`, which stays as it is until the next call."""
-        for name, recorded in self._recorded.items():
-            tensor = recorded.read(buffer, self._own.get(name))
-            if recorded.alias is None:
-                self._own[name] = tensor
-            for module, attribute in self._owners[name]:
-                module._parameters[attribute].data = tensor  # type: ignore[union-attr]  # it had one when it was recorded
-        self._packing.pack()
+    def bind(self, buffer: Tensor, *, prepared: bool = False) -> None:
+        """The next step computes with the weights in `buffer`, which stays as it is until the next call. `prepared`: the last
+        `prepare` was of them, and has come to its end."""
+        if not prepared:
+            for _ in self._weights.lay_out(buffer):
+                pass
+        self._weights.take_up()
 
     def close(self) -> None:
         """Let go of model and cache."""
@@ -250,18 +261,6 @@ def _loader(form: Form) -> type[_Loader]:
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """For the configuration, and the file over which vLLM's world of one process meets, which it would leave in /tmp."""
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="asyncrl-vllm-") as folder:
-        tempfile.tempdir = folder
-        try:
-            yield folder
-        finally:
-            tempfile.tempdir = before
-
-
-@contextlib.contextmanager
 def _unbound_memory() -> Iterator[None]:
     """vLLM would bind all memory of this process to the NUMA node of the first core that it may use, whichever it then runs on:
     all workers of a machine to one node. Without it memory comes from where it is touched first, or as `numactl` says."""
@@ -285,8 +284,8 @@ def _inspect_here(architectures: Sequence[str]) -> None:
 
 
 def _arguments(folder: str, form: Form, room: Room) -> EngineArgs:
-    """Eager: compiling takes minutes at every start for a tenth of the speed on a CPU, and would keep the packed weights of the
-    first version in its graph."""
+    """Eager: compiling takes a minute of processor time at every start (what vLLM keeps of it, it cannot read again on a CPU). What
+    it would win there is what norms and activations cost as many small operators; see v0_32_kernels.py."""
     return EngineArgs(
         model=folder,
         skip_tokenizer_init=True,

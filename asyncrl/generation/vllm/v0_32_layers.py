@@ -1,8 +1,8 @@
-"""vLLM 0.32, the layers of a model: which read packed copies of their weights, and which cannot be handed new ones.
+"""vLLM 0.32, the layers of a model: which can read packed copies of their weights, and which cannot be handed new ones.
 
 On a CPU vLLM packs every linear layer for oneDNN and drops the plain weight, and lays out the experts of a layer anew, over the
 stacked ones (w13: gate and up of all experts; w2: down). What is written into the weights later would change nothing, or be taken
-for packed: each version gives the layers their plain weights back and lets vLLM pack them again (`Packing.pack`).
+for packed: new versions come another way (v0_32_weights.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from asyncrl.errors import ConfigError
@@ -45,23 +44,8 @@ def names_for(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterat
         yield name, weight
 
 
-class Packing:
-    """The layers of a model that read packed copies."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._linear = _linear_layers(model)  # always: where a CPU has AMX, vLLM packs without oneDNN, too
-        self._experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-
-    def pack(self) -> None:
-        """The weights that the layers have now are plain ones, and they read them from here on. Plain ones are not kept."""
-        for module, is_linear in self._linear.items():
-            dispatch_cpu_unquantized_gemm(module, remove_weight=is_linear)
-        for experts in self._experts:
-            _kernel_of(experts).process_weights_after_loading(experts)
-
-
-def _linear_layers(model: nn.Module) -> dict[nn.Module, bool]:
-    """Layers whose weights vLLM packs; whether it is a linear one, whose plain weight it then drops. An embedding is one too if
+def linear_layers(model: nn.Module) -> dict[nn.Module, bool]:
+    """Layers whose weights can be packed; whether it is a linear one, which nobody then reads as it is. An embedding is one too if
     it is the head by itself; any other only looks rows up, and a packed copy would be memory that nobody reads."""
     found: dict[nn.Module, bool] = {}
     head = getattr(model, "lm_head", None)
@@ -75,7 +59,7 @@ def _linear_layers(model: nn.Module) -> dict[nn.Module, bool]:
     return found
 
 
-def _kernel_of(experts: RoutedExperts) -> Any:
+def kernel_of(experts: RoutedExperts) -> Any:
     """What packs and computes them, where that is the one of unquantized experts on a CPU; else None."""
     method = experts.quant_method
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
@@ -97,7 +81,7 @@ def refuse(model: nn.Module, recorded: Mapping[str, Recorded]) -> None:
         own = getattr(type(module), "process_weights_after_loading", None)
         if type(module) is UnquantizedFusedMoEMethod:  # of experts, which are looked at themselves
             continue
-        alien = isinstance(module, RoutedExperts) and _kernel_of(module) is None
+        alien = isinstance(module, RoutedExperts) and kernel_of(module) is None
         derived = (
             isinstance(module, MoERunner) and module._fse_fuse_gate
         )  # its gates as one weight, made at its first step

@@ -6,6 +6,7 @@ import os
 from importlib import import_module, metadata, util
 from types import ModuleType
 
+from asyncrl.config.other_names import PARALLEL
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> the file that knows its inside
@@ -18,6 +19,7 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+RANKS = "VLLM_DP_SIZE"  # engines of a data-parallel group, which whoever starts one counts here
 # What would overrule how the core is made: the size of its cache, and whether it is a test of vLLM's own.
 OVERRULING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
 
@@ -49,6 +51,13 @@ def require_vllm() -> str:
             f"asyncrl; expected vLLM {known}: {INSTALL}, or leave generation.engine out"
         )
     return version
+
+
+def refuse_ranks() -> None:
+    """Errors: ConfigError where the environment makes vLLM's engine one of several: it would wait for the others."""
+    ranks = os.environ.get(RANKS, "1")
+    if ranks != "1":
+        raise ConfigError(f"generation.engine is vllm and the environment has {RANKS}={ranks}; {PARALLEL}; unset it")
 
 
 def load_adapter() -> ModuleType:

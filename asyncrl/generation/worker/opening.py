@@ -12,7 +12,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.engine import Made, VllmEngine
+from asyncrl.generation.vllm.engine import Choose, Made, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
 from asyncrl.models.outputs import TOKENS
@@ -127,12 +127,20 @@ async def _open_vllm(
     )
     routes = None if form["routes"] is None else RoutesShape(**form["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
+    ahead = setup["packs_ahead"]
+
+    def open_core(choose: Choose) -> Any:
+        return adapter.Core(
+            adapter.Form(form["config"], layout, board.half(0)), room, choose, ahead=ahead, routes=routes
+        )
+
     engine = VllmEngine(
-        lambda choose: adapter.Core(adapter.Form(form["config"], layout, board.half(0)), room, choose, routes=routes),
-        Made(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes),
+        open_core,
+        Made(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes, form["routed"]),
         tokenizer,
         lane,
         recorder,
+        packs_ahead=ahead,
         **numbers,
     )
     say("vLLM is building its model and cache")

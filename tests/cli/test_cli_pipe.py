@@ -1,0 +1,73 @@
+"""Of every command: nobody reads what it writes (`asyncrl report RUN | head -1`), or Ctrl-C. It ends, and says nothing of that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import app
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def started(arguments: list[str], folder: Path, **streams: Any) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "asyncrl.cli.app", *arguments]
+    return subprocess.Popen(program, cwd=folder, env=ENVIRONMENT, stdin=subprocess.DEVNULL, text=True, **streams)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a run `done`, which has no checkpoint."""
+    run = tmp_path / "runs/done"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: done}\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--version"],
+        ["run", "--help"],
+        ["prompts", str(ROOT / "examples/quickstart.yaml")],
+        ["check", "done"],
+        ["check-model", "--help"],
+        ["explain", "grpo"],
+        ["report", "done"],
+        ["examples"],
+        ["shm"],
+        ["bench", "--help"],
+    ],
+    ids=lambda arguments: " ".join(Path(each).name for each in arguments) or "usage",
+)
+def test_nobody_reads(folder: Path, arguments: list[str]) -> None:
+    with started(arguments, folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before it writes: a reader that is gone, as `head` is after its lines
+        said = process.stderr.read()
+        assert (process.wait(), said) == (0, "")
+
+
+def test_nobody_reads_a_complaint(folder: Path) -> None:
+    """Its exit code is still that of the complaint."""
+    with started(["explain", "nonsense"], folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() == 2
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(app.COMMANDS, "report", interrupted)
+    assert app.main(["report", "done"]) == 128 + signal.SIGINT
