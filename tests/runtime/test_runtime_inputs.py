@@ -11,6 +11,7 @@ import pytest
 from runtime_helpers import DRY, MODEL, REAL, metrics_of, write_yaml
 
 from asyncrl.config import hub
+from asyncrl.errors import ConfigError
 from asyncrl.main import main
 
 NEVER = {"path": f"{MODEL}:build_never"}  # raises: the model may not be asked for
@@ -233,4 +234,8 @@ def test_a_model_that_was_downloaded_needs_no_hub(
         hub.require_hub("an/other", "model.path")
     assert "HF_HUB_OFFLINE=1 saves that" in caplog.text
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub.require_hub("not/there", "model.path")  # transformers says it, at once
+    hub.require_hub("an/other", "model.path")
+    with pytest.raises(
+        ConfigError, match=r"'not/there' .*HF_HUB_OFFLINE is set, and it was not downloaded before; name"
+    ):
+        hub.require_hub("not/there", "model.path")
