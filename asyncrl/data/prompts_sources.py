@@ -45,6 +45,9 @@ class IndexedRows:
         self.source = source
         self._data = data
         self._is_gym = callable(getattr(data, "score_answer", None))
+        self.is_stored = (
+            type(data).__module__.partition(".")[0] == "datasets"
+        )  # else a row may take its time to be made
 
     def __len__(self) -> int:
         return len(self._data)
