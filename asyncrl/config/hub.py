@@ -23,6 +23,7 @@ logger = logging.getLogger("asyncrl.config")
 _WAIT_S = 5.0
 _TRUE_S = 30.0  # so long a silence is not asked again
 _heard: dict[str, tuple[float, str | None]] = {}  # endpoint -> when it was asked, and why it was silent
+_told: set[str] = set()  # of what was downloaded before: it is asked for several times
 _OFFLINE = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "dataset": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
@@ -58,6 +59,9 @@ def hub_silence(name: str, kind: Literal["model", "dataset"]) -> str | None:
     if silence is None:
         return None
     if _downloaded(name, kind):
+        if name in _told:
+            return None
+        _told.add(name)
         logger.warning(
             "%s does not answer (%s): %s is taken as it was downloaded before, after the hub's library has tried for half a "
             "minute; HF_HUB_OFFLINE=1 saves that",
