@@ -23,7 +23,11 @@ logger = logging.getLogger("asyncrl.config")
 _WAIT_S = 5.0
 _TRUE_S = 30.0  # so long a silence is not asked again
 _heard: dict[str, tuple[float, str | None]] = {}  # endpoint -> when it was asked, and why it was silent
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+_told: set[str] = set()  # of what was downloaded before: it is asked for several times
+_OFFLINE = {
+    "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    "dataset": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
+}
 
 
 def require_hub(source: str, setting: str) -> None:
@@ -31,24 +35,33 @@ def require_hub(source: str, setting: str) -> None:
 
     Errors: ConfigError with both readings of the name.
     """
-    if Path(source).is_dir() or (silence := hub_silence(source, "model")) is None:
+    if Path(source).is_dir():
         return
-    raise ConfigError(
-        f"{setting}: there is no directory {source!r} (looked from {Path.cwd()}), and as a model of the hub it cannot be fetched: "
-        f"{silence}; name a directory, or start where the hub is reached (HTTPS_PROXY and HF_ENDPOINT say how)"
-    )
+    switch = _offline("model")
+    if switch is not None:
+        silence = None if _downloaded(source, "model") else f"{switch} is set, and it was not downloaded before"
+    else:
+        silence = hub_silence(source, "model")
+    if silence is not None:
+        raise ConfigError(
+            f"{setting}: there is no directory {source!r} (looked from {Path.cwd()}), and as a model of the hub it cannot be "
+            f"fetched: {silence}; name a directory, or start where the hub is reached (HTTPS_PROXY and HF_ENDPOINT say how)"
+        )
 
 
 def hub_silence(name: str, kind: Literal["model", "dataset"]) -> str | None:
     """That the hub does not answer, in words; None where it does, or where `name` was downloaded before. Nothing is asked where the
     hub's own switches say that there is none. Blocks for up to 5 s."""
-    if any(os.environ.get(switch, "").upper() in ("1", "ON", "YES", "TRUE") for switch in _OFFLINE):
+    if _offline(kind) is not None:
         return None
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     silence = _silence(endpoint)
     if silence is None:
         return None
     if _downloaded(name, kind):
+        if name in _told:
+            return None
+        _told.add(name)
         logger.warning(
             "%s does not answer (%s): %s is taken as it was downloaded before, after the hub's library has tried for half a "
             "minute; HF_HUB_OFFLINE=1 saves that",
@@ -58,6 +71,13 @@ def hub_silence(name: str, kind: Literal["model", "dataset"]) -> str | None:
         )
         return None
     return f"{endpoint} does not answer ({silence})"
+
+
+def _offline(kind: str) -> str | None:
+    """The switch of the hub's libraries that is on."""
+    return next(
+        (name for name in _OFFLINE[kind] if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None
+    )
 
 
 def _silence(endpoint: str) -> str | None:

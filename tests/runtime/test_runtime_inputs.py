@@ -11,6 +11,7 @@ import pytest
 from runtime_helpers import DRY, MODEL, REAL, metrics_of, write_yaml
 
 from asyncrl.config import hub
+from asyncrl.errors import ConfigError
 from asyncrl.main import main
 
 NEVER = {"path": f"{MODEL}:build_never"}  # raises: the model may not be asked for
@@ -230,7 +231,12 @@ def test_a_model_that_was_downloaded_needs_no_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here))
     (here / "models--an--other/snapshots/1").mkdir(parents=True)
     with caplog.at_level("WARNING"):
-        hub.require_hub("an/other", "model.path")
-    assert "HF_HUB_OFFLINE=1 saves that" in caplog.text
+        for setting in ("model.path", "model.tokenizer"):
+            hub.require_hub("an/other", setting)
+    assert caplog.text.count("HF_HUB_OFFLINE=1 saves that") == 1
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub.require_hub("not/there", "model.path")  # transformers says it, at once
+    hub.require_hub("an/other", "model.path")
+    with pytest.raises(
+        ConfigError, match=r"'not/there' .*HF_HUB_OFFLINE is set, and it was not downloaded before; name"
+    ):
+        hub.require_hub("not/there", "model.path")
