@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -53,6 +54,10 @@ class Case:
     @property
     def context(self) -> int:
         return self.prompt + self.completion
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.settings["vocab_size"])
 
 
 _WIDTH = dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=4, vocab_size=16_000)
@@ -91,6 +96,30 @@ CASES = {
         "mamba", {"hidden_size": 160, "num_hidden_layers": 8, "vocab_size": 16_000}, "plain (eager"
     ),
 }
+# Of a size for tests, and odd: experts narrower than what they are fed, few or many.
+_NARROW = dict(
+    hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=2000, num_hidden_layers=3
+)
+_FEW = _NARROW | {"num_experts_per_tok": 2}
+_EIGHT = _FEW | {"num_experts": 8, "moe_intermediate_size": 192}
+_HYBRID = _NARROW | {"intermediate_size": 704, "layer_types": ["conv", "conv", "full_attention"]}
+SMALL = {
+    "llama, fused, checkpointing": Case("llama", _NARROW | {"intermediate_size": 704}, "fused", checkpointing=True),
+    "qwen3_moe, fused": Case("qwen3_moe", _EIGHT, "fused"),
+    "qwen3_moe, fused, checkpointing": Case("qwen3_moe", _EIGHT, "fused", checkpointing=True),
+    "gpt_oss, fused, checkpointing": Case(
+        "gpt_oss", _FEW | {"num_local_experts": 32, "intermediate_size": 96}, "fused", checkpointing=True
+    ),
+    "gpt_oss, packed, checkpointing": Case(
+        "gpt_oss", _FEW | {"num_local_experts": 8, "intermediate_size": 192}, "packed", checkpointing=True
+    ),
+    "lfm2, plain eager": Case("lfm2", _HYBRID, "plain (eager"),
+}
+
+
+def case_of(name: str) -> Case:
+    """`small ...` are the test suite's."""
+    return SMALL[name.removeprefix("small ")] if name.startswith("small ") else CASES[name]
 
 
 def build(seed: int) -> Any:
@@ -98,7 +127,7 @@ def build(seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    case = CASES[os.environ["MEASURE_MEMORY_CASE"]]
+    case = case_of(os.environ["MEASURE_MEMORY_CASE"])
     torch.manual_seed(seed)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model = AutoModelForCausalLM.from_config(
@@ -134,13 +163,13 @@ def microbatch(case: Case) -> Any:
     groups = []
     for number in range(TOKENS // (case.prompt + MEMBERS * case.completion) + 1):
         random = np.random.default_rng(number)
-        prompt = random.integers(1, 15_000, case.prompt).astype(np.int32)
+        prompt = random.integers(1, case.vocabulary, case.prompt).astype(np.int32)
         mask = np.arange(case.context) >= case.prompt
         guess = np.where(mask, -9.7, 0).astype(np.float32)
         members = tuple(
             Trajectory(
                 group_id=number, member=member, group_size=MEMBERS, prompt_length=case.prompt,
-                tokens=np.concatenate([prompt, random.integers(1, 15_000, case.completion).astype(np.int32)]),
+                tokens=np.concatenate([prompt, random.integers(1, case.vocabulary, case.completion).astype(np.int32)]),
                 mask=mask, logprobs=guess, sampled_logprobs=guess, versions=np.where(mask, 0, -1).astype(np.int32),
                 temperature=1.0, finish_reason=FinishReason.LENGTH,
             )
@@ -151,18 +180,16 @@ def microbatch(case: Case) -> Any:
     return max(pack_groups(groups, TOKENS), key=lambda batch: batch.tokens.size)
 
 
-def parts_of(name: str, dtype: str) -> dict[str, Any]:
+def parts_of(name: str, dtype: str, only_microbatch: bool = False) -> dict[str, Any]:
     """In the child: what was predicted and what was measured, in bytes."""
-    import torch
-
     from asyncrl.algorithms.registry import build_loss
     from asyncrl.config.schema import ModelConfig, TrainConfig
     from asyncrl.models.paths import PATHS
     from asyncrl.models.policy import PolicyModel
-    from asyncrl.training.memory import Lengths, predict_memory, route_bytes
+    from asyncrl.training.memory import Lengths, predict_memory
     from asyncrl.training.trainer import TorchTrainer
 
-    case = CASES[name]
+    case = case_of(name)
     path = next(each for each in PATHS if str(each).startswith(case.path))
     model = ModelConfig(path=f"{Path(__file__).resolve()}:build", dtype=dtype)
     train = TrainConfig(tokens_per_microbatch=TOKENS, gradient_checkpointing=case.checkpointing)
@@ -172,9 +199,9 @@ def parts_of(name: str, dtype: str) -> dict[str, Any]:
     batch = microbatch(case)
     warm_up()
     with Part() as compiled:
-        compile_products(
-            dtype, 1100 if case.path == "fused" else max(256 if dtype == "float32" else 64, case.sequences)
-        )
+        if not only_microbatch:
+            head_rows = max(256 if dtype == "float32" else 64, case.sequences)
+            compile_products(dtype, 1100 if case.path == "fused" else head_rows)
     module, _ = build(0)
     with Part() as loading:
         policy = PolicyModel(module, dtype, path=path)
@@ -187,8 +214,11 @@ def parts_of(name: str, dtype: str) -> dict[str, Any]:
     with Part() as second:
         step(trainer, loss, batch)
     forget(trainer)
-    with Part() as cache:
-        asyncio.run(decode(policy, case))
+    found = {"compiled": compiled.left, "weights": weights, "microbatch": second.peak}
+    if not only_microbatch:
+        with Part() as cache:
+            asyncio.run(decode(policy, case))
+        found["cache"] = cache.peak
     kinds = {
         "weights": ("masters", "gradients", "optimizer", "working_copy", "packed_weights"),
         "microbatch": ("activations", "logits", "working"),
@@ -196,18 +226,24 @@ def parts_of(name: str, dtype: str) -> dict[str, Any]:
         "compiled": ("compiled",),
     }
     wanted = {kind: sum(predicted[each] for each in names) for kind, names in kinds.items()}
-    found = {"weights": weights, "microbatch": second.peak, "cache": cache.peak, "compiled": compiled.left}
-    assert torch.get_num_threads() >= 1 and sum(wanted.values()) == sum(predicted.values())
-    if case.routes:
-        with Part() as routes:
-            ended = asyncio.run(decode(policy, case, record_routes=True))
-        assert len(ended) == case.sequences
-        wanted["routes"] = 2 * case.sequences * case.context * route_bytes(model)
-        found["routes"] = routes.peak - cache.peak
+    assert sum(wanted.values()) == sum(predicted.values())
+    if case.routes and not only_microbatch:
+        wanted["routes"], found["routes"] = routes_of(policy, case, model)
+        found["routes"] -= found["cache"]
     return {
         "path": str(policy.path), "parameters": policy.flat.numel, "predicted": wanted, "measured": found,
         "parts": predicted, "tokens": int(batch.tokens.size),
     }  # fmt: skip
+
+
+def routes_of(policy: Any, case: Case, model: Any) -> tuple[int, int]:
+    """(predicted bytes, peak of decoding with routes recorded)."""
+    from asyncrl.training.memory import route_bytes
+
+    with Part() as routes:
+        ended = asyncio.run(decode(policy, case, record_routes=True))
+    assert len(ended) == case.sequences
+    return 2 * case.sequences * case.context * route_bytes(model), routes.peak
 
 
 def warm_up() -> None:
@@ -236,9 +272,10 @@ def compile_products(dtype: str, packed_rows: int) -> None:
 
 
 def forget(trainer: Any) -> None:
-    """What a microbatch leaves for the next one is its own, not the weights'."""
+    """What a microbatch leaves for the next one is its own, not the weights'. (The first one leaves a cycle of tensors, too.)"""
     from asyncrl.models.head.logprobs import Spare
 
+    gc.collect()
     trainer.forward._spare = Spare()
     if trainer.policy.fused is not None:
         trainer.policy.fused.scratch._buffers.clear()
@@ -265,7 +302,7 @@ async def decode(policy: Any, case: Case, *, record_routes: bool = False) -> lis
 
     async def one(number: int) -> None:
         group = number // MEMBERS if case.routes else number
-        prompt = np.random.default_rng(group).integers(1, 15_000, case.prompt).astype(np.int32)
+        prompt = np.random.default_rng(group).integers(1, case.vocabulary, case.prompt).astype(np.int32)
         key = str(group) if case.routes else None
         ended.append(await engine.generate(GenerationRequest(prompt, sampling, seed=number, prefix_key=key)))
 
@@ -280,7 +317,7 @@ async def decode(policy: Any, case: Case, *, record_routes: bool = False) -> lis
     return ended
 
 
-def measure(case: str, dtype: str) -> dict[str, Any]:
+def measure(case: str, dtype: str, only_microbatch: bool = False) -> dict[str, Any]:
     """In a child process."""
     environment = os.environ | {
         "MEASURE_MEMORY_CASE": case,
@@ -290,6 +327,7 @@ def measure(case: str, dtype: str) -> dict[str, Any]:
     }
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
         command = [sys.executable, __file__, "--child", answer.name, "--case", case, "--dtype", dtype]
+        command += ["--only-microbatch"] if only_microbatch else []
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         found: dict[str, Any] = json.load(answer)
     return found
@@ -307,14 +345,10 @@ def rows_of(case: str, dtype: str, found: dict[str, Any]) -> list[str]:
 
 
 def report(lines: list[str], arguments: argparse.Namespace) -> str:
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
+    names = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    cpu = next(iter(names), platform.processor())
     flags = {
         word
         for word in Path("/proc/cpuinfo").read_text().split()
@@ -336,17 +370,18 @@ def report(lines: list[str], arguments: argparse.Namespace) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=list(CASES))
+    parser.add_argument("--case", action="append", choices=[*CASES, *(f"small {name}" for name in SMALL)])
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only-microbatch", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     cases, dtypes = arguments.case or list(CASES), arguments.dtype or ["float32", "bfloat16"]
     if arguments.child:
         import torch
 
         torch.set_num_threads(1)
-        arguments.child.write_text(json.dumps(parts_of(cases[0], dtypes[0])))
+        arguments.child.write_text(json.dumps(parts_of(cases[0], dtypes[0], arguments.only_microbatch)))
         return 0
     lines: list[str] = []
     for case in cases:

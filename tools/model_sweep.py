@@ -36,7 +36,7 @@ STATUSES = ("right", "refused", "WRONG", "inner error", "not buildable")
 # Rows of CI, which have to be right.
 SAMPLE = (
     "llama", "qwen3", "mistral", "gemma2 capped", "gemma3_text", "gpt_oss", "granite multipliers", "phi3", "lfm2", "falcon_h1",
-    "bamba", "bloom", "deepseek_v3",
+    "bamba", "bloom", "deepseek_v3", "cohere2",
 )  # fmt: skip
 
 

@@ -26,13 +26,15 @@ from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Prompt
 
 from .prompts_files import ListRows, Row, Rows, digest, open_rows
-from .tokenizing import encode_prompt
+from .prompts_sources import IndexedRows
+from .tokenizing import check_prompt, encode_prompt
 
 EMBEDDED_GROUPS = 1 << 40  # from here on: ids of groups that no prompt of the stream names
 REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
 MAX_FAILED = 4096  # failed prompts that wait; the oldest gives way
 _MASK = (1 << 64) - 1
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 1000, 1_000_000  # of which the longest prompt is told: about a second of tokenizing
+_SAMPLE_MADE = 200  # the same of rows that code makes anew at each access, which may take it milliseconds a row
 _CACHED_TOKENS = 4_000_000  # 16 MB of token ids; later rows are tokenized again each epoch
 
 
@@ -210,12 +212,22 @@ class PromptSource:
             overlong += self._encode(index)[1] > self.config.max_prompt_tokens
         return {**self.statistics(), "overlong_rows": overlong}
 
+    def check_forms(self, most: int) -> None:
+        """Of the first `most` rows, without the tokenizer: that the prompt is there, a text or messages. Errors: `DataError`."""
+        for index in range(min(len(self._rows), most)):
+            prompt = self._raw_prompt(index)
+            try:
+                check_prompt(prompt)
+            except DataError as error:
+                raise DataError(f"{self._place(index)}: {error}") from error
+
     def longest(self) -> tuple[int, int]:
         """(tokens of the longest prompt after the cut, rows that were looked at): all of them, or a sample where there are
         many. Depends on the data alone. Counts nothing; blocks as `check_all` does. Errors: `DataError`, as `next()`."""
         order = EpochOrder(len(self._rows), 0, 0)
         most, seen, total = 0, 0, 0
-        for place in range(min(len(self._rows), _SAMPLE_ROWS)):
+        made = isinstance(self._rows, IndexedRows) and not self._rows.is_stored
+        for place in range(min(len(self._rows), _SAMPLE_MADE if made else _SAMPLE_ROWS)):
             ids, length = self._encode(order[place])
             if length <= self.config.max_prompt_tokens or self.config.overlong != "skip":
                 most = max(most, int(ids.size))

@@ -1,41 +1,40 @@
-"""What a forward keeps for backward and a cache holds, measured on a few layers of the model: no formula per architecture.
+"""What a forward keeps for backward, what a backward takes beside it, and what a cache holds, measured on a few layers of the
+model: no formula per architecture.
 
-The model is built once more with one layer of each kind, a small vocabulary and weights that are zeros, at its real widths,
-and the forward of its path runs over rows of three lengths. What autograd keeps is counted by storage, weights left out,
-layer by layer: `constant + token x n + score x n^2` of a row of n tokens goes through the three points. Layers of one kind
-keep the same, so the sum over all layers of the real model follows.
+The model is built once more with one layer of each kind, a small vocabulary and weights that are nearly all zeros, at its real
+widths, and forward and backward of its path run over rows of three lengths. What autograd keeps is counted by storage, weights
+left out, layer by layer: `constant + token x n + score x n^2` of a row of n tokens goes through the three points. Layers of one
+kind keep the same, so the sum over all layers of the real model follows. The backward goes down to the embeddings, past most
+weights: the size of a weight's gradient does not depend on tokens (memory.py).
 
 Shape legend: n tokens of a row, T of all rows.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.fused.decoder import FusedDecoder
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.probe import first_of_kind, probe_config
 from asyncrl.models.routing import EXPERTS
 
+from .layer_passes import HEAD, run_passes, tensors
+
 MAX_PARAMETERS = 500_000_000  # of the few layers: seconds and gigabytes; beyond it the formula has to do
 _FEWEST_EXPERTS = 8
+_SMALL = 1 << 20  # parameters of a matrix that is drawn and not zero
+_MOST_SCORES = 4  # times the bytes that are kept of a pair, that a backward may take of it
 _ROW = 64  # tokens of the shortest row; linear attention goes by chunks of as many
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
-_HEAD = -1  # what is kept outside of the layers
 _DESPITE = (ConfigError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 
 
@@ -62,11 +61,15 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """`layers`, `cached`: one entry a layer of the model. `rest`: outside of the layers. `heads`: of queries. `measured`: False
+    """`layers`, `beside`, `making`, `cached`: one entry a layer of the model. `layers`: what it keeps for backward; `beside`: the
+    most that its backward takes beside what is kept, gradients of weights left out; `making`: the same of the times at which there
+    is one (of experts; of other layers not told apart). `rest`: kept outside of the layers. `heads`: of queries. `measured`: False
     where the numbers come from `estimate_footprint`."""
 
     path: ModelPath
     layers: tuple[Kept, ...]
+    beside: tuple[Kept, ...]
+    making: tuple[Kept, ...]
     rest: Kept
     cached: tuple[Cached, ...]
     heads: int
@@ -81,7 +84,7 @@ def measure_footprint(
     first = first_of_kind(module)
     try:
         policy, path = _few_layers(module, dtype, path, lora)
-        layers, rest = _measure_kept(policy, _row_length(policy.config))
+        layers, rest = _measure_passes(policy, _row_length(policy.config))
         cached = own_cache(module.config, dtype)
         if path.name == "plain":
             cached = _measure_cached(policy, first, _row_length(policy.config))
@@ -89,7 +92,8 @@ def measure_footprint(
         return None
     if max(first, default=0) >= len(layers):
         return None
-    return Footprint(path, tuple(layers[number] for number in first), rest, cached, _heads(module.config))
+    kept, beside, making = zip(*(layers[number] for number in first), strict=True)
+    return Footprint(path, kept, beside, making, rest, cached, _heads(module.config))
 
 
 def _few_layers(
@@ -103,18 +107,20 @@ def _few_layers(
     for each in (path,) if path is not None else (FUSED, PACKED, *PLAIN):
         with no_init_weights(), torch.random.fork_rng(devices=[]):
             small: PreTrainedModel = type(module)._from_config(config, dtype=torch.float32)
+        random = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in small.parameters():  # vectors are told apart by what norms make of them
-                parameter.zero_() if parameter.ndim > 1 else parameter.copy_(
-                    torch.linspace(0.5, 1.5, parameter.numel())
-                )
+                if parameter.ndim < 2:
+                    parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
+                else:  # routers have to send tokens to all experts
+                    parameter.normal_(generator=random) if parameter.numel() <= _SMALL else parameter.zero_()
         try:
             policy = PolicyModel(small, dtype, lora=lora, served=not (lora and lora.rank), path=each)
         except ConfigError as error:
             refused = error
             continue
         if not (lora and lora.rank):
-            small.requires_grad_(True)  # what autograd keeps depends on it; no gradient is ever made
+            small.requires_grad_(True)  # what autograd keeps depends on it
         return policy, each
     raise refused or ValueError("no path")
 
@@ -142,13 +148,20 @@ def _row_length(config: PretrainedConfig) -> int:
     return max(_ROW, *(size for size in given if isinstance(size, int)), 0)
 
 
-def _measure_kept(policy: PolicyModel, row: int) -> tuple[list[Kept], Kept]:
-    """Of each of the few layers, and of the rest."""
+def _measure_passes(policy: PolicyModel, row: int) -> tuple[list[tuple[Kept, Kept, Kept]], Kept]:
+    """Of each of the few layers (what it keeps, what its backward takes beside, and while a gradient of experts is made); and what
+    is kept outside of them."""
     lengths = [row, 2 * row, 3 * row]
-    found = [_kept_bytes(policy, length) for length in lengths]
-    kinds = sorted({owner for sizes in found for owner in sizes} - {_HEAD})
-    kept = {owner: _fit(lengths, [sizes.get(owner, 0) for sizes in found]) for owner in (*kinds, _HEAD)}
-    return [kept[owner] for owner in kinds], kept[_HEAD]
+    found = [run_passes(policy, length) for length in lengths]
+    layers = []
+    for owner in sorted({owner for each in found for owner in each.kept} - {HEAD}):
+        kept = _fit(lengths, [each.kept.get(owner, 0) for each in found])
+        beside, making = (
+            _fit_peak(lengths, [peaks.get(owner, 0) for peaks in each], kept)
+            for each in ([each.beside for each in found], [each.making for each in found])
+        )
+        layers.append((kept, beside, making))
+    return layers, _fit(lengths, [each.kept.get(HEAD, 0) for each in found])
 
 
 def _fit(lengths: list[int], sizes: list[int]) -> Kept:
@@ -157,76 +170,15 @@ def _fit(lengths: list[int], sizes: list[int]) -> Kept:
     return Kept(round(max(float(linear), 0.0), 3), round(float(square), 3))
 
 
-def _kept_bytes(policy: PolicyModel, length: int) -> dict[int, int]:
-    """Bytes by layer that a forward over one row of `length` tokens keeps."""
-    weights = {part.untyped_storage().data_ptr() for part in (*policy.module.parameters(), *policy.module.buffers())}
-    if policy.lora is not None:
-        weights |= {part.untyped_storage().data_ptr() for part in (policy.lora.working, policy.lora.master)}
-    held: dict[int, tuple[int, int]] = {}  # storage -> (owner, bytes)
-    with _owners(policy) as owner:
-
-        def pack(tensor: Tensor) -> Tensor:  # holding it keeps its address from being used again
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                outside = storage.data_ptr() in owner.shared
-                held.setdefault(storage.data_ptr(), (_HEAD if outside else owner.now, storage.nbytes()))
-            return tensor
-
-        tokens = torch.zeros(length, dtype=torch.int64, device=policy.device)
-        positions = torch.arange(length, device=policy.device)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            hidden = policy.hidden(tokens, positions, TreePlan([0], [length]))
-        assert hidden.requires_grad
-    sizes: dict[int, int] = defaultdict(int)
-    for number, size in held.values():
-        sizes[number] += size
-    return dict(sizes)
-
-
-class _Owner:
-    """Which layer computes now, and the storages that were handed to it beside its hidden states (masks, rotary tables)."""
-
-    def __init__(self, fused: FusedDecoder | None) -> None:
-        self._fused = fused
-        self.entered = _HEAD  # of transformers' own layers
-        self.shared: set[int] = set()
-
-    @property
-    def now(self) -> int:
-        """Its number; `_HEAD` outside of them."""
-        if self._fused is None:
-            return self.entered
-        return _HEAD if self._fused.running is None else self._fused.running
-
-
-@contextmanager
-def _owners(policy: PolicyModel) -> Iterator[_Owner]:
-    owner = _Owner(policy.fused)
-    handles = []
-
-    def enter(number: int) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            owner.entered = number
-            owner.shared |= {each.untyped_storage().data_ptr() for each in _tensors((args[1:], kwargs))}
-            owner.shared -= {each.untyped_storage().data_ptr() for each in _tensors(kwargs.get("hidden_states"))}
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        owner.entered = _HEAD
-
-    if policy.fused is None:
-        total = int(policy.config.get_text_config().num_hidden_layers)
-        for stack in policy.decoder.modules():
-            if isinstance(stack, nn.ModuleList) and len(stack) == total:
-                for number, block in enumerate(stack):
-                    handles.append(block.register_forward_pre_hook(enter(number), with_kwargs=True))
-                    handles.append(block.register_forward_hook(leave))
-    try:
-        yield owner
-    finally:
-        for handle in handles:
-            handle.remove()
+def _fit_peak(lengths: list[int], sizes: list[int], kept: Kept) -> Kept:
+    """As `_fit`. A peak moves from one operation to another as rows grow, which bends the curve: where nothing is kept of pairs it
+    is a line, and else no more is taken of them than a few times what is kept."""
+    if kept.score:
+        found = _fit(lengths, sizes)
+        if found.score <= _MOST_SCORES * kept.score:
+            return found
+    slope = max(sizes[-1] - sizes[-2], 0) / (lengths[-1] - lengths[-2])
+    return Kept(round(max(slope, sizes[-1] / lengths[-1] if kept.score else 0.0), 3))
 
 
 @torch.no_grad()
@@ -251,24 +203,10 @@ def _cached_bytes(policy: PolicyModel, length: int) -> list[tuple[int, int | Non
     (cache,) = (value for value in output.values() if isinstance(value, Cache))
     layers = []
     for layer in cache.layers:
-        storages = {
-            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(vars(layer))
-        }
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors(vars(layer))}
         window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
         layers.append((sum(storages.values()), window))
     return layers
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def estimate_footprint(config: PretrainedConfig, dtype: str, path: ModelPath | None) -> Footprint:
@@ -292,9 +230,13 @@ def estimate_footprint(config: PretrainedConfig, dtype: str, path: ModelPath | N
         # autograd keeps: both residuals and normed inputs, four of the MLP's inner size, attention's twice (one wide)
         token = narrow * (4 * hidden + 4 * inner + attention) + wide * attention
     score = float(heads * narrow)  # weights of short rows, or the plain path's own
+    kept = (Kept(float(token), score),) * layers
+    beside = kept if path == FUSED else (Kept(),) * layers  # a fused layer holds gradients beside what it kept
     return Footprint(
         path,
-        (Kept(float(token), score),) * layers,
+        kept,
+        beside,
+        beside,
         Kept(2.0 * narrow * hidden),
         own_cache(config, dtype),
         heads,

@@ -32,8 +32,8 @@ _HEAD_ROWS = {
 
 
 # oneDNN compiles a product anew for each number of rows: so many bytes, whatever the size of the weight.
-_COMPILED = 440 << 10
-_CACHED = 1024  # such products that torch and oneDNN keep, of packed weights, and as many of others
+_COMPILED = 576 << 10
+_CACHED = 768  # such products that torch and oneDNN keep, of packed weights, and as many of others; then older ones leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,8 @@ def predict_memory(
     vocabulary = int(config.get_text_config().vocab_size)
     waiting = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
     in_the_making = min(_HEAD_ROWS.get(model.dtype, 64) if device == "cpu" else CHUNK_ROWS, tokens)
-    kept, through = activation_bytes(training, tokens, lengths, hidden_bytes, train.gradient_checkpointing)
-    if not model.lora.rank:
-        through += _largest_temporary(described, training.path, narrow)
+    temporary = 0 if model.lora.rank else _largest_temporary(described, training.path, narrow)
+    kept, through = activation_bytes(training, tokens, lengths, hidden_bytes, temporary, train.gradient_checkpointing)
     weights = _weight_bytes(model, described, footprint.path, shards, device)
     trained = weights["masters"] * (shards or 1)  # bytes
     return weights | {
@@ -147,25 +146,28 @@ def find_footprint(model: ModelConfig, described: PreTrainedModel, path: ModelPa
 
 
 def activation_bytes(
-    footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, checkpointing: bool = False
+    footprint: Footprint,
+    tokens: int,
+    lengths: Lengths,
+    hidden_bytes: int,
+    temporary: int = 0,
+    checkpointing: bool = False,
 ) -> tuple[int, int]:
     """Of a microbatch of `tokens` packed tokens whose rows are as long as they get: (what is kept for backward, what one layer
-    takes while it is gone through). `hidden_bytes`: of one hidden state."""
-    longest = _at_length(footprint, tokens, lengths, hidden_bytes, checkpointing)
+    takes while it is gone through). `hidden_bytes`: of one hidden state; `temporary`: of the largest gradient of a weight."""
+    given = hidden_bytes, temporary, checkpointing
+    longest = _at_length(footprint, tokens, lengths, *given)
     if footprint.path.name == "plain" or _by_products(footprint, lengths):
         return longest
     short = lengths.completion  # shorter rows keep the weights of their attention, and may need more
     while short > 1 and not _by_products(footprint, replace(lengths, completion=short)):
         short -= max(short // 16, 1)
-    return max(
-        longest, _at_length(footprint, tokens, replace(lengths, completion=short), hidden_bytes, checkpointing), key=sum
-    )
+    return max(longest, _at_length(footprint, tokens, replace(lengths, completion=short), *given), key=sum)
 
 
 def _at_length(
-    footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, checkpointing: bool
+    footprint: Footprint, tokens: int, lengths: Lengths, hidden_bytes: int, temporary: int, checkpointing: bool
 ) -> tuple[int, int]:
-    """A fused layer holds gradients beside what it kept; autograd gives back what a layer kept as it goes."""
     rows, prefixes = _rows_of(tokens, lengths)
     scores = prefixes * lengths.prompt**2 + rows * lengths.completion * lengths.context
     layers, rest = footprint.layers, footprint.rest
@@ -177,11 +179,15 @@ def _at_length(
     elif layers and layers[0].score:
         rest = Kept(rest.token, rest.score + 4.0)  # the mask of these products
     each = [kept.of(held, scores) for kept in layers]
-    largest = max(each, default=0.0)
+    # Our attention's own backward goes by bins of rows, which take little beside: only others take something of each pair.
+    pairs = scores if footprint.path.name == "plain" else 0.0
+    through = [
+        max(beside.of(held, pairs), making.of(held, pairs) + temporary) + (kept if checkpointing else 0.0)
+        for kept, beside, making in zip(each, footprint.beside, footprint.making, strict=True)
+    ]
     kept_bytes = (len(each) * held * hidden_bytes if checkpointing else sum(each)) + rest.of(held, scores)
     beside_head = 2 * tokens * hidden_bytes  # the scored tokens' hidden states, and their gradient
-    through = largest * ((footprint.path == FUSED) + checkpointing)
-    return round(kept_bytes + beside_head), round(through)
+    return round(kept_bytes + beside_head), round(max(through, default=0.0))
 
 
 def _rows_of(tokens: int, lengths: Lengths) -> tuple[float, float]:
