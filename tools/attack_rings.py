@@ -5,10 +5,10 @@
 
 Three producers put records, and all are killed, the owner too. What then lies in shared memory is attacked again and again, from
 the same bytes. *Failed openings*: with no more than k files; with an exception at the n-th call of the system or the library;
-cancelled at the n-th turn of the loop. After each the next owner has to get every record once. *Damage*: one flipped bit in
-the header of one ring, in the block table, in the header of the segment. No error may come out, the other rings have to give
-all that they have, and the damaged one gives its records or is kept. *A stranger* binds addresses before the owner does. Prints
-a table; exits 1 where anything was lost.
+cancelled at the n-th turn of the loop. *Owners killed* (SIGKILL) at the n-th call of their opening, and of handing out records.
+After each the next owner has to get every record once. *Damage*: one flipped bit in the header of one ring, in the block table,
+in the header of the segment. No error may come out, the other rings have to give all that they have, and the damaged one gives
+its records or is kept. *A stranger* binds addresses before the owner does. Prints a table; exits 1 where anything was lost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Outcome:
     """Of one kind of attack."""
 
     tried: int = 0
-    failed: int = 0  # openings that did not succeed
+    failed: int = 0  # openings that did not succeed, owners that were killed
     lost: int = 0  # accepted records that were neither given, nor kept in what was set aside
     twice: int = 0
     escaped: int = 0  # errors that came out of an owner where none may
@@ -188,25 +188,61 @@ def with_few_files(name: str, more: int) -> int:
     return in_child(lambda: asyncio.run(_open(name, limit, lambda: OPENED)))
 
 
-def with_an_error_at(name: str, nth: int) -> int:
-    """Exit code of an opening in which the n-th call out of the transport's Python code raises."""
-    seen = [0]
+class AtCall:
+    """`on` to `off`: at the n-th call (from 0) out of the transport's Python code something happens."""
 
-    def watch(frame: FrameType, event: str, argument: object) -> None:
-        if event == "c_call" and frame.f_code.co_filename.startswith(TRANSPORT):
-            seen[0] += 1
-            if seen[0] == nth + 1:
-                raise OSError(24, "of the attack")
+    def __init__(self, nth: int, happens: Callable[[], object]) -> None:
+        self._nth, self._happens, self._seen = nth, happens, 0
 
-    def on() -> None:
-        threading.setprofile(watch)
-        sys.setprofile(watch)
+    def on(self) -> None:
+        threading.setprofile(self._watch)
+        sys.setprofile(self._watch)
 
-    def off() -> int:
+    def off(self) -> int:
         sys.setprofile(None)
-        return SURVIVED if seen[0] > nth else OPENED
+        return SURVIVED if self._seen > self._nth else OPENED
 
-    return in_child(lambda: asyncio.run(_open(name, on, off)))
+    def _watch(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "c_call" and frame.f_code.co_filename.startswith(TRANSPORT):
+            self._seen += 1
+            if self._seen == self._nth + 1:
+                self._happens()
+
+
+def with_an_error_at(name: str, nth: int) -> int:
+    """Exit code of an opening in which the n-th call raises."""
+
+    def error() -> None:
+        raise OSError(24, "of the attack")
+
+    call = AtCall(nth, error)
+    return in_child(lambda: asyncio.run(_open(name, call.on, call.off)))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at(name: str, nth: int) -> int:
+    """Exit code of an owner that is killed at the n-th call of its opening."""
+    call = AtCall(nth, kill)
+    return in_child(lambda: asyncio.run(_open(name, call.on, call.off)))
+
+
+def killed_with_records_at(name: str, nth: int) -> int:
+    """Exit code of an owner that is killed at the n-th call after its opening, while it hands out records, none of which is
+    released."""
+    call = AtCall(nth, kill)
+
+    async def take() -> None:
+        async with RecordRing(name, SETTINGS) as ring:
+            call.on()
+            with contextlib.suppress(anyio.WouldBlock):
+                while True:
+                    ring.get_nowait()
+            os._exit(call.off())
+
+    return in_child(lambda: asyncio.run(take()))
 
 
 def cancelled_at(name: str, turns: int) -> int:
@@ -229,8 +265,8 @@ def failed_openings(name: str, content: bytes, attack: Callable[[str, int], int]
         restore(name, content)
         code = attack(name, n)
         outcome.tried += 1
-        outcome.failed += code == FAILED
-        outcome.escaped += code not in (OPENED, FAILED, SURVIVED)
+        outcome.failed += code in (FAILED, -signal.SIGKILL)
+        outcome.escaped += code not in (OPENED, FAILED, SURVIVED, -signal.SIGKILL)
         judge(outcome, asyncio.run(take_all(name)), set())
         if code == OPENED:
             break
@@ -332,6 +368,8 @@ def attacks(name: str, *, short: bool) -> dict[str, Outcome]:
             "too many open files": failed_openings(name, content, with_few_files, 1, 100),
             "an error at the n-th call": failed_openings(name, content, with_an_error_at, rare, 5000),
             "cancelled at the n-th turn": failed_openings(name, content, cancelled_at, 1, 30 if short else 200),
+            "an owner killed at the n-th call of its opening": failed_openings(name, content, killed_at, rare, 5000),
+            "and while it hands out records": failed_openings(name, content, killed_with_records_at, rare, 5000),
             "a bit of one ring's header": flipped(name, content, ring_header(content, rare), bits),
             "a bit of the block table": flipped(name, content, block_table(content, dense), bits),
             "a bit of the segment's header": flipped(name, content, segment_header(content, rare), bits),
@@ -357,7 +395,7 @@ def main() -> int:
         if given.json:
             print(json.dumps({kind: vars(outcome) for kind, outcome in found.items()}))
         else:
-            print("| attack | tried | openings that failed | lost | twice | errors | kept aside |")
+            print("| attack | tried | owners that failed | lost | twice | errors | kept aside |")
             print("|---|---:|---:|---:|---:|---:|---:|")
             for kind, o in found.items():
                 print(f"| {kind} | {o.tried} | {o.failed} | {o.lost} | {o.twice} | {o.escaped} | {o.kept} |")

@@ -3,21 +3,30 @@
     python tools/attack_runs.py --lives 20                            # every kind in turns
     python tools/attack_runs.py --lives 100 --kinds 2-fsdp --signals TERM INT
     python tools/attack_runs.py --lives 500 --warm                    # a quarter of the CPU time: nobody loads torch anew
+    python tools/attack_runs.py --warm --minutes 8 --seed 3 --tally kills.json   # a part of many, which add up in that file
 
 A life starts (or goes on from the checkpoint of the one before), commits steps, and is ended by a signal: SIGTERM or SIGINT to
-the launcher, SIGKILL to one rank or to all of them. Then this must hold:
+the launcher, SIGKILL to the launcher, to one rank or to all of them. One in five is ended while it starts. Then this must hold:
 
-    ended       within torchrun's 30 s and a little; nothing of it is left: no process, nothing in /dev/shm, no half checkpoint
-    saved       after SIGTERM and SIGINT the last committed version; after SIGKILL what `checkpoint.every` promises
+    ended       within torchrun's 30 s and a little, nobody by the watchdog; nothing is left: no process, nothing in /dev/shm
+    saved       after a signal to the launcher the last committed version, SIGKILL included (the ranks hear of it), and no save
+                that is half done; also after SIGKILL of a rank that is not the first, where the model is not cut; else what
+                `checkpoint.every` promises, with one save on its way
+    told        every step up to the last one has one line of metrics, and so has what the checkpoint holds
     whole       the newest checkpoint loads, every byte of it verified
     exact       of the prompts that its cursors have passed, as many are trained as its version says; no others are missing
 
+Processes are found whoever their parent is: those that nobody owns any more become children of this program.
 Prints a line for each life that breaks one of them (its output is kept), and a table. Exits 1 where there was any.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import json
+import math
 import os
 import random
 import re
@@ -45,13 +54,28 @@ GROUPS = 4  # of a step
 EVERY = 5  # steps, of a checkpoint
 STARTED_S = 180.0
 ENDED_S = 45.0
+START_S = 5.0  # until the first steps, about; measured by each life that gets there
+EARLY = 0.2  # of all lives are ended while they start
 KINDS = {"1": (1, "replicate"), "2": (2, "replicate"), "2-fsdp": (2, "fsdp")}
-SIGNALS = ("TERM", "INT", "KILL one", "KILL all")
+TO_LAUNCHER = ("TERM", "INT", "KILL launcher")
+SIGNALS = (*TO_LAUNCHER, "KILL one", "KILL all")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Processes whose parent has ended become children of this one, and so `Life.family` finds them."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @dataclass
 class Life:
-    """One process tree that trains in `folder/runs/run`."""
+    """One process tree that trains in `folder/runs/run`. Inside of `adopting`."""
 
     folder: Path
     ranks: int
@@ -64,10 +88,17 @@ class Life:
 
     def __post_init__(self) -> None:
         self.run = self.folder / "runs" / "run"
-        self.before = len(self.steps())
+        self.before = self.lines()
+        self.saved_before = CheckpointStore(self.run / "checkpoints").latest_version() or 0
         self.shared = set(os.listdir("/dev/shm"))  # of others
         self.log = self.folder / "output.txt"
-        resume = (self.run / "checkpoints" / "latest").exists()
+        self.first_killed = True  # of its ranks; known after `end`
+        self.numbers: set[int] = set()  # of all its processes that were seen
+        self.process = self._start()
+        self.others = {each for each in psutil.Process().children() if each.pid != self.process.pid}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        resume = self.saved_before > 0
         settings = [
             f"run.name=run run.dir={self.folder}/runs run.overwrite={str(not resume).lower()} resume={str(resume).lower()}",
             f"rollout.groups_per_step={GROUPS} rollout.group_size=4 rollout.max_tokens=8 train.max_steps=1000000",
@@ -84,76 +115,149 @@ class Life:
         ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
+    def lines(self) -> list[tuple[int, float]]:
+        """Step and time of each line of the metrics."""
+        return [(int(line["step"]), line["time"]) for line in read_jsonl(self.run / "metrics.jsonl")]
+
     def steps(self) -> list[int]:
-        return [int(line["step"]) for line in read_jsonl(self.run / "metrics.jsonl")]
+        return [step for step, _ in self.lines()]
+
+    def family(self) -> list[psutil.Process]:
+        """All of its processes that are there, the launcher first."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            found = [launcher, *launcher.children(recursive=True)]
+        for each in psutil.Process().children():
+            if each in self.others or each.pid == self.process.pid:
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                found += [each, *each.children(recursive=True)]
+                if each.status() == psutil.STATUS_ZOMBIE:  # adopted: nobody else would
+                    os.waitpid(each.pid, os.WNOHANG)
+        found = [each for each in dict.fromkeys(found) if is_alive(each)]
+        self.numbers |= {each.pid for each in found}
+        return found
 
     def live(self, delay_s: float) -> str | None:
         """Until some steps are committed, and a little longer. A sentence where it ends by itself."""
         deadline = time.monotonic() + STARTED_S
-        while len(self.steps()) < 3 or self.steps()[-1] <= self.before:
+        last = self.before[-1][0] if self.before else 0
+        while len(steps := self.steps()) < 3 or steps[-1] <= last:
             if self.process.poll() is not None:
                 return f"ended by itself with {self.process.returncode}"
             if time.monotonic() > deadline:
                 return f"committed no step within {STARTED_S:g} s"
-            time.sleep(0.1)  # there is no event that a foreign process could set
+            self.family()
+            time.sleep(0.2)  # there is no event that a foreign process could set
+        return self.wait(delay_s)
+
+    def wait(self, delay_s: float) -> str | None:
+        """So long. A sentence where it ends by itself."""
         time.sleep(delay_s)
-        return None
+        return None if self.process.poll() is None else f"ended by itself with {self.process.returncode}"
 
     def end(self) -> Iterator[str]:
         """Send the signal, wait; what is wrong with the end."""
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        ranks = [
-            each
-            for each in family
-            if ("asyncrl.main" in each.cmdline() or each.name() == "asyncrl.main")
-            and "torch.distributed.run" not in each.cmdline()
-        ]
-        if self.how == "KILL all":
-            for each in family:
-                if each.is_running():
-                    each.kill()
-        elif self.how == "KILL one":
-            random.choice(ranks or family).kill()
-        else:
-            self.process.send_signal(getattr(signal, f"SIG{self.how}"))
-        try:
-            self.process.wait(ENDED_S)
-        except subprocess.TimeoutExpired:
+        self._signal(self.family())
+        deadline = time.monotonic() + ENDED_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.family()
+            time.sleep(0.1)
+        if self.process.poll() is None:
             yield f"did not end within {ENDED_S:g} s"
-        _, left = psutil.wait_procs(family, timeout=10.0)
+        if self.how != "KILL launcher":  # whose ranks have as long as they would have with it
+            deadline = time.monotonic() + 10.0
+        while (left := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         if left:
             yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
         for each in left:
             each.kill()
-        numbers = {str(each.pid) for each in family}
-        if names := [
-            name for name in set(os.listdir("/dev/shm")) - self.shared if numbers & set(re.split(r"\W", name))
-        ]:
-            yield f"left in /dev/shm: {names}"
+        yield from self.left_in_shared_memory()
+        said = self.log.read_text(errors="replace")
+        if "=== asyncrl watchdog" in said:
+            yield "was ended by the watchdog"
+        if self.how in TO_LAUNCHER and "asyncrl: RankLost" in said:
+            yield "calls it an error that another rank was stopped, too"
+
+    def _signal(self, family: list[psutil.Process]) -> None:
+        if self.how == "KILL one":
+            ranks = [each for each in family if is_rank(each)]
+            chosen = random.choice(ranks or family)
+            self.first_killed = self.ranks == 1 or len(ranks) < self.ranks or rank_of(chosen, ranks) == 0
+            family = [chosen]
+        if self.how in ("TERM", "INT"):
+            self.process.send_signal(getattr(signal, f"SIG{self.how}"))
+        elif self.how == "KILL launcher":
+            self.process.kill()
+        else:
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+    def left_in_shared_memory(self) -> Iterator[str]:
+        numbers = {str(each) for each in self.numbers}
+        names = {name for name in set(os.listdir("/dev/shm")) - self.shared if numbers & set(re.split(r"\W", name))}
+        if names:
+            yield f"left in /dev/shm: {sorted(names)}"
+        for name in names:
+            os.unlink(f"/dev/shm/{name}")
 
     def judge(self) -> Iterator[str]:
         """What is wrong with what it left."""
-        store = CheckpointStore(self.run / "checkpoints")
-        last = self.steps()[-1]
+        store, steps = CheckpointStore(self.run / "checkpoints"), self.steps()
+        if steps != [*range(1, len(steps) + 1)]:
+            yield f"the lines of the metrics are of the steps {steps}"
         try:
             found = store.load_latest()
         except CheckpointError as error:
             yield f"the newest checkpoint does not load: {error}"
             return
-        least = last if self.how in ("TERM", "INT") else last - 2 * EVERY  # one may have been on its way
-        if found is None:
-            if least > 0:
-                yield f"no checkpoint at all, the last line is of step {last}"
-            return
-        if found.version < least:
-            yield f"the newest checkpoint is of version {found.version}, the last line of step {last}"
-        count = trained(found)
-        if count != GROUPS * found.version:
-            yield f"{count} prompts are passed and not to come again, {GROUPS * found.version} were trained"
+        least, version = self._least(), 0 if found is None else found.version
+        if version < least:
+            yield f"the newest checkpoint is of version {version}, and not of {least}; {len(steps)} steps have a line"
+        if version > len(steps):
+            yield f"version {version} is saved, and only {len(steps)} steps have a line"
+        if self.how in TO_LAUNCHER and (half := [*store.directory.glob(".tmp-*")]) and self.lines() != self.before:
+            yield f"half a checkpoint: {half}"
+        if found is not None and (count := trained(found)) != GROUPS * version:
+            yield f"{count} prompts are passed and not to come again, {GROUPS * version} were trained"
+
+    def _least(self) -> int:
+        """The version that has to be saved."""
+        if (
+            self.lines() == self.before
+        ):  # it has not come to a step, and perhaps not even to drop what was not saved before
+            return self.saved_before
+        last = self.steps()[-1] if self.steps() else 0
+        if self.how in TO_LAUNCHER or (
+            self.how == "KILL one" and self.sharding == "replicate" and not self.first_killed
+        ):
+            return max(self.saved_before, last)
+        return max(self.saved_before, last - last % EVERY - EVERY)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        return process.name() == "asyncrl.main" or ("asyncrl.main" in words and "torch.distributed.run" not in words)
+    return False
+
+
+def rank_of(process: psutil.Process, ranks: list[psutil.Process]) -> int:
+    """torchrun starts them in their order."""
+    return sorted(ranks, key=lambda each: (each.create_time(), each.pid)).index(process)
 
 
 def trained(checkpoint: Checkpoint) -> int:
@@ -168,36 +272,66 @@ def trained(checkpoint: Checkpoint) -> int:
     return total
 
 
-def attack(lives: int, kinds: list[str], signals: list[str], seed: int, keep: Path) -> Counter[str]:
+@dataclass
+class Plan:
+    """What the lives of one call are."""
+
+    lives: int
+    kinds: Sequence[str]
+    signals: Sequence[str]
+    seed: int
+    minutes: float = math.inf
+    early: float = EARLY
+
+
+def attack(plan: Plan, keep: Path) -> Counter[str]:
     """How many lives had which end, and in how many something was wrong ("broken ...")."""
-    chance, counts = random.Random(seed), Counter[str]()
-    random.seed(seed)
-    folders = {kind: Path(tempfile.mkdtemp(prefix=f"asyncrl-{kind}-")) for kind in kinds}
-    for number in range(lives):
-        kind, how = kinds[number % len(kinds)], chance.choice(signals)
+    chance, counts = random.Random(plan.seed), Counter[str]()
+    random.seed(plan.seed)
+    folders = {kind: Path(tempfile.mkdtemp(prefix=f"asyncrl-{kind}-")) for kind in plan.kinds}
+    start_s, until = dict.fromkeys(plan.kinds, START_S), time.monotonic() + 60.0 * plan.minutes
+    for number in range(plan.lives):
+        if time.monotonic() > until:
+            break
+        kind, how = plan.kinds[number % len(plan.kinds)], chance.choice(list(plan.signals))
+        early, began = chance.random() < plan.early, time.monotonic()
         life = Life(folders[kind], *KINDS[kind], how)
         try:
-            wrong = life.live(chance.uniform(0.0, 1.5))
-            found = [wrong] if wrong else []
-            found += [*life.end()] if life.process.poll() is None else []
+            if early:
+                wrong = life.wait(chance.uniform(0.0, start_s[kind]))
+            else:
+                wrong = life.live(0.0)
+                start_s[kind] = time.monotonic() - began
+                wrong = wrong or life.wait(chance.uniform(0.0, 1.5))
+            found = [wrong] if wrong else [*life.end()]
         finally:
             if life.process.poll() is None:  # this program is being ended itself
                 life.process.terminate()
-        found += [*life.judge()] if not wrong else []
-        counts[f"{kind}, {how}"] += 1
+        found += [*life.judge()]
+        name = f"{kind}, {how}{', while it starts' if early else ''}"
+        counts[name] += 1
         if found:
-            counts[f"broken {kind}, {how}"] += 1
+            counts[f"broken {name}"] += 1
             kept = keep / f"life_{number}"
             if life.run.exists():
                 shutil.copytree(life.run, kept, symlinks=True)
             kept.mkdir(exist_ok=True)
             shutil.copy(life.log, kept)
-            print(f"life {number} ({kind}, SIG{how}): {'; '.join(found)}; what it left: {kept}", flush=True)
+            print(f"life {number} ({name}): {'; '.join(found)}; what it left: {kept}", flush=True)
         if found or chance.random() < 0.1:  # and a fresh start now and then
             shutil.rmtree(life.run, ignore_errors=True)
     for folder in folders.values():
         shutil.rmtree(folder)
     return counts
+
+
+def tallied(counts: Counter[str], file: Path | None) -> Counter[str]:
+    """With those of the parts before, which `file` has."""
+    if file is None:
+        return counts
+    before = Counter[str](json.loads(file.read_text()) if file.exists() else {})
+    file.write_text(json.dumps(before + counts, indent=1, sort_keys=True) + "\n")
+    return before + counts
 
 
 def table(counts: Counter[str], *heads: str) -> int:
@@ -224,6 +358,9 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no life after so long")
+    parser.add_argument("--early", type=float, default=EARLY, help="share of lives that are ended while they start")
+    parser.add_argument("--tally", type=Path, help="a JSON file to which the counts are added")
     parser.add_argument(
         "--warm", action="store_true", help="programs start as the tests' do, from one that has loaded torch"
     )
@@ -231,8 +368,13 @@ def main() -> int:
     if options.warm:
         start_warm()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-lives-"))
-    counts = attack(options.lives, options.kinds, options.signals, options.seed, keep)
-    return table(counts, "ended", "lives")
+    plan = Plan(options.lives, options.kinds, options.signals, options.seed, options.minutes, options.early)
+    with adopting():
+        counts = attack(plan, keep)
+    with contextlib.suppress(OSError):
+        keep.rmdir()  # where nothing was broken
+    table(tallied(counts, options.tally), "ended", "lives")
+    return int(any(name.startswith("broken") for name in counts))
 
 
 if __name__ == "__main__":

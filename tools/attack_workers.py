@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from attack_runs import STARTED_S, Life, table
+from attack_runs import STARTED_S, Life, adopting, table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -178,11 +178,12 @@ def finish(life: WorkersLife) -> Iterator[str]:
     if life.ended:
         yield from life.named()
         return
-    node = psutil.Process(life.process.pid)
-    family = [node, *node.children(recursive=True)]
     if asked == "KILL":
-        node.kill()
-        _, left = psutil.wait_procs(family, timeout=10.0)
+        life.process.kill()
+        life.process.wait()
+        deadline = time.monotonic() + 10.0
+        while (left := life.family()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         if left:
             yield f"left processes: {[' '.join(each.cmdline())[:80] for each in left]}"
         return
@@ -236,7 +237,8 @@ def main() -> int:
     options = parser.parse_args()
     keep = Path(tempfile.mkdtemp(prefix="asyncrl-workers-kept-"))
     began = time.monotonic()
-    counts = attack(options, keep)
+    with adopting():
+        counts = attack(options, keep)
     code = table(counts, "what was hit, and how", "times")
     print(f"\n{time.monotonic() - began:.0f} s")
     return code

@@ -32,6 +32,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from asyncrl.telemetry.machine import describe_cpu  # noqa: E402
+
 CHILD = ROOT / "tools" / "learning" / "child.py"
 COMMAND = "python tools/learning_comparison.py"
 GOAL, LIMIT, STALE_BATCHES, SEEDS = 0.8, 150, 100, (0, 1, 2)
@@ -216,7 +220,7 @@ def document(work: list[Job], seconds: float, given: argparse.Namespace) -> dict
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": COMMAND + (" --quick" if given.quick else ""),
-        "cpu": cpu_model(),
+        "cpu": describe_cpu(),
         "python": platform.python_version(),
         "processes": given.processes,
         "seconds": None if given.runs else round(seconds, 1),
@@ -225,11 +229,6 @@ def document(work: list[Job], seconds: float, given: argparse.Namespace) -> dict
         "missed": [f"{job.name}, {job.mode}, seed {job.seed}: {job.complaint}" for job in work if job.complaint],
         "runs": [{**asdict(job), "result": job.result} for job in work],
     }
-
-
-def cpu_model() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
 def markdown(work: list[Job], found: dict[str, Any]) -> str:

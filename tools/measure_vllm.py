@@ -8,7 +8,7 @@
     async      `AsyncLLM`, likewise, all requests at once
 
 A step: a job's sequences with prompts of 48 tokens that no two share, sampled at temperature 1. Each side is a process of its own;
-they take turns, one at work and the others idle; medians. tools/measure_vllm_update.py measures a change of weights.
+they take turns, one at work and the others idle; medians. `asyncrl bench weights` measures a change of weights.
 """
 
 from __future__ import annotations

@@ -14,13 +14,17 @@ from typing import Any
 from asyncrl.algorithms import importance, kl, registry
 from asyncrl.algorithms.losses.loss import LossMethod
 from asyncrl.algorithms.method import Conflict, Method
-from asyncrl.config.describe import refusal
-from asyncrl.config.fields import Knob, knobs
+from asyncrl.config.describe import refusal, short
+from asyncrl.config.fields import Knob, knobs, nearest_name
 from asyncrl.config.methods import SETTINGS
 from asyncrl.config.old_names import SPELLINGS, full_name
+from asyncrl.config.other_names import ABSENT, other_name
 from asyncrl.types import Normaliser
 
-USAGE = "asyncrl explain NAME: a loss, an advantage, an importance mode, a KL estimator, or a setting (`asyncrl run --help`)"
+USAGE = (
+    "asyncrl explain NAME: a loss, an advantage, an importance mode, a KL estimator, or a setting (`asyncrl run --help`), which "
+    "may also have the name that TRL or verl give it"
+)
 
 
 def explain(name: str) -> str:
@@ -42,8 +46,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     for name in arguments:
         text = explain(name)
+        if not text and (ours := other_name(name)) is not None:
+            text = f"{name}, as other code bases call it, is {ours} here.\n\n{explain(ours)}"
+        if not text and (instead := ABSENT.get(name.rpartition(".")[2])) is not None:
+            text = f"{name}: {instead}"
         if not text:
-            nearest = difflib.get_close_matches(name, known(), n=1, cutoff=0.0)[0]
+            nearest = nearest_name(name) or difflib.get_close_matches(name, known(), n=1, cutoff=0.0)[0]
             print(f"asyncrl explain: nothing is named {name!r}; did you mean {nearest!r}?", file=sys.stderr)
             return 2
         print(text, end="\n\n")
@@ -117,11 +125,11 @@ def _settings(name: str) -> Iterator[str]:
 
 
 def _setting(knob: Knob) -> Iterator[str]:
-    yield f"setting {knob.name}  ({knob.expected}; default {knob.default})"
+    yield f"setting {knob.name}  ({knob.expected}; default {short(knob.default)})"
     yield knob.text
-    short = [spelling for spelling, full in SPELLINGS.items() if full == knob.name]
-    if short:
-        yield f"also written: {', '.join(short)}"
+    spelt = [spelling for spelling, full in SPELLINGS.items() if full == knob.name]
+    if spelt:
+        yield f"also written: {', '.join(spelt)}"
     if knob.name in SETTINGS:
         each = SETTINGS[knob.name]
         losses = registry.readers().get(each.flat, ())

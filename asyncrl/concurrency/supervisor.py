@@ -6,8 +6,9 @@
                                                         one pump ends   -> the others go on, to the last
 
 Guarantees. The exception that comes out is the first one that really happened, not a group around it and not the
-cancellations it caused; it carries a note with the pump's name, and a note for every other failure. A pump that is
-cancelled by a stranger is a failure too: it would otherwise vanish without a word while everybody waits for it.
+cancellations it caused; it carries a note with the pump's name, and a note for every other failure that says something else:
+the same error of other tasks, and edges whose other end the first one closed, are left out. A pump that is cancelled by a
+stranger is a failure too: it would otherwise vanish without a word while everybody waits for it.
 """
 
 from __future__ import annotations
@@ -131,9 +132,13 @@ class Supervisor:
 
     def _verdict(self) -> BaseException:
         first, *others = self._failures
+        told = {_words(first)}
         for other in others:
+            if _words(other) in told or _is_closed_edge(other):
+                continue
+            told.add(_words(other))
             notes = "; ".join(getattr(other, "__notes__", ()))
-            first.add_note(f"afterwards also: {type(other).__name__}: {other}" + (f" ({notes})" if notes else ""))
+            first.add_note(f"afterwards also: {_words(other)}" + (f" ({notes})" if notes else ""))
         self._failures = []  # the exception's traceback refers to this frame
         return first
 
@@ -168,6 +173,15 @@ async def plain_task_group() -> AsyncIterator[TaskGroup]:
         failure = first
     if failure is not None:  # outside of the handler, which would give it the group as its context
         raise failure
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_closed_edge(error: BaseException) -> bool:
+    """The other end of a queue is gone, because its pump failed first. One with words of its own is told."""
+    return isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)) and not str(error)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

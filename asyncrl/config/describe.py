@@ -135,7 +135,7 @@ class Change:
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.name}: {_short(self.old)} -> {_short(self.new)}"
+        return f"{self.name}: {short(self.old)} -> {short(self.new)}"
 
 
 def help_text(width: int = 110) -> str:
@@ -147,7 +147,7 @@ def help_text(width: int = 110) -> str:
         if head != section:
             section = head
             lines += ["", *_heading(head)]
-        default = "required" if knob.default is PydanticUndefined else f"default {_short(knob.default)}"
+        default = "required" if knob.default is PydanticUndefined else f"default {short(knob.default)}"
         lines.append(f"{knob.name}  ({knob.expected}; {default})")
         lines += textwrap.wrap(knob.text, width, initial_indent="    ", subsequent_indent="    ")
         if (item := item_of(knob)) is not None:
@@ -221,5 +221,8 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _short(value: Any) -> str:
-    return dump(_plain(value)).removesuffix("\n").removesuffix("\n...").replace("\n", "; ") if value != () else "[]"
+def short(value: Any) -> str:
+    """A value of a setting in one line, as YAML has it."""
+    if isinstance(value, (tuple, list)) and not any(isinstance(item, BaseModel) for item in value):
+        return f"[{', '.join(map(short, value))}]"
+    return dump(_plain(value)).removesuffix("\n").removesuffix("\n...").replace("\n", "; ")

@@ -16,10 +16,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from .old_names import SPELLINGS, full_name
-from .other_names import OTHER_NAMES
+from .other_names import NOT_HERE, OTHER_NAMES, other_name
 from .schema import Config
 
 _PLAIN_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+_MISTYPED = 0.9  # one letter of ten
 _COMMON, _SIMILAR = 0.5, 0.6  # of words, of letters: from here on a name is suggested
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
@@ -84,9 +85,11 @@ def nearest_name(name: str) -> str | None:
     their beginnings: `clip_grad_norm` finds `train.grad_clip`. Letters decide between equals, and find what is mistyped.
     """
     last = name.rpartition(".")[2]
-    known = OTHER_NAMES.get(name) or OTHER_NAMES.get(last)
-    if known is not None:
+    known = other_name(name)
+    if known is not None or last in NOT_HERE:
         return known
+    if mistyped := difflib.get_close_matches(last, OTHER_NAMES, n=1, cutoff=_MISTYPED):
+        return OTHER_NAMES[mistyped[0]]
 
     def score(candidate: str) -> tuple[float, float]:
         tail = candidate.rpartition(".")[2]

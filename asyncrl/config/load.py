@@ -27,7 +27,7 @@ from .other_names import ABSENT
 from .schema import Config
 from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
 from .section import Section
-from .text import parse_file, parse_scalar
+from .text import parse_file, parse_scalar, yaml_problem
 
 # A path, or `file.py:name`. The hooks, and what is listed in `reward`, are handled with them.
 PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer", "rollout.environment")
@@ -123,7 +123,7 @@ def _value(name: str, text: str, typed: str) -> Any:
     except yaml.YAMLError as error:
         if knob is not None and knob.takes_text:
             return text
-        raise ConfigError(f"override {typed!r}: the value is not valid YAML: {error}") from error
+        raise ConfigError(f"override {typed!r}: the value is not valid YAML: {yaml_problem(error)}") from error
     if knob is None:
         return value
     if knob.takes_text and not isinstance(value, str) and not (value is None and knob.takes_null):
@@ -156,7 +156,8 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"the configuration file {path} does not exist (looked in {Path.cwd()})") from error
+        advice = f"; to set it write {path}=VALUE" if full_name(str(path)) in knobs() else ""
+        raise ConfigError(f"the configuration file {path} does not exist (looked in {Path.cwd()}){advice}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
     tree, lines = parse_file(text, str(path))

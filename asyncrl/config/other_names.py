@@ -1,11 +1,11 @@
-"""What TRL's GRPOConfig, verl and the Hugging Face Trainer call our knobs, where no word of the name says so; and what they
-have that is not here."""
+"""What TRL's GRPOConfig, verl, OpenRLHF and the Hugging Face Trainer call our knobs, where the words of the name do not say so; and
+what they have that is not here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Whole dotted name, or its last part -> ours
+# Whole dotted name, or its last parts -> ours
 OTHER_NAMES: Mapping[str, str] = {
     "learning_rate": "train.lr",
     "num_generations": "rollout.group_size",
@@ -13,48 +13,90 @@ OTHER_NAMES: Mapping[str, str] = {
     "batch_size": "rollout.groups_per_step",
     "train_batch_size": "rollout.groups_per_step",
     "per_device_train_batch_size": "rollout.groups_per_step",
+    "generation_batch_size": "rollout.groups_per_step",
+    "global_batch_size": "rollout.groups_per_step",
+    "rollout_batch_size": "rollout.groups_per_step",
+    "n_samples_per_prompt": "rollout.group_size",
+    "steps_per_generation": "algorithm.minibatches",
+    "mini_batch_size": "algorithm.minibatches",
+    "ppo_mini_batch_size": "algorithm.minibatches",
     "gradient_accumulation_steps": "train.tokens_per_microbatch",
     "micro_batch_size": "train.tokens_per_microbatch",
     "ppo_micro_batch_size_per_gpu": "train.tokens_per_microbatch",
     "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
+    "micro_train_batch_size": "train.tokens_per_microbatch",
     "max_completion_length": "rollout.max_tokens",
     "max_response_length": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
+    "response_length": "rollout.max_tokens",
+    "generate_max_len": "rollout.max_tokens",
+    "max_model_len": "rollout.max_tokens",
+    "max_seq_len": "rollout.max_tokens",
+    "vllm_max_model_length": "rollout.max_tokens",
+    "prompt_length": "data.max_prompt_tokens",
+    "prompt_max_len": "data.max_prompt_tokens",
+    "truncation": "data.overlong",
     "beta": "algorithm.kl.coef",
     "kl_loss_coef": "algorithm.kl.coef",
+    "use_kl_loss": "algorithm.kl.coef",
+    "kl_loss_type": "algorithm.kl.estimator",
     "clip_ratio": "algorithm.clip.epsilon",
     "clip_ratio_low": "algorithm.clip.epsilon",
     "clip_ratio_high": "algorithm.clip.epsilon_high",
     "clip_ratio_c": "algorithm.clip.dual_clip",
     "loss_agg_mode": "algorithm.loss",
     "scale_rewards": "algorithm.advantage",
+    "multi_objective_aggregation": "algorithm.advantage",
+    "norm_adv_by_std_in_grpo": "algorithm.advantage",
     "adv_estimator": "algorithm.advantage",
     "importance_sampling_level": "algorithm.importance.mode",
+    "vllm_importance_sampling_correction": "algorithm.importance.mode",
+    "vllm_importance_sampling_clip_max": "algorithm.importance.cap",
+    "vllm_importance_sampling_clip_min": "algorithm.importance.floor",
+    "rollout_is": "algorithm.importance.mode",
+    "rollout_is_threshold": "algorithm.importance.cap",
+    "filter_groups.enable": "rollout.filter.dynamic_sampling",
+    "overlong_buffer.len": "reward.overlong.cache",
+    "overlong_buffer.penalty_factor": "reward.overlong.weight",
     "num_iterations": "algorithm.updates_per_batch",
     "ppo_epochs": "algorithm.updates_per_batch",
     "lr_scheduler_type": "train.schedule",
     "max_grad_norm": "train.grad_clip",
     "adam_epsilon": "train.eps",
+    "actor_learning_rate": "train.lr",
+    "total_steps": "train.max_steps",
     "total_training_steps": "train.max_steps",
     "steps": "train.max_steps",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
+    "model_name": "model.path",
     "model_name_or_path": "model.path",
     "model.name": "model.path",
     "lora_r": "model.lora.rank",
+    "dataset": "data.train",
     "dataset_name": "data.train",
+    "dataset_path": "data.train",
+    "dataset_split": "data.train",
+    "prompt_data": "data.train",
     "train_file": "data.train",
     "train_files": "data.train",
     "train_dataset": "data.train",
     "data.path": "data.train",
     "eval_dataset": "data.eval",
     "val_files": "data.eval",
+    "num_generations_eval": "evaluate.samples",
+    "val_kwargs.n": "evaluate.samples",
     "val_batch_size": "evaluate.limit",
     "prompt_key": "data.prompt_column",
+    "input_key": "data.prompt_column",
+    "apply_chat_template": "data.template",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.functions",
     "custom_reward_function.path": "reward.functions",
     "eval_steps": "evaluate.every",
+    "eval_strategy": "evaluate.every",
+    "evaluation_strategy": "evaluate.every",
+    "val_before_train": "evaluate.every",
     "test_freq": "evaluate.every",
     "save_steps": "checkpoint.every",
     "save_every": "checkpoint.every",
@@ -63,15 +105,59 @@ OTHER_NAMES: Mapping[str, str] = {
     "max_actor_ckpt_to_keep": "checkpoint.keep",
     "resume_from_checkpoint": "resume",
     "resume_mode": "resume",
+    "save_path": "run.dir",
+    "ckpt_path": "run.dir",
     "output_dir": "run.dir",
     "default_local_dir": "run.dir",
     "experiment_name": "run.name",
+    "log_completions": "telemetry.rollouts_per_step",
+    "num_completions_to_print": "telemetry.rollouts_per_step",
+    "use_vllm": "generation.engine",
+    "rollout.name": "generation.engine",
+    "vllm_mode": "generation.placement",
+    "async_level": "rollout.max_staleness",
+    "max_async_level": "rollout.max_staleness",
+    "max_off_policy_steps": "rollout.max_staleness",
+    "staleness_threshold": "rollout.max_staleness",
+    "trigger_parameter_sync_step": "rollout.weight_sync_interval",
+    "gpu_memory_utilization": "engine.kv_positions",
+    "vllm_gpu_memory_utilization": "engine.kv_positions",
+    "max_num_seqs": "engine.max_sequences",
+    "max_num_batched_tokens": "engine.prefill_tokens",
     "report_to": "telemetry.sinks",
     "logger": "telemetry.sinks",
     "wandb": "telemetry.sinks",
     "fsdp": "distributed.sharding",
     "strategy": "distributed.sharding",
 }
+
+# Names of theirs for what there is none of here, and whose words would find something else.
+NOT_HERE = frozenset(
+    (
+        "cache_implementation",
+        "deepspeed",
+        "disable_dropout",
+        "generation_kwargs",
+        "lam",
+        "label_key",
+        "log_multimodal",
+        "logging_steps",
+        "min_p",
+        "model_init_kwargs",
+        "num_rollouts",
+        "partial_rollout",
+        "per_device_eval_batch_size",
+        "ref_model",
+        "ref_model_mixup_alpha",
+        "ref_model_sync_steps",
+        "reference_model",
+        "reward_fn_key",
+        "reward_manager",
+        "sync_ref_model",
+        "vllm_model_impl",
+    )
+)
+
 
 PARALLEL = (
     "no engine is cut over devices or processes (tensor, pipeline, expert and data parallelism of vLLM): each worker has the whole "
@@ -86,3 +172,10 @@ ABSENT: Mapping[str, str] = dict.fromkeys(
     ),
     PARALLEL,
 )  # fmt: skip
+
+
+def other_name(name: str) -> str | None:
+    """Our name for a knob of another code base: by the whole of its name, or by its last parts; None for one that is not known."""
+    parts = name.split(".")
+    tails = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((OTHER_NAMES[tail] for tail in tails if tail in OTHER_NAMES), None)

@@ -62,6 +62,17 @@ def parse_scalar(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # a SafeLoader with other resolvers
 
 
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """What PyYAML says is wrong, in one line, without its own picture of the place."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
+        return " ".join(str(error).split())
+    said = f"{error.context}, {error.problem}" if error.context else error.problem
+    begun = error.context_mark
+    if error.context and begun is not None and begun.line != (error.problem_mark or begun).line:
+        said = f"{error.context} that begins on line {begun.line + 1}, {error.problem}"
+    return f"{said}: indent by spaces" if "'\\t'" in said else said
+
+
 def parse_file(text: str, source: str) -> tuple[Any, dict[str, int]]:
     """One YAML document and the line (from 1) of every dotted key. Errors: `ConfigError` naming source and line."""
     loader = _Loader(text)
@@ -73,7 +84,9 @@ def parse_file(text: str, source: str) -> tuple[Any, dict[str, int]]:
         _index_lines(node, "", source, lines, ())
         return loader.construct_document(node), lines
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = source if mark is None else f"{source} line {mark.line + 1} column {mark.column + 1}"
+        raise ConfigError(f"{where} is not valid YAML: {yaml_problem(error)}") from error
     finally:
         loader.dispose()
 

@@ -27,7 +27,7 @@ from asyncrl.types import Int32Array, Prompt
 
 from .prompts_files import ListRows, Row, Rows, digest, open_rows
 from .prompts_sources import IndexedRows
-from .tokenizing import encode_prompt
+from .tokenizing import check_prompt, encode_prompt
 
 EMBEDDED_GROUPS = 1 << 40  # from here on: ids of groups that no prompt of the stream names
 REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
@@ -211,6 +211,15 @@ class PromptSource:
         for index in range(len(self._rows)):
             overlong += self._encode(index)[1] > self.config.max_prompt_tokens
         return {**self.statistics(), "overlong_rows": overlong}
+
+    def check_forms(self, most: int) -> None:
+        """Of the first `most` rows, without the tokenizer: that the prompt is there, a text or messages. Errors: `DataError`."""
+        for index in range(min(len(self._rows), most)):
+            prompt = self._raw_prompt(index)
+            try:
+                check_prompt(prompt)
+            except DataError as error:
+                raise DataError(f"{self._place(index)}: {error}") from error
 
     def longest(self) -> tuple[int, int]:
         """(tokens of the longest prompt after the cut, rows that were looked at): all of them, or a sample where there are

@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from asyncrl.config.hub import hub_silence
 from asyncrl.config.imports import load_object, raised
 from asyncrl.errors import DataError
 
@@ -177,13 +178,18 @@ def _open_hub(source: str) -> Rows:
         import datasets
     except ImportError as error:
         raise DataError(f"{wanted} it needs the package `datasets`: pip install 'asyncrl[datasets]'") from error
+    local = (
+        "on a machine without the hub give a directory of its parquet files, or one that save_to_disk wrote elsewhere"
+    )
+    prepared = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
+    if not prepared and (silence := hub_silence(name, "dataset")) is not None:
+        raise DataError(f"{wanted} it cannot be fetched: {silence}; {local}")
     try:
         found = datasets.load_dataset(name, rest[0] if len(rest) == 2 else None, split=rest[-1] if rest else None)
     except Exception as error:  # network, unknown name, configuration or split: each package version has its own types
         raise DataError(
             f"{wanted} {source!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}; expected "
-            "org/name, org/name:split or org/name:config:split; on a machine without the hub give a directory of its "
-            "parquet files, or one that save_to_disk wrote elsewhere"
+            f"org/name, org/name:split or org/name:config:split; {local}"
         ) from error
     if isinstance(found, Mapping):
         if len(found) > 1:

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from asyncrl.config.imports import load_object
+from asyncrl.config.hub import require_hub
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError, first_line
 
 from .head.liger import require_head_kernel
 from .head.output import linear_head
 from .parameters.lora import find_targets, require_peft
-from .parameters.source import is_builder, model_source, tokenizer_source
+from .parameters.source import call_builder, is_builder, load_builder, model_source, tokenizer_source
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
 from .rotary import hold_frequencies, not_held
@@ -94,13 +94,37 @@ def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, An
 
 def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]:
     assert config.path is not None
-    built = load_object(config.path)(seed)
+    built = call_builder(config.path, seed, "model.path")
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], PreTrainedModel)):
-        raise ConfigError(
-            f"model.path: {config.path} returned {type(built).__name__}; expected (transformers model, tokenizer)"
+        found = (
+            f"({', '.join(type(each).__name__ for each in built)})"
+            if isinstance(built, tuple)
+            else type(built).__name__
         )
+        raise ConfigError(f"model.path: {config.path} returned {found}; expected (transformers model, tokenizer)")
     module, tokenizer = built
     return module.float(), tokenizer
+
+
+_called: dict[
+    Callable[[int], Any], tuple[PreTrainedModel, Any]
+] = {}  # of builders that could not be called on the meta device
+
+
+def _describe_built(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
+    """A builder's model on the meta device, and its tokenizer. A builder that cannot be called there, as one that loads weights,
+    is really called, once, and what it made is forgotten but for its form."""
+    builder = load_builder(str(config.path), "model.path")
+    if builder not in _called:
+        try:
+            with torch.device("meta"):
+                return _call_builder(config, 0)
+        except ConfigError:  # whatever user code raises there; if it is wrong, the call below says how
+            module, tokenizer = _call_builder(config, 0)
+        nn.Module.to(module, "meta")
+        _called[builder] = module, tokenizer
+    module, tokenizer = _called[builder]
+    return copy.deepcopy(module), tokenizer
 
 
 def hold_rotary(module: PreTrainedModel, longest: int) -> None:
@@ -113,6 +137,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of `model.tokenizer`, or the model's own. Errors: ConfigError where there is none."""
     source = tokenizer_source(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer is None else {}
+    require_hub(source, "model.tokenizer" if config.tokenizer else "model.path")
     try:
         return AutoTokenizer.from_pretrained(source, **gguf)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -125,8 +150,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 def load_tokenizer_of(config: ModelConfig) -> Any:
     """The tokenizer of a run without its model's weights: that of the function in `model.path`, or `load_tokenizer`'s."""
     if is_builder(config):
-        with torch.device("meta"):
-            return _call_builder(config, 0)[1]
+        return _describe_built(config)[1]
     return load_tokenizer(config)
 
 
@@ -145,11 +169,11 @@ def adapter_sizes(config: ModelConfig) -> tuple[int, int]:
 
 
 def describe_module(config: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device: nothing is allocated."""
-    with torch.device("meta"):
-        if is_builder(config):
-            module, _ = _call_builder(config, 0)
-        else:
+    """The model on the meta device: nothing is allocated, but for a moment by a builder that loads weights."""
+    if is_builder(config):
+        module, _ = _describe_built(config)
+    else:
+        with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(load_model_config(config))
     module.tie_weights()
     return module
@@ -158,9 +182,9 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The transformers configuration behind `model.path`, repaired where it came from a GGUF file."""
     if is_builder(config):
-        with torch.device("meta"):
-            return _call_builder(config, 0)[0].config
+        return _describe_built(config)[0].config
     path = model_source(config)
+    require_hub(path, "model.path")
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(path, **gguf)

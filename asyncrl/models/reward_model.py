@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from asyncrl.config.imports import load_object
+from asyncrl.config.hub import require_hub
 from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.errors import ConfigError, RewardError, first_line
 from asyncrl.types import Messages
 
 from .loading import LOADING_ERRORS, require_all_weights
-from .parameters.source import is_address
+from .parameters.source import call_builder, is_address
 from .policy import DTYPES
 from .rotary import chooses_otherwise, forget_lengths
 
@@ -185,7 +185,7 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
         try:
             with torch.device("meta"):
                 module, _ = _call_builder(config.path, 0)
-        except Exception:  # whatever user code raises there
+        except ConfigError:  # whatever user code raises there
             module, _ = _call_builder(config.path, 0)
     weights = sum(parameter.numel() for parameter in module.parameters()) * width
     return Sizes(weights, _working(module, width, tokens))
@@ -204,6 +204,7 @@ def _working(module: nn.Module, width: int, tokens: int) -> int:
 
 def _model_config(config: RewardModelConfig) -> Any:
     """Errors: ConfigError where there is none, or where it has several outputs and none is chosen."""
+    require_hub(config.path, "reward.model")
     try:
         found = AutoConfig.from_pretrained(config.path)
     except LOADING_ERRORS as error:
@@ -241,7 +242,7 @@ def _tokenizer_of(path: str) -> Any:
 
 
 def _call_builder(path: str, seed: int) -> tuple[nn.Module, Any]:
-    built = load_object(path)(seed)
+    built = call_builder(path, seed, "reward.model")
     if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module)):
         raise ConfigError(f"reward.model: {path} returned {type(built).__name__}; expected (torch module, tokenizer)")
     return built

@@ -142,6 +142,8 @@ class Graph:
                 self._claims.stop_after_step()
             await self._finished.wait()
         if not self._trained_out:
+            if supervisor.failure is not None:
+                await anyio.sleep_forever()  # it is being cancelled, and that is why
             turn = self._ports.ledger.turn
             raise LifecycleError(f"the training ended after step {turn}, neither at its end nor with an error")
         await self._generated.wait()  # else a group could be admitted after the others were ended

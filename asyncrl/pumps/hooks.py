@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.config.imports import load_object
+from asyncrl.config.imports import load_object, raised
 from asyncrl.data.store import StoreEvent
 from asyncrl.errors import ConfigError, DataError, HookError
 from asyncrl.records.check import Limits, check_trajectory
@@ -161,7 +161,7 @@ class StoreWatch:
 
 
 def _failed(name: str, hook: Any, error: Exception) -> HookError:
-    return HookError(f"hook {name} ({_title(hook)}) failed: {type(error).__name__}: {error}")
+    return HookError(f"hook {name} ({_title(hook)}) failed: {raised(error)}")
 
 
 def _title(hook: Any) -> str:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
@@ -50,11 +51,42 @@ def as_trl(found: Any, source: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]  # callable, as its form shows
 
 
+def columns_check(call: Callable[..., Any]) -> Callable[[Collection[str]], None]:
+    """What tells of the columns of a row whether `call`, as `as_trl` gave it, can score it: by a `UsageError` that names what is
+    missing."""
+    if isinstance(call, _InOtherForm):
+        own = call.check
+        return lambda there: own([name for name in there if name not in _OURS])
+    parameters = inspect.signature(call).parameters.values()
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
+
+    def check(there: Collection[str]) -> None:
+        found = {*there, *_OURS}
+        if missing := [name for name in needed if name not in found]:
+            raise UsageError(
+                f"it needs {', '.join(map(repr, missing))}, but the row has only: {', '.join(sorted(found))}"
+            )
+
+    return check
+
+
 def text_of(completion: Any) -> str:
     """What the model wrote, as one string: a conversation's messages of the assistant, one after the other."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message.get("content") or "") for message in completion if message.get("role") == "assistant")
+
+
+@dataclass(frozen=True)
+class _InOtherForm:
+    """A function of another form, called as one of TRL's; which columns it needs does not stand in its signature."""
+
+    call: Callable[..., Any]
+    check: Callable[[Collection[str]], None]  # see `columns_check`
+
+    def __call__(self, completions: list[Any], **columns: list[Any]) -> Any:
+        return self.call(completions, **columns)
 
 
 def _answer_of(completion: Any) -> str:
@@ -74,38 +106,49 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
     wanted = {name: p.default is p.empty for name, p in parameters.items() if p.kind not in fixed}
     wanted.pop("solution_str")
 
-    def score(completions: list[Any], **columns: list[Any]) -> Any:
-        row = {name: values[0] for name, values in columns.items() if name not in _OURS}
-        there = ", ".join(sorted(row)) or "none"
-        model = row.get("reward_model")
-        if "ground_truth" not in row and isinstance(model, Mapping) and "ground_truth" in model:
-            row["ground_truth"] = model["ground_truth"]
-        row.setdefault("extra_info", {})
-        missing = [name for name, needed in wanted.items() if needed and name not in row]
+    def check(there: Collection[str], truth: bool) -> None:
+        found = {*there, "extra_info", *(["ground_truth"] if truth else ())}
+        missing = [name for name, needed in wanted.items() if needed and name not in found]
         if missing:
             also = ' (or reward_model with "ground_truth" in it)' if "ground_truth" in missing else ""
             raise UsageError(
                 f"it has verl's signature and needs the columns {', '.join(missing)}{also}; the columns of the data are: "
-                f"{there}"
+                f"{_listed(there)}"
             )
+
+    def score(completions: list[Any], **columns: list[Any]) -> Any:
+        row = {name: values[0] for name, values in columns.items() if name not in _OURS}
+        model = row.get("reward_model")
+        truth = isinstance(model, Mapping) and "ground_truth" in model
+        check(row, truth)
+        if truth:
+            row.setdefault("ground_truth", model["ground_truth"])  # type: ignore[index]  # a mapping, as `truth` says
+        row.setdefault("extra_info", {})
         arguments = {name: row[name] for name in wanted if name in row}
         return _gathered([function(solution_str=text_of(each), **arguments) for each in completions])
 
-    return score
+    return _InOtherForm(score, lambda there: check(there, "reward_model" in there))
 
 
 def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
-    def score(completions: list[Any], prompts: list[Any], **columns: list[Any]) -> Any:
-        entry = {name: values[0] for name, values in columns.items() if name not in _OURS}
-        if "answer" not in entry:
+    def check(there: Collection[str]) -> None:
+        if "answer" not in there:
             raise UsageError(
                 "it scores entries of a reasoning-gym data set (question, answer, metadata); the columns of the data are: "
-                + (", ".join(sorted(entry)) or "none")
+                f"{_listed(there)}"
             )
+
+    def score(completions: list[Any], prompts: list[Any], **columns: list[Any]) -> Any:
+        entry = {name: values[0] for name, values in columns.items() if name not in _OURS}
+        check(entry)
         entry.setdefault("question", prompts[0])
         return _gathered([function(answer=_answer_of(each), entry=entry) for each in completions])
 
-    return score
+    return _InOtherForm(score, check)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def _gathered(results: list[Any]) -> Any:

@@ -94,6 +94,7 @@ class RewardPool:
         self._recorder = recorder if recorder is not None else Recorder(max_events=0, nvtx=False)
         self._max_mib = max_mib
         self._max_calls = max_calls
+        self.columns: Sequence[Sequence[str]] = ()  # of known rows, by source: a function that needs others is refused
         self._state = _State.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
@@ -131,7 +132,8 @@ class RewardPool:
         self._state = _State.OPEN
         self._owner = asyncio.current_task()
         self._folder = os.getcwd()  # replacements start where the first workers did, wherever the run goes
-        self._init_request = {"path": list(sys.path), "functions": [source_of(spec) for spec in self._specs]}
+        sources = [source_of(spec) for spec in self._specs]
+        self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
         self._idle_send, self._idle = anyio.create_memory_object_stream[WorkerProcess](math.inf)
         try:
             if self._specs:

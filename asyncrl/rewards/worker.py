@@ -29,7 +29,7 @@ import orjson
 from asyncrl.config import imports
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import forms
-from asyncrl.rewards.forms import UsageError, as_trl, brief
+from asyncrl.rewards.forms import UsageError, as_trl, brief, columns_check
 from asyncrl.rewards.wire import Header, Kind, receive_blocking, send_blocking
 from asyncrl.telemetry.output import lossy_output
 
@@ -45,8 +45,8 @@ class Function:
     def __init__(self, call: Callable[..., Any], name: str) -> None:
         self.call = call
         self.name = name
+        self.check = columns_check(call)
         self.accepts: list[str] | None = []  # parameter names that may be passed by keyword; None: all (**kwargs)
-        self.required: list[str] = []
         for parameter in inspect.signature(call).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 self.accepts = None
@@ -54,19 +54,12 @@ class Function:
                 continue
             elif parameter.kind is parameter.POSITIONAL_ONLY:
                 raise UsageError(f"parameter {parameter.name!r} is positional-only; arguments are passed by name")
-            else:
-                if self.accepts is not None:
-                    self.accepts.append(parameter.name)
-                if parameter.default is parameter.empty:
-                    self.required.append(parameter.name)
+            elif self.accepts is not None:
+                self.accepts.append(parameter.name)
 
     def score(self, arguments: dict[str, Any], completions: int, runner: asyncio.Runner) -> list[float | None]:
         """Call it (in the runner's loop where it is async) and check what comes back."""
-        missing = [name for name in self.required if name not in arguments]
-        if missing:
-            raise UsageError(
-                f"it needs {', '.join(map(repr, missing))}, but the row has only: {', '.join(sorted(arguments))}"
-            )
+        self.check(arguments)
         answer = self.call(**arguments)
         if inspect.isawaitable(answer):
             answer = runner.run(_await(answer))
@@ -99,13 +92,20 @@ def check_scores(answer: Any, completions: int) -> list[float | None]:
     return scores
 
 
-def load_functions(sources: Sequence[str | bytes]) -> list[Function]:
-    """Import paths are imported, bytes are cloudpickled callables. Errors: `ConfigError` and the user's own."""
+def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
+    """Import paths are imported, bytes are cloudpickled callables. `columns`: of the rows of each source of data that is known.
+    Errors: `ConfigError` and the user's own; `UsageError` for a function that cannot score such rows."""
     functions = []
     for source in sources:
         found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
         call = as_trl(found, source if isinstance(source, str) else brief(found))
-        functions.append(Function(call, str(getattr(found, "__name__", type(found).__name__))))
+        function = Function(call, str(getattr(found, "__name__", type(found).__name__)))
+        for there in columns:
+            try:
+                function.check(there)
+            except UsageError as error:
+                raise UsageError(f"{function.name}: {error}") from None
+        functions.append(function)
     return functions
 
 
@@ -160,7 +160,7 @@ class Session:
         request = pickle.loads(payload)
         if header.kind is Kind.INIT:
             sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
-            self._functions = load_functions(request["functions"])
+            self._functions = load_functions(request["functions"], request["columns"])
             found = [{"name": f.name, "accepts": f.accepts} for f in self._functions]
             self._expected = anonymous_bytes()
             return orjson.dumps({"pid": os.getpid(), "functions": found})

@@ -39,7 +39,7 @@ from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
-from .inputs import import_code
+from .inputs import import_code, known_columns
 from .parts import Parts, Site
 from .rates import Rates
 
@@ -205,7 +205,9 @@ class Builder:
         )
 
     def _functions(self, overrides: Overrides) -> RewardPool:
-        return RewardPool.from_config(self.config.reward, self.recorder, overrides.rewards)
+        pool = RewardPool.from_config(self.config.reward, self.recorder, overrides.rewards)
+        pool.columns = known_columns(self.config) if overrides.hooks is None else ()
+        return pool
 
     def _reward(self, functions: RewardPool, parts: Parts) -> RewardPool | ModelRewards:
         """The functions, and the reward models beside them. Errors: ConfigError where two have one name."""

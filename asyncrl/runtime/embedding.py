@@ -18,7 +18,9 @@ from asyncrl.types import Generation, GenerationRequest, Prompt, SamplingParams,
 
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
-    """A string or messages go through the tokenizer as configured; a sequence of integers is token ids."""
+    """A string or messages go through the tokenizer as configured; a sequence of integers is token ids. Errors: DataError."""
+    if not hasattr(prompt, "__len__"):
+        raise DataError(f"the prompt is {type(prompt).__name__}; expected a string, a list of messages or token ids")
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (int, np.integer)):
         text = tokenizer.decode(list(prompt))
         return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
@@ -39,7 +41,9 @@ def sampled_as(sampling: SamplingParams | None, engine: Engine) -> Generate:
 
 async def play(environment: Environment, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
     """The `n` members of one group, in order, all at once. Errors: those of asyncrl; GenerationError where the environment
-    raised another."""
+    raised another, DataError for no member at all."""
+    if n < 1:
+        raise DataError(f"a group of n={n} completions was asked for; expected 1 or more")
     results: dict[int, Trajectory] = {}
 
     async def one(member: int) -> None:
@@ -58,6 +62,13 @@ async def play(environment: Environment, prompt: Prompt, n: int, generate: Gener
     return [results[member] for member in range(n)]
 
 
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, str) and math.isfinite(value)
+    except (TypeError, ValueError):
+        return False
+
+
 def as_group(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
@@ -69,13 +80,18 @@ def as_group(
         raise DataError(
             f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"
         )
+    for index, given in enumerate(trajectories):
+        if not isinstance(given, Trajectory):
+            raise DataError(
+                f"submit: trajectory {index} is {type(given).__name__}; expected an asyncrl.Trajectory, as `generate` returns"
+            )
     group_ids = {t.group_id for t in trajectories}
     if len(group_ids) != 1:
         raise DataError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
     for index, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
+        if reward is not None and not _is_number(reward):
             raise DataError(
-                f"submit: reward {index} is {reward}; rewards are finite numbers, or None: the run scores it"
+                f"submit: reward {index} is {reward!r:.80}; rewards are finite numbers, or None: the run scores it"
             )
     members = tuple(
         replace(given, reward=None if reward is None else float(reward))

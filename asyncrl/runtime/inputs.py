@@ -7,20 +7,33 @@ All that is wrong is told at once. Reward functions, environment and hooks are l
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from asyncrl.checkpoint.store import require_whole_model
+from asyncrl.config.hub import require_hub
 from asyncrl.config.imports import load_object, split_address
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
-from asyncrl.data.prompts_sources import load_rows
+from asyncrl.data.prompts_sources import IndexedRows, load_rows
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.models.parameters.source import directory_or_hub, is_address, is_builder, model_source, tokenizer_source
+from asyncrl.generation.vllm.versions import require_vllm
+from asyncrl.models.parameters.source import (
+    directory_or_hub,
+    is_address,
+    is_builder,
+    load_builder,
+    model_source,
+    tokenizer_source,
+)
 from asyncrl.rewards.pool import RewardPool
 
+_COLUMN_ROWS = 20  # rows of a JSONL file may differ
+_FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
+_columns: dict[str, list[str]] = {}  # of what was read
 _read: dict[str, Rows] = {}  # what `check_inputs` read, until the run takes it
 
 
@@ -31,6 +44,7 @@ def check_inputs(
 
     Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
     """
+    forget_rows()  # of an earlier attempt in this process
     found: list[AsyncrlError] = []
     for check in _checks(config, prompts, rewards, environment, hooks):
         try:
@@ -44,10 +58,20 @@ def check_inputs(
 
 
 async def load_code(config: Config) -> None:
-    """Load environment and reward functions as a run does, these in a worker. Errors: ConfigError; as `RewardPool`."""
+    """Load environment and reward functions as a run does, these in a worker. After `check_inputs`. Errors: ConfigError; as
+    `RewardPool`."""
     import_code(config)
-    async with RewardPool.from_config(config.reward.model_copy(update={"workers": 1})):
+    pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
+    pool.columns = known_columns(config)
+    async with pool:
         pass
+
+
+def known_columns(config: Config) -> list[list[str]]:
+    """The columns that rewards get, for each source of prompts that `check_inputs` has read: names that some of its first rows
+    have. None where a hook may change them."""
+    sources = (config.data.train, config.data.eval) if config.hooks is None else ()
+    return [_columns[source] for source in sources if source in _columns]
 
 
 def import_code(config: Config, environment: bool = False, hooks: bool = False) -> None:
@@ -66,6 +90,7 @@ def rows_of(source: str) -> Rows:
 def forget_rows() -> None:
     """The run has what it needs."""
     _read.clear()
+    _columns.clear()
 
 
 def _checks(
@@ -73,14 +98,14 @@ def _checks(
 ) -> Iterator[Callable[[], object]]:
     model = config.model
     if config.train.kind == "torch" and is_builder(model):
-        yield lambda: load_object(str(model.path))
+        yield lambda: load_builder(str(model.path), "model.path")
     elif config.train.kind == "torch":
-        yield lambda: require_whole_model(Path(model_source(model)), "model.path")
+        yield lambda: _check_model(model_source(model), "model.path")
         if model.tokenizer:
-            yield lambda: require_whole_model(Path(tokenizer_source(model)), "model.tokenizer")
+            yield lambda: _check_model(tokenizer_source(model), "model.tokenizer")
     for judge in config.reward.model:
         if is_address(judge.path):
-            yield partial(load_object, judge.path)
+            yield partial(load_builder, judge.path, "reward.model")
         else:
             yield partial(_check_judge, judge.path)
     sources = {
@@ -96,33 +121,59 @@ def _checks(
         yield lambda: _check_file("rollout.environment", config.rollout.environment)
     if not hooks and config.hooks is not None:
         yield lambda: _check_file("hooks", str(config.hooks))
-    for sink in config.telemetry.sinks:
-        yield partial(_check_sink, sink)
+    for setting, package, extra in _packages(config):
+        yield partial(_check_package, setting, package, extra)
+    if config.generation.engine == "vllm":
+        yield require_vllm
 
 
 def _check_judge(path: str) -> None:
-    require_whole_model(Path(directory_or_hub(path, "reward.model")), "reward.model")
+    _check_model(directory_or_hub(path, "reward.model"), "reward.model")
+
+
+def _check_model(source: str, setting: str) -> None:
+    require_hub(source, setting)
+    require_whole_model(Path(source), setting)
 
 
 def _check_rows(config: Config, setting: str, source: str) -> None:
     """Also what a function returns or a hub holds: the run reads it anyway, and takes it from here."""
     try:
         rows = load_rows(source)
-        PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
+        cheap = not isinstance(rows, IndexedRows)  # those are made anew whenever they are asked for
+        prompts = PromptSource(rows, None, config.data)  # that there are rows, and that the first one has a prompt
+        prompts.check_forms(_FORM_ROWS if cheap else 1)
     except AsyncrlError as error:
         raise type(error)(f"{setting}: {error}") from error
-    _read[source] = rows
+    names = {name: None for index in range(min(len(rows), _COLUMN_ROWS if cheap else 1)) for name in rows[index]}
+    _read[source], _columns[source] = rows, [str(name) for name in names if name != config.data.prompt_column]
 
 
 def _check_file(setting: str, address: str) -> None:
     """It is loaded later: a reward by its workers, environment and hooks on the loop's thread."""
-    place, _ = split_address(address)
+    try:
+        place, _ = split_address(address)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from None
     if place.endswith(".py") and not Path(place).expanduser().is_file():
         raise ConfigError(f"{setting}: there is no file {place} (of {address!r}; looked from {Path.cwd()})")
 
 
-def _check_sink(name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(
-            f"telemetry.sinks has {name!r}, and that package is not installed: `pip install 'asyncrl[{name}]'`"
-        )
+def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(what is asked for, the package that it needs, the extra that brings it)."""
+    for sink in config.telemetry.sinks:
+        yield f"telemetry.sinks has {sink!r}", sink, sink
+    if "mlflow" in config.telemetry.sinks and os.environ.get("MLFLOW_TRACKING_URI", "sqlite:").startswith("sqlite:"):
+        for package in ("sqlalchemy", "alembic"):
+            yield "telemetry.sinks has 'mlflow', whose store is an SQLite file", package, "mlflow"
+    if config.train.kind == "torch" and config.model.lora.rank:
+        yield "model.lora.rank is set", "peft", "lora"  # the adapters are written in its form
+    if config.train.kind == "torch" and config.model.head_kernel == "liger":
+        yield "model.head_kernel is liger", "liger_kernel", "liger"
+    if config.door.http_port is not None:
+        yield "door.http_port is set", "aiohttp", "http"
+
+
+def _check_package(setting: str, package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{setting}, and the package {package} is not installed: `pip install 'asyncrl[{extra}]'`")

@@ -46,7 +46,7 @@ _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", 
 
 
 class Journal:
-    """`with Journal(...) as journal: await journal.open()`; `live` can be used in between. Everything is called on the
+    """`async with Journal(...) as journal: await journal.open()`; `live` can be used in between. Everything is called on the
     loop's thread; what opens, writes or renders files goes to threads."""
 
     def __init__(self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int) -> None:
@@ -92,16 +92,16 @@ class Journal:
                 raise ConfigError(unusable(directory.path, error)) from error
         self._recorder.take_window()  # what was before belongs to no step
 
-    def __enter__(self) -> Journal:
+    async def __aenter__(self) -> Journal:
         self.live.__enter__()
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    async def __aexit__(self, *exc: Any) -> None:
         try:
             self.live.__exit__(*exc)
         finally:
-            with self._without("the last lines of the metrics"):
-                self._sinks.close()
+            with self._without("the last lines of the metrics"), anyio.CancelScope(shield=True):
+                await offload(self._sinks.close, "closing the sinks of metrics")  # wandb and MLflow take seconds
             if self._lost > 1:
                 logger.warning("%d times something could not be written; the last: %s", self._lost, self._last_lost)
 

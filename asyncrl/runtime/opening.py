@@ -104,7 +104,9 @@ async def _found(
         opened = await offload(lambda: directory.open(config, leader=world.is_first), "run-directory")
     saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
     version = saved.version if saved else 0
-    journal = stack.enter_context(Journal(config, directory if world.is_first else None, recorder, version))
+    journal = Journal(config, directory if world.is_first else None, recorder, version)
+    await stack.enter_async_context(journal)
+    stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(journal.live.status)
     for line in (*settled.lines, *opened, *(saved.lines if saved else ())):
         journal.live.note(line)

@@ -16,7 +16,7 @@ from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reading import describe_rest
-from asyncrl.models.routing import RoutesShape
+from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import SlabHalves
 from asyncrl.weights.posted import PostedWeights
@@ -73,6 +73,7 @@ def _form_for_vllm(sampler: Sampler, context: int, routes: RoutesShape | None) -
         "stop_ids": eos_token_ids(policy, sampler.tokenizer),
         "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
         "routes": None if routes is None else asdict(routes),
+        "routed": has_experts(policy.module),
     }
 
 

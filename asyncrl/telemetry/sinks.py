@@ -1,17 +1,20 @@
 """Where the metrics of a step go. One small Protocol; JSONL always, wandb, TensorBoard and MLflow where chosen.
 
 `write` is called on the event loop once a step: the JSONL sink writes one line (tens of microseconds), the others
-hand over to a thread or process of their own. The one step axis is the policy version.
+hand over to a thread or process of their own. `close` may wait for seconds until they have everything: not on the loop.
+The one step axis is the policy version.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +26,8 @@ from .trace import dump
 logger = logging.getLogger("asyncrl.telemetry")
 
 _MLFLOW_PARAMS = 100  # the most that one of its requests takes
+_MLFLOW_WAITING = 100  # steps; some kilobytes each
+_MLFLOW_CLOSE_S = 15.0  # less than `watchdog.abort_grace_s`, in which a run that is stopped has to end
 
 
 class Sink(Protocol):
@@ -33,7 +38,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Everything that was written is kept; nothing is written afterwards."""
+        """Everything that was written is kept; nothing is written afterwards. May wait for seconds."""
         ...
 
 
@@ -167,7 +172,8 @@ class MlflowSink:
 
     `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` and so on are MLflow's own and respected; without an address the runs are in
     `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`: `eval/x/pass@4` is `eval/x/pass_at_4` there.
-    A store that fails gets no further steps, and the log says so: training goes on, and `metrics.jsonl` has them all.
+    Training never waits for the store, and `metrics.jsonl` has every step. One that fails gets no further steps; one that is
+    slower than the steps has 100 of them waiting, and lacks those that come while they do. The log says so once.
     """
 
     def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
@@ -191,18 +197,35 @@ class MlflowSink:
                 f"telemetry.sinks has 'mlflow', and its store {own or mlflow.get_tracking_uri()} refused to start: "
                 f"{type(error).__name__}: {error}; MLFLOW_TRACKING_URI says where it is"
             ) from error
-        self._thread = ThreadPoolExecutor(1, "mlflow")
-        self._failed = False
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float], int] | None] = queue.Queue(_MLFLOW_WAITING)
+        self._left_out = 0  # steps that it will never get
+        self._failed = self._closed = False
+        # A daemon: where the store hangs, the process must still be able to end.
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over to the thread."""
-        self._thread.submit(self._send, step, dict(metrics), int(time.time() * 1000))
+        """Hand over to the thread, or leave the step out."""
+        try:
+            self._waiting.put_nowait((step, dict(metrics), int(time.time() * 1000)))
+        except queue.Full:
+            self._left_out += 1
+            if self._left_out == 1:
+                logger.warning(
+                    "mlflow's store is slower than the steps: %d of them wait for it, and step %d is left out there, as each "
+                    "that finds no room; metrics.jsonl has them all",
+                    _MLFLOW_WAITING,
+                    step,
+                )
 
-    def _send(self, step: int, metrics: Mapping[str, float], now: int) -> None:
+    def _work(self) -> None:
         from mlflow.entities import Metric
 
-        batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
-        self._try(lambda: self._client.log_batch(self._run, metrics=batch), f"no metrics from step {step} on")
+        while (item := self._waiting.get()) is not None:
+            step, metrics, now = item
+            batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
+            self._try(partial(self._client.log_batch, self._run, metrics=batch), f"no metrics from step {step} on")
+        self._try(partial(self._client.set_terminated, self._run), "no end of the run")
 
     def _try(self, call: Callable[[], object], lost: str) -> None:
         if self._failed:
@@ -214,9 +237,27 @@ class MlflowSink:
             logger.warning("mlflow gets %s: %s: %s", lost, type(error).__name__, error)
 
     def close(self) -> None:
-        """Wait for the thread, and tell MLflow that the run is over."""
-        self._thread.shutdown()
-        self._try(lambda: self._client.set_terminated(self._run), "no end of the run")
+        """Wait for the thread, for at most 15 s; the last that it sends is that the run is over."""
+        if self._closed:
+            return
+        self._closed = True
+        until = time.monotonic() + _MLFLOW_CLOSE_S
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=_MLFLOW_CLOSE_S)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._abandon()
+        if self._left_out:
+            logger.warning("mlflow lacks %d steps, for which its store was too slow", self._left_out)
+
+    def _abandon(self) -> None:
+        """The thread waits for the store: it sends nothing after that, and ends."""
+        self._failed = True
+        self._left_out += 1  # what it is about
+        with suppress(queue.Empty):
+            while self._waiting.get_nowait() is not None:
+                self._left_out += 1
+        self._waiting.put(None)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

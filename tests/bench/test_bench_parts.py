@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.telemetry.machine import describe_cpu
 from asyncrl_bench import generate, sweep, train
 from asyncrl_bench.child_train import completion_lengths, make_groups, part_of
 from asyncrl_bench.command import Place, public_command
@@ -134,7 +135,8 @@ def test_the_file_says_where_when_and_with_what(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert path == tmp_path / "bench_train.json" and found["command"] == "asyncrl bench train --steps 3"
     assert found["options"]["steps"] == 3 and not {"out", "cache"} & found["options"].keys()
-    assert found["cpu"] and found["date"] and found["python"] and found["versions"]["vllm"] == {"torch": "2"}
+    assert found["cpu"] == describe_cpu()  # with its instructions: every figure depends on them
+    assert found["date"] and found["python"] and found["versions"]["vllm"] == {"torch": "2"}
     assert [each["side"] for each in found["runs"]] == ["asyncrl", "vllm"]
     assert found["runs"][0]["limit_share"] == 0.2 and found["runs"][1]["tokens_per_s"] == 2.5
 

@@ -8,7 +8,8 @@ from asyncrl.algorithms.importance import IMPORTANCE_MODES
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.cli.app import main
 from asyncrl.cli.explain import explain, known
-from asyncrl.config.fields import knobs
+from asyncrl.config.fields import knobs, sections
+from asyncrl.config.other_names import OTHER_NAMES
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -25,7 +26,8 @@ def test_every_name_is_explained() -> None:
 
 def test_settings_show_default_interactions_and_formula() -> None:
     text = explain("algorithm.importance.floor")
-    assert "default None" in text and "geometric  exp(sum_t d_t" in text and "may change" in text
+    assert "default null" in text and "geometric  exp(sum_t d_t" in text and "may change" in text
+    assert "(a list, each item a string; default [all-linear])" in explain("model.lora.target_modules")
     assert "read by: cispo; refused with another loss" in explain("cispo_high")
     assert "eq. 9" in explain("off_policy_mask_threshold")
     assert "loss grpo" in explain("grpo") and "advantage grpo" in explain("grpo")
@@ -39,3 +41,29 @@ def test_an_unknown_name_exits_2_with_the_nearest(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "Peak learning rate" in out and "2503.14476" in out
     assert main(["explain"]) == 2 and main(["explain", "--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("steps_per_generation", "algorithm.minibatches"),
+        ("actor_rollout_ref.rollout.n", "rollout.group_size"),
+        ("beta", "algorithm.kl.coef"),
+        ("report_to", "telemetry.sinks"),
+    ],
+)
+def test_a_name_of_another_code_base_is_explained(capsys: pytest.CaptureFixture[str], name: str, ours: str) -> None:
+    """As the complaint about an unknown setting names it."""
+    assert main(["explain", name]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{name}, as other code bases call it, is {ours} here.\n\nsetting {ours}  (")
+
+
+def test_every_name_of_another_code_base_is_explained() -> None:
+    for ours in set(OTHER_NAMES.values()):
+        assert explain(ours) or ours in sections(), ours
+
+
+def test_what_is_not_here_is_explained_by_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "vllm_tensor_parallel_size"]) == 0
+    assert "no engine is cut over devices" in capsys.readouterr().out

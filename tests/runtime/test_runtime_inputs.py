@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from runtime_helpers import DRY, MODEL, REAL, metrics_of, write_yaml
 
+from asyncrl.config import hub
 from asyncrl.main import main
 
 NEVER = {"path": f"{MODEL}:build_never"}  # raises: the model may not be asked for
@@ -49,6 +51,10 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
     ("setting", "words"),
     [
         ({"reward": f"{MODEL}:shar"}, "did you mean 'share'"),
+        (
+            {"reward": "rewards.py"},
+            "reward.functions: 'rewards.py' is not an address of user code; write `file.py:name`",
+        ),
         ({"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Thinkin"}}, "did you mean 'Thinking'"),
         ({"data": REAL["data"] | {"train": "empty.jsonl"}}, "empty.jsonl holds no rows"),
         (
@@ -104,3 +110,127 @@ def test_files_are_read_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (here / "rows.jsonl").write_text('{"prompt": "a3=", "answer": "a"}\n' * 8)
     assert main([str(write_yaml(here, REAL)), "data.train=rows.jsonl", "train.max_steps=1"]) == 0
     assert read.count("rows.jsonl") == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_packages_that_settings_need_are_looked_for_first_and_told_together(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    """As in an environment that has none of the extras."""
+    extras = ("wandb", "mlflow", "sqlalchemy", "alembic", "peft", "aiohttp", "vllm", "liger_kernel")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in extras else find(name, *rest))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tree = REAL | {
+        "model": NEVER | {"lora": {"rank": 2}, "head_kernel": "liger"},
+        "telemetry": {"live": "off", "sinks": ["wandb", "mlflow"]},
+        "generation": {"placement": "worker", "engine": "vllm"},
+        "door": {"ring": "inputs", "http_port": 0},
+        "data": {"max_prompt_tokens": 12},
+    }
+    assert main([str(write_yaml(here, tree)), *more]) == 2
+    said = capsys.readouterr().err
+    for words in (
+        "telemetry.sinks has 'wandb', and the package wandb is not installed: `pip install 'asyncrl[wandb]'`",
+        "telemetry.sinks has 'mlflow', and the package mlflow is not installed: `pip install 'asyncrl[mlflow]'`",
+        "telemetry.sinks has 'mlflow', whose store is an SQLite file, and the package alembic is not installed",
+        "model.lora.rank is set, and the package peft is not installed: `pip install 'asyncrl[lora]'`",
+        "model.head_kernel is liger, and the package liger_kernel is not installed: `pip install 'asyncrl[liger]'`",
+        "door.http_port is set, and the package aiohttp is not installed: `pip install 'asyncrl[http]'`",
+        "generation.engine is vllm, and vLLM is not installed here",
+    ):
+        assert words in said, said
+    assert said.count("\n") == 8 and not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            '{"prompt": "a3="}\n{"prompt": null}\n',
+            "rows.jsonl row 2: the prompt is NoneType; expected a string or a list",
+        ),
+        ('{"prompt": "a3="}\n{"question": "?"}\n', "rows.jsonl row 2 has no column 'prompt'; found question"),
+        ('{"prompt": "a3="}\n{"prompt": [{"role": "user"}]}\n', "rows.jsonl row 2: message 1 of the prompt is"),
+    ],
+)
+def test_every_prompt_is_looked_at_without_the_model(
+    here: Path, capsys: pytest.CaptureFixture[str], row: str, words: str, more: list[str]
+) -> None:
+    (here / "rows.jsonl").write_text(row)
+    tree = REAL | {"model": NEVER, "data": REAL["data"] | {"train": "rows.jsonl"}}
+    assert main([str(write_yaml(here, tree)), *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+REWARDS = """
+def correct(completions, solution, **columns):
+    return [0.0 for _ in completions]
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+def score_answer(answer, entry):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("correct", "correct: it needs 'solution', but the row has only: answer, completion_ids, completions, prompts"),
+        ("compute_score", "compute_score: it has verl's signature and needs the columns data_source, ground_truth"),
+        ("score_answer", "score_answer: it scores entries of a reasoning-gym data set (question, answer, metadata)"),
+    ],
+)
+def test_columns_that_a_reward_needs_are_looked_for_without_the_model(
+    here: Path, capsys: pytest.CaptureFixture[str], function: str, words: str, more: list[str]
+) -> None:
+    (here / "rewards.py").write_text(REWARDS)
+    column = "question" if function == "score_answer" else "answer"
+    (here / "rows.jsonl").write_text(f'{{"prompt": "a3="}}\n{{"prompt": "a4=", "{column}": "a"}}\n')
+    tree = REAL | {"model": NEVER, "reward": f"rewards.py:{function}", "data": REAL["data"] | {"train": "rows.jsonl"}}
+    assert main([str(write_yaml(here, tree)), *more]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["an/other", "other"])
+def test_a_hub_that_does_not_answer_is_told_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Its libraries would try for most of a minute, for each of these. Here nobody listens, or somebody who never answers."""
+    settings = [f"{setting}={path}" for setting in ("model.path", "model.tokenizer", "reward.model", "data.train")]
+    file = str(write_yaml(here, {key: value for key, value in REAL.items() if key != "reward"}))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr(hub, "_WAIT_S", 0.3)
+        assert main([file, *settings]) == 2
+    said = capsys.readouterr().err
+    for setting in ("model.path", "model.tokenizer", "reward.model"):
+        assert (
+            f"{setting}: there is no directory '{path}' (looked from {here}), and as a model of the hub it cannot"
+            in said
+        )
+    assert f"http://127.0.0.1:{port} does not answer (" in said and "name a directory, or start where the hub" in said
+    assert "data.train: " in said and said.count("\n") == 4
+    monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{port}")  # closed now
+    assert main([file, *settings]) == 2
+    assert "does not answer ([Errno 111] Connection refused)" in capsys.readouterr().err
+
+
+def test_a_model_that_was_downloaded_needs_no_hub(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here))
+    (here / "models--an--other/snapshots/1").mkdir(parents=True)
+    with caplog.at_level("WARNING"):
+        hub.require_hub("an/other", "model.path")
+    assert "HF_HUB_OFFLINE=1 saves that" in caplog.text
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.require_hub("not/there", "model.path")  # transformers says it, at once

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("kind", "how"), [("1", "KILL all"), ("2", "INT")])
+@pytest.mark.parametrize(("kind", "how"), [("1", "KILL all"), ("2", "INT"), ("2", "KILL launcher")])
 def test_what_a_run_leaves_is_whole_and_exact(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -19,8 +19,7 @@ def test_what_a_run_leaves_is_whole_and_exact(
     import warm
 
     monkeypatch.setattr(attack_runs, "subprocess", warm.in_place_of_subprocess())
-    counts = attack_runs.attack(
-        2, [kind], [how], seed=5, keep=tmp_path
-    )  # the second one goes on where the first one ended
+    with attack_runs.adopting():  # the second life goes on where the first one ended
+        counts = attack_runs.attack(attack_runs.Plan(2, [kind], [how], seed=5, early=0.0), tmp_path)
     assert counts == {f"{kind}, {how}": 2}, capsys.readouterr().out
     sys.modules.pop("attack_runs")

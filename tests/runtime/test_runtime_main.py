@@ -46,6 +46,11 @@ def test_unknown_key_and_preset_exit_2_with_the_nearest_name(here: Path, capsys:
     assert "async" in capsys.readouterr().err
     assert main([str(here / "missing.yaml")]) == 2
     assert "missing.yaml" in capsys.readouterr().err
+    assert main([file, "train.lr", "3"]) == 2
+    assert "train.lr does not exist" in (said := capsys.readouterr().err) and "to set it write train.lr=VALUE" in said
+    for option in ("--dryrun", "--dry_run", "dry-run"):
+        assert main([file, option]) == 2
+        assert f"there is no option '{option}'; did you mean --dry-run?" in capsys.readouterr().err
 
 
 def test_files_compose_left_to_right_then_overrides(here: Path) -> None:

@@ -19,6 +19,7 @@ def test_a_run_whose_disk_is_full_at_its_end_says_so_and_the_next_one_goes_on(
     from attack_phases import meet
 
     monkeypatch.setattr(attack_runs, "subprocess", warm.in_place_of_subprocess())
-    assert meet(tmp_path, 1, "disk full", "stage writing the last metrics") == []
+    with attack_runs.adopting():
+        assert meet(tmp_path, 1, "disk full", "stage writing the last metrics") == []
     sys.modules.pop("attack_phases")
     sys.modules.pop("attack_runs")

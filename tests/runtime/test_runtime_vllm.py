@@ -85,6 +85,17 @@ def test_two_ranks_with_cut_masters_sample_from_the_weights_that_all_train(
         assert "vLLM" in (tmp_path / f"runs/run/workers/rank_{rank}/worker-0.log").read_text()
 
 
+async def test_experts_in_bfloat16_are_trained_with_vllm(tmp_path: Path) -> None:
+    """Both round, each in its way, and tokens are tipped over to other experts; replayed they are not."""
+    more = ("preset=sync", "model.dtype=bfloat16", EXPERTS, "algorithm.router_replay=true")
+    summary = await run(tmp_path / "apart", *VLLM, *more, base=WIDE)
+    assert summary.version == 4 and not left()
+    lines = metrics_of(tmp_path / "apart/runs/run")
+    assert all(line["moe/unreplayed_tokens"] == 0 and line["mismatch/current_mean"] < 0.05 for line in lines)
+    compared = [line["weights/outputs_nats"] for line in lines if "weights/outputs_nats" in line]
+    assert compared and 0 < max(compared) < 0.3
+
+
 async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path) -> None:
     killed: list[int] = []
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import struct
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.runtime import Runtime
+from asyncrl.telemetry import sinks as module
 from asyncrl.telemetry.sinks import open_sinks
 
 CONFIG = {"train": {"lr": 0.5, "max_steps": None}, "data": {"chat_template_kwargs": {}}, "seed": 3}
@@ -109,3 +115,134 @@ def test_an_mlflow_store_that_is_refused_or_fails(
                 sinks.write(step, {"no such sign: %": 1.0})
     assert [record.getMessage()[:41] for record in caplog.records] == ["mlflow gets no metrics from step 1 on: Ml"]
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+
+
+class _Store(ThreadingHTTPServer):
+    """As much of MLflow's REST store as a run needs. It takes a batch of metrics only while `open` is set."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Request)
+        self.open = threading.Event()
+        self.asked = threading.Event()  # a batch waits
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.steps: list[int] = []
+        self.ended = threading.Event()
+
+    def __enter__(self) -> _Store:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.open.set()
+        self.may_end.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _Request(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Store
+
+    def do_GET(self) -> None:
+        self._answer({"experiment": {"experiment_id": "1", "name": "asyncrl", "lifecycle_stage": "active"}})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer: dict[str, Any] = {}
+        if self.path.endswith("runs/create"):
+            answer = {"run": {"info": {"run_id": "r", "experiment_id": "1", "status": "RUNNING"}, "data": {}}}
+        elif self.path.endswith("log-batch") and body.get("metrics"):
+            self.server.asked.set()
+            self.server.open.wait()
+            self.server.steps += [metric["step"] for metric in body["metrics"]]
+        elif self.path.endswith("runs/update"):
+            self.server.ended.set()
+            self.server.may_end.wait()
+        self._answer(answer)
+
+    def _answer(self, tree: dict[str, Any]) -> None:
+        data = json.dumps(tree).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def slow_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Store]:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    with _Store() as store:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{store.server_port}")
+        yield store
+
+
+def test_an_mlflow_store_that_is_slower_than_the_steps(
+    tmp_path: Path, slow_store: _Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most a hundred steps wait in memory; what finds no room is left out there, and said once and at the end."""
+    with caplog.at_level(logging.WARNING, "asyncrl.telemetry"):
+        with open_sinks(["mlflow"], tmp_path, name="mine", config={}) as sinks:
+            sinks.write(0, {"a": 1.0})
+            assert slow_store.asked.wait(60)  # that one is on its way
+            for step in range(1, 151):
+                sinks.write(step, {"a": 1.0})
+            slow_store.open.set()
+    assert slow_store.steps == list(range(101)) and slow_store.ended.is_set()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "slower than the steps: 100 of them wait for it, and step 101 is left out" in first
+    assert last == "mlflow lacks 50 steps, for which its store was too slow"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 151
+
+
+def test_an_mlflow_store_that_hangs_at_the_end(
+    tmp_path: Path, slow_store: _Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MLFLOW_CLOSE_S", 0.3)
+    with caplog.at_level(logging.WARNING, "asyncrl.telemetry"):
+        with open_sinks(["mlflow"], tmp_path, name="mine", config={}) as sinks:
+            sinks.write(0, {"a": 1.0})
+            assert slow_store.asked.wait(60)
+            for step in range(1, 5):
+                sinks.write(step, {"a": 1.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "mlflow lacks 5 steps, for which its store was too slow"
+    ]
+    slow_store.open.set()
+    for thread in threading.enumerate():
+        if thread.name == "mlflow":
+            thread.join(60)
+            assert not thread.is_alive()
+    assert slow_store.steps == [0]
+
+
+async def test_a_run_closes_its_sinks_beside_the_loop(tmp_path: Path, slow_store: _Store) -> None:
+    """The store answers the last request only once the event loop has run again: closed on the loop, neither would ever end."""
+    slow_store.open.set()
+    slow_store.may_end.clear()
+    tree = {"engine": {"kind": "dry_run"}, "train": {"kind": "dry_run", "max_steps": 2}, "rollout": {"max_tokens": 8}}
+    (tmp_path / "run.yaml").write_text(
+        json.dumps(tree | {"run": {"dir": str(tmp_path)}, "telemetry": {"live": "off", "sinks": ["mlflow"]}})
+    )
+    config = load_config([tmp_path / "run.yaml"])
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    asked = threading.Thread(target=lambda: slow_store.ended.wait(60) and loop.call_soon_threadsafe(ended.set))
+    asked.start()
+
+    async def answer() -> None:
+        await ended.wait()
+        slow_store.may_end.set()
+
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
+        tasks.create_task(answer())
+        async with Runtime(config) as rt:
+            await rt.run()
+    asked.join()
+    assert set(slow_store.steps) == {1, 2}

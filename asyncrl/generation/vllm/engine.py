@@ -36,7 +36,7 @@ from asyncrl.generation.embedded.stops import StopStrings, Tokenizer
 from asyncrl.generation.life import WHO
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
-from asyncrl.models.outputs import fixed_row
+from asyncrl.models.outputs import DECODED, bound_of, fixed_row
 from asyncrl.models.routing import RoutesShape
 from asyncrl.records.routes import MISSING
 from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArray, SamplingParams
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 _HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
 _REPLAY = "replay"
-_DECODED = 4  # tokens of the fixed row that are decoded one by one; those before them are a prompt
-# Nats on average over the fixed row. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
+# Nats, as `models.outputs.Bound`. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
+_SLICE_S = 0.0035  # and a piece more: requests wait for 4 ms at most
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
 
@@ -56,13 +56,14 @@ Choose = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion; `routes`:
-    of the model, where it is recorded which experts each token went to."""
+    """What a core is made for, beside its room. `dtype`: of its products; `stop_ids`: every token that ends a completion; `routed`:
+    tokens choose experts; `routes`: of the model, where it is recorded which ones each token went to."""
 
     dtype: torch.dtype
     vocabulary: int
     stop_ids: tuple[int, ...]
     routes: RoutesShape | None = None
+    routed: bool = False
 
 
 class Running:
@@ -170,7 +171,8 @@ class VllmEngine(OwnedEngine):
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
         self.made = made
-        self.dtype, self.bound = made.dtype, BOUNDS[made.dtype]
+        self.dtype, self.bound = made.dtype, bound_of(BOUNDS, made.dtype, made.routed)
+        self.longest_slice_s = _SLICE_S
         self.version = -1
         self.tokenizer = tokenizer
         self._open_core = open_core
@@ -241,7 +243,20 @@ class VllmEngine(OwnedEngine):
         """Log-probs of the fixed row (models/outputs.py), as the next steps would compute them: most of it as a prompt, the rest as
         steps that decode, which are other kernels and read the cache."""
         row = fixed_row(self.made.vocabulary).tolist()
-        return await self.lane.run(lambda: self._replay(row[:-_DECODED], row[-_DECODED:]), name="engine/outputs")
+        return await self.replay(row[:-DECODED], row[-DECODED:])
+
+    async def replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """See `Replay`; one at a time. In steps of everything that runs, each a closure of its own."""
+        replay = Replay(tokens)
+
+        def begin() -> None:
+            self._replayed = replay
+            self._core.add_replay(_REPLAY, prompt, len(tokens))
+
+        await self.lane.run(begin, name="engine/outputs")
+        while (found := replay.found) is None:
+            await self.lane.run(self._compute, name="engine/outputs")
+        return found
 
     # -- the batch
 
@@ -336,14 +351,6 @@ class VllmEngine(OwnedEngine):
                 del self._names[each.name]
         if rows:
             self._batches.append(rows)
-
-    def _replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """See `Replay`. In steps of everything that runs."""
-        replay = self._replayed = Replay(tokens)
-        self._core.add_replay(_REPLAY, prompt, len(tokens))
-        while (found := replay.found) is None:
-            self._compute()
-        return found
 
     def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
         """Tokens [N] for logits [N, V]; their log-probs are kept until the step tells which of them count."""

@@ -37,6 +37,7 @@ from asyncrl.types import RoutesArray
 from .engine import Choose
 from .recording import Recorded, record
 from .scratch import scratch_folder
+from .v0_32_kernels import use_kernels
 from .v0_32_layers import names_for, refuse
 from .v0_32_routes import CachedRoutes
 from .v0_32_weights import Weights
@@ -126,6 +127,7 @@ class Core:
 
         self._core.scheduler.schedule = watched
         refuse(self.model, loader.recorded)
+        use_kernels(self.model)
         dtype = form.buffer.dtype
         self._weights = Weights(self.model, loader.recorded, loader.owners, dtype, pack=pack, ahead=ahead)
         _require_cache(self._core, room)
@@ -282,8 +284,8 @@ def _inspect_here(architectures: Sequence[str]) -> None:
 
 
 def _arguments(folder: str, form: Form, room: Room) -> EngineArgs:
-    """Eager: compiling takes minutes at every start for a tenth of the speed on a CPU, and would keep the packed weights of the
-    first version in its graph."""
+    """Eager: compiling takes a minute of processor time at every start (what vLLM keeps of it, it cannot read again on a CPU). What
+    it would win there is what norms and activations cost as many small operators; see v0_32_kernels.py."""
     return EngineArgs(
         model=folder,
         skip_tokenizer_init=True,

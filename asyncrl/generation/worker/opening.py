@@ -136,7 +136,7 @@ async def _open_vllm(
 
     engine = VllmEngine(
         open_core,
-        Made(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes),
+        Made(dtype, form["vocabulary"], tuple(form["stop_ids"]), routes, form["routed"]),
         tokenizer,
         lane,
         recorder,

@@ -36,7 +36,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, GenerationError, RingFull
-from asyncrl.models.outputs import distance
+from asyncrl.models.outputs import Comparisons
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
@@ -53,7 +53,9 @@ from .wire import read_item, sequence_plan
 _REPORT_S = 0.1
 _SLICE_S = 0.001  # between two closures, so that nobody who generates sees it
 _END = object()
-_MOST_SLICES = 12  # of the preparation of a move: where one of `_SLICE_S` is too little for that, they are longer
+_MOST_SLICES = (
+    12  # of the preparation of a move: where one of `_SLICE_S` is too little for that, they are longer, if they may
+)
 
 
 class Move(NamedTuple):
@@ -76,6 +78,7 @@ class Server:
         self._board = board
         self._producer = producer
         self._recorder = engine.recorder
+        self._comparisons = Comparisons(engine.bound)
         self._scopes: dict[int, anyio.CancelScope] = {}  # of the requests that it has, by number
         self._halves = [board.half(0), board.half(1)]
         self._half = -1  # what the modules read
@@ -167,21 +170,18 @@ class Server:
         self._prepared = anyio.Event()
         try:
             while not ready and self._next is None:
-                ready = await self._lane.run(partial(_go_on, pieces, least), name="engine/prepare")
+                slice_ = partial(_go_on, pieces, least, self._engine.longest_slice_s)
+                ready = await self._lane.run(slice_, name="engine/prepare")
         finally:
             self._prepared.set()
         return ready
 
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
-        found = distance(
-            await self._engine.outputs(), [math.nan if each is None else each for each in outputs]
-        )  # JSON has no NaN
+        theirs = [math.nan if each is None else each for each in outputs]  # JSON has no NaN
+        found, wrong = self._comparisons.judge(await self._engine.outputs(), theirs)
         self._recorder.observe("weights/outputs_nats", found, reduce="max")
-        if not found <= self._engine.bound:
-            await self._say_wrong(
-                f"with the weights of version {version} it computes log-probs of a fixed row that are {found:.3g} nats off the "
-                f"trainer's on average; at most {self._engine.bound:g} is rounding"
-            )
+        if wrong is not None:
+            await self._say_wrong(f"with the weights of version {version} it computes {wrong}")
 
     async def check(self) -> None:
         """For ever: after each move, every bucket that the modules read is compared with its checksum, some between two closures.
@@ -224,11 +224,10 @@ class Server:
                     self.tell(Move(int(message["weights"]), int(message["half"]), message["outputs"]))
 
 
-def _go_on(pieces: Iterator[None], least: int) -> bool:
-    """On the lane: at least so many pieces, and for `_SLICE_S`. Whether that was all."""
-    until = time.monotonic() + _SLICE_S
-    done = 0
-    while done < least or time.monotonic() < until:
+def _go_on(pieces: Iterator[None], least: int, longest_s: float) -> bool:
+    """On the lane: for `_SLICE_S`, and then until there are so many pieces, for `longest_s` at most. Whether that was all."""
+    began, done = time.monotonic(), 0
+    while (spent := time.monotonic() - began) < _SLICE_S or (done < least and spent < longest_s) or not done:
         if next(pieces, _END) is _END:
             return True
         done += 1

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.outputs import BOUNDS, fixed_logprobs
+from asyncrl.models.outputs import BOUNDS, Bound, bound_of, fixed_logprobs
+from asyncrl.models.routing import has_experts
 from asyncrl.models.served import read_from_board
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest
 
 
 class Serving(Protocol):
-    """An engine whose weights lie on a weight board. `bound`: nats that its outputs may be off the trainer's, on average."""
+    """An engine whose weights lie on a weight board. `bound`: of how far its outputs may be off the trainer's.
+    `longest_slice_s`: seconds that a slice of a preparation may take between two steps, where more of them would be needed."""
 
     recorder: Recorder
-    bound: float
+    bound: Bound
+    longest_slice_s: float
 
     @property
     def version(self) -> int:
@@ -63,7 +67,8 @@ class EmbeddedServing(EmbeddedEngine):
 
     def __init__(self, *args: Any, packs_ahead: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.bound = BOUNDS[self.policy.dtype]
+        self.bound = bound_of(BOUNDS, self.policy.dtype, has_experts(self.policy.module))
+        self.longest_slice_s = math.inf  # the answer comes after twelve
         self._packs_ahead = packs_ahead
         self._moved = False
 

@@ -96,15 +96,18 @@ def _blocks_of(tensor: Tensor, weight_OI: Tensor) -> Blocks | None:
 
 
 def _holds(tensor: Tensor, weight_OI: Tensor, blocks: Blocks) -> bool:
-    """Whether the first and the last row of blocks lie in `tensor` as they would be written, and could not lie otherwise."""
+    """Whether the first row of blocks, and the last one that could lie in no other way (rows that pad are zeros), lie in `tensor`
+    as they would be written."""
     size = blocks.rows * weight_OI.shape[1] * weight_OI.itemsize
     expected = np.empty(size, np.uint8)
-    count = weight_OI.shape[0] // blocks.rows
+    parts = weight_OI.split(blocks.rows)
+    last = next((row for row in range(len(parts) - 1, -1, -1) if _tells(parts[row])), None)
+    if last is None or (last == 0 and len(parts) > 1) or not _tells(parts[0]):
+        return False
     address: int = torch.ops.mkldnn.data_ptr(tensor)
-    for row in (0, count - 1):
-        part = weight_OI[row * blocks.rows : (row + 1) * blocks.rows]
-        native.reorder(part, expected.ctypes.data, blocks.rows, blocks.words, 0, 1)
-        if not _tells(part) or ctypes.string_at(address + row * size, size) != expected.tobytes():
+    for row in (0, last):
+        native.reorder(parts[row], expected.ctypes.data, blocks.rows, blocks.words, 0, 1)
+        if ctypes.string_at(address + row * size, size) != expected.tobytes():
             return False
     return True
 

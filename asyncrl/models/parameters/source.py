@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from asyncrl.config.imports import load_object, raised
 from asyncrl.config.schema import ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError
 
 
 def is_builder(config: ModelConfig) -> bool:
@@ -16,6 +20,32 @@ def is_builder(config: ModelConfig) -> bool:
 def is_address(path: str) -> bool:
     """Whether it is `file.py:name` or `module:name`, and no directory or hub id."""
     return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
+
+
+def load_builder(path: str, setting: str) -> Callable[[int], Any]:
+    """The function at `path`, which is not called. Errors: ConfigError where it is none, or does not take a seed alone."""
+    found = load_object(path)
+    wanted = "expected a function that takes a seed and returns (model, tokenizer)"
+    if not callable(found):
+        raise ConfigError(f"{setting}: {path} is of type {type(found).__name__}; {wanted}")
+    try:
+        inspect.signature(found).bind(0)
+    except TypeError as error:
+        raise ConfigError(f"{setting}: {path} cannot be called with a seed ({error}); {wanted}") from error
+    except ValueError:  # written in C: the call itself says what is wrong
+        pass
+    return found  # type: ignore[no-any-return]  # callable, as was just seen
+
+
+def call_builder(path: str, seed: int, setting: str) -> Any:
+    """What the function at `path` makes of the seed. Errors: ConfigError, with file, line and cause of what it raised."""
+    builder = load_builder(path, setting)
+    try:
+        return builder(seed)
+    except AsyncrlError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{setting}: {path} raised {raised(error)}") from error
 
 
 def model_source(config: ModelConfig) -> str:

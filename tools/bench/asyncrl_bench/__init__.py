@@ -7,6 +7,7 @@
     head.py       the LM head alone: memory and time
     overlap.py    real lanes on one core each: a step against either side alone; what hand-overs of weights cost
     overlap_dry.py  dry runs on two devices: the runtime by itself (in this process: nothing is computed)
+    weights.py    new weights while requests are in flight: what they see, and what it takes, in workers and with AsyncLLM
     transport.py  handing groups over; transport_report.py: its medians, goals, tables, plot
 
     command.py    one call: options, the folder that it works in, its children, the files that it writes

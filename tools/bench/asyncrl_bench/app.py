@@ -10,7 +10,16 @@ from asyncrl.telemetry.machine import describe_cpu
 
 from .command import run
 
-BENCHES = ("step", "generate", "train", "head", "overlap", "overlap-dry", "transport")  # each a module with its BENCH
+BENCHES = (
+    "step",
+    "generate",
+    "train",
+    "head",
+    "overlap",
+    "overlap-dry",
+    "weights",
+    "transport",
+)  # each a module with its BENCH
 USAGE = f"""\
 usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
 
@@ -20,6 +29,7 @@ usage: asyncrl bench [{" | ".join(BENCHES)}] [options]
   head        log-probs, entropy and gradients of the LM head: memory and time against full logits and TRL's head
   overlap     generation and training on one core each: step time against either side alone, hand-over of weights, timeline
   overlap-dry a dry run on two devices of equal cost: step time against the longer of the two
+  weights     new weights while requests are in flight: the pause that they see, the total; embedded, vLLM, AsyncLLM
   transport   handing a group of trajectories to another process: the record ring, the tensor queue,
               multiprocessing.Queue, memcpy; with --peers Ray, TransferQueue, Atropos' HTTP API
 

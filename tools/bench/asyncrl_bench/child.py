@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[type[jobs.Job], str, str]] = {
     "step": (jobs.StepJob, "child_step", "run_steps"),
     "sides": (jobs.StepJob, "child_overlap", "run_sides"),
     "overlap": (jobs.StepJob, "child_overlap", "run_overlap"),
+    "weights": (jobs.StepJob, "child_weights", "run_weights"),
     "train": (jobs.TrainJob, "child_train", "run_training"),
     "generate": (jobs.GenerateJob, "child_generate", "run_generation"),
     "sweep": (jobs.SweepJob, "child_generate", "run_sweep"),

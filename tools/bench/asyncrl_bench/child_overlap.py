@@ -56,7 +56,7 @@ async def _generate(runtime: Runtime, job: StepJob) -> tuple[dict[str, float], G
     """Until there are groups for all steps; what is measured is behind the warm-up, and while more groups wait all the time.
 
     Tokens are those of the groups that ended in between: what a worker says of itself is up to a tenth of a second old."""
-    rows = await asyncio.to_thread(_prompts, job.prompts)
+    rows = await asyncio.to_thread(prompts_of, job.prompts)
     wanted = (job.warmup_steps + job.steps + AHEAD) * job.groups_per_step
     warm, last = job.warmup_steps * job.groups_per_step, (job.warmup_steps + job.steps) * job.groups_per_step
     numbers, groups, marks = iter(range(wanted)), Groups(), list[float]()
@@ -75,7 +75,7 @@ async def _generate(runtime: Runtime, job: StepJob) -> tuple[dict[str, float], G
     return {"seconds": ended - began, "tokens": tokens}, groups
 
 
-def _prompts(file: str) -> list[Any]:
+def prompts_of(file: str) -> list[Any]:
     return [json.loads(line)["prompt"] for line in Path(file).read_text().splitlines()]
 
 
@@ -108,7 +108,9 @@ async def measure_overlap(job: StepJob) -> dict[str, Any]:
                 async for report in runtime.steps():
                     if window.add(report, runtime.built.ports.engine.statistics().get("tokens", 0.0)):
                         break
-                more["plain"] = await _plain(runtime)
+                plain = await plain_costs(runtime)
+                parts = zip(plain.pop("save"), plain.pop("load"), strict=True)
+                more["plain"] = plain | {"checkpoint": [save + load for save, load in parts]}
                 scope.cancel()
 
             tasks.start_soon(watch)
@@ -235,7 +237,7 @@ def _end(event: TraceEvent) -> float:
     return event.start + event.duration
 
 
-async def _plain(runtime: Runtime) -> dict[str, Any]:
+async def plain_costs(runtime: Runtime) -> dict[str, Any]:
     """Milliseconds of plain copies, and of writing and loading a checkpoint, on the trainer's lane, the run going on around it."""
     policy, lane = runtime.built.policy, runtime.built.lanes[0]
     assert policy is not None
@@ -245,20 +247,24 @@ async def _plain(runtime: Runtime) -> dict[str, Any]:
     def copy() -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
-    def checkpoint(file: Path) -> None:
-        from safetensors.torch import load_file, save_file
+    def save(file: Path) -> None:
+        from safetensors.torch import save_file
 
         save_file({name: each.detach() for name, each in policy.module.named_parameters()}, file)
+
+    def load(file: Path) -> None:
+        from safetensors.torch import load_file
+
         for each in load_file(file).values():
             each.clone()  # it is only mapped until somebody reads it
 
     with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "weights.safetensors"
         return {
             "bytes": source.nbytes,
             "memcpy": await _timed(copy, lane.run, COPIES),
-            "checkpoint": await _timed(
-                partial(checkpoint, Path(folder) / "weights.safetensors"), lane.run, CHECKPOINTS
-            ),
+            "save": await _timed(partial(save, file), lane.run, CHECKPOINTS),
+            "load": await _timed(partial(load, file), lane.run, CHECKPOINTS),
         }
 
 

