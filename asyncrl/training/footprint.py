@@ -61,15 +61,17 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """`layers`, `beside`, `making`, `cached`: one entry a layer of the model. `layers`: what it keeps for backward; `beside`: the
-    most that its backward takes beside what is kept, gradients of weights left out; `making`: the same of the times at which there
-    is one (of experts; of other layers not told apart). `rest`: kept outside of the layers. `heads`: of queries. `measured`: False
-    where the numbers come from `estimate_footprint`."""
+    """`layers`, `beside`, `making`, `attending`, `cached`: one entry a layer of the model. `layers`: what it keeps for backward;
+    `beside`: the most that its backward takes beside what is kept, gradients of weights left out; `making`: the same of the times
+    at which there is one (of experts; of other layers not told apart); `attending`: of the time of our attention's backward, which
+    takes its own beside that. `rest`: kept outside of the layers. `heads`: of queries. `measured`: False where the numbers come
+    from `estimate_footprint`."""
 
     path: ModelPath
     layers: tuple[Kept, ...]
     beside: tuple[Kept, ...]
     making: tuple[Kept, ...]
+    attending: tuple[Kept, ...]
     rest: Kept
     cached: tuple[Cached, ...]
     heads: int
@@ -92,8 +94,8 @@ def measure_footprint(
         return None
     if max(first, default=0) >= len(layers):
         return None
-    kept, beside, making = zip(*(layers[number] for number in first), strict=True)
-    return Footprint(path, kept, beside, making, rest, cached, _heads(module.config))
+    kept, beside, making, attending = zip(*(layers[number] for number in first), strict=True)
+    return Footprint(path, kept, beside, making, attending, rest, cached, _heads(module.config))
 
 
 def _few_layers(
@@ -148,19 +150,16 @@ def _row_length(config: PretrainedConfig) -> int:
     return max(_ROW, *(size for size in given if isinstance(size, int)), 0)
 
 
-def _measure_passes(policy: PolicyModel, row: int) -> tuple[list[tuple[Kept, Kept, Kept]], Kept]:
-    """Of each of the few layers (what it keeps, what its backward takes beside, and while a gradient of experts is made); and what
-    is kept outside of them."""
+def _measure_passes(policy: PolicyModel, row: int) -> tuple[list[tuple[Kept, ...]], Kept]:
+    """(of each of the few layers `layers`, `beside`, `making` and `attending`; what is kept outside of them)."""
     lengths = [row, 2 * row, 3 * row]
     found = [run_passes(policy, length) for length in lengths]
     layers = []
     for owner in sorted({owner for each in found for owner in each.kept} - {HEAD}):
         kept = _fit(lengths, [each.kept.get(owner, 0) for each in found])
-        beside, making = (
-            _fit_peak(lengths, [peaks.get(owner, 0) for peaks in each], kept)
-            for each in ([each.beside for each in found], [each.making for each in found])
-        )
-        layers.append((kept, beside, making))
+        peaks = ("beside", "making", "attending")
+        sizes = ([getattr(each, name).get(owner, 0) for each in found] for name in peaks)
+        layers.append((kept, *(_fit_peak(lengths, each, kept) for each in sizes)))
     return layers, _fit(lengths, [each.kept.get(HEAD, 0) for each in found])
 
 
@@ -235,6 +234,7 @@ def estimate_footprint(config: PretrainedConfig, dtype: str, path: ModelPath | N
     return Footprint(
         path,
         kept,
+        beside,
         beside,
         beside,
         Kept(2.0 * narrow * hidden),

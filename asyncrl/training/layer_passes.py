@@ -26,6 +26,7 @@ class Passes(NamedTuple):
     kept: dict[int, int]
     beside: dict[int, int]
     making: dict[int, int]
+    attending: dict[int, int]
 
 
 def run_passes(policy: PolicyModel, length: int) -> Passes:
@@ -41,6 +42,7 @@ def run_passes(policy: PolicyModel, length: int) -> Passes:
         weight for name, weight in policy.module.named_parameters() if "expert" in name and weight.requires_grad
     ]
     live = LiveBytes([*weights, tokens, positions], [weight for weight in experts if weight.ndim > 2])
+    plan = _QuietPlan(length, live)
     sizes: dict[int, tuple[int, int]] = {}  # storage -> (owner, bytes)
     with live, _owners(policy) as owner:
 
@@ -57,7 +59,7 @@ def run_passes(policy: PolicyModel, length: int) -> Passes:
             return packed[1]
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            hidden = policy.hidden(tokens, positions, _QuietPlan(length, live))
+            hidden = policy.hidden(tokens, positions, plan)
         assert hidden.requires_grad
         kept = {number: sum(size for by, size in sizes.values() if by == number) for number, _ in sizes.values()}
         _backward(policy, hidden, experts)
@@ -69,19 +71,25 @@ def run_passes(policy: PolicyModel, length: int) -> Passes:
             for number, peak in peaks.items()
         }
 
-    return Passes(kept, less(live.peaks), less(live.peaks | live.with_apart))
+    return Passes(kept, less(live.peaks), less(live.peaks | live.with_apart), less(plan.attending))
 
 
 class _QuietPlan(TreePlan):
-    """Its backward is on nobody's account: our attention goes by bins of rows, and takes as much for any number of them."""
+    """What its backward takes for bins of rows is on nobody's account: as much for any number of tokens. `attending`: what is alive
+    then, with the sums of the gradients of keys and values."""
 
     def __init__(self, length: int, live: LiveBytes) -> None:
         super().__init__([0], [length])
+        self.attending: dict[int, int] = {}
         self._live = live
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, grad: Tensor, saved: Any, *args: Any, **kwargs: Any) -> None:
         account, self._live.account = self._live.account, None
-        super().backward(*args, **kwargs)
+        if account is not None:
+            key = saved[1]
+            sums = 2 * key.numel() * max(key.element_size(), 4)
+            self.attending[account] = max(self._live.total + sums, self.attending.get(account, 0))
+        super().backward(grad, saved, *args, **kwargs)
         self._live.account = account
 
 

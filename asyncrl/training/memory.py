@@ -31,6 +31,8 @@ _HEAD_ROWS = {
 }  # rows of the head's forward products on a CPU (models/head/logprobs.py); 64 in another dtype
 
 
+_BINS = 8 << 20  # of a bin of rows in the backward of our attention: scores, their gradient, gathered rows
+
 # oneDNN compiles a product anew for each number of rows: so many bytes, whatever the size of the weight.
 _COMPILED = 576 << 10
 _CACHED = (
@@ -181,12 +183,15 @@ def _at_length(
     elif layers and layers[0].score:
         rest = Kept(rest.token, rest.score + 4.0)  # the mask of these products
     each = [kept.of(held, scores) for kept in layers]
-    # Our attention's own backward goes by bins of rows, which take little beside: only others take something of each pair.
-    pairs = scores if footprint.path.name == "plain" else 0.0
+    # Our attention's own backward goes by bins of rows: only others take something of each pair.
+    pairs, bins = (scores, 0) if footprint.path.name == "plain" else (0.0, _BINS)
+    beside = zip(footprint.beside, footprint.making, footprint.attending, strict=True)
     through = [
-        max(beside.of(held, pairs), making.of(held, pairs) + temporary) + (kept if checkpointing else 0.0)
-        for kept, beside, making in zip(each, footprint.beside, footprint.making, strict=True)
+        max(taken.of(held, pairs), making.of(held, pairs) + temporary, attending.of(held, pairs) + bins)
+        for taken, making, attending in beside
     ]
+    if checkpointing:
+        through = [sum(both) for both in zip(each, through, strict=True)]
     kept_bytes = (len(each) * held * hidden_bytes if checkpointing else sum(each)) + rest.of(held, scores)
     beside_head = 2 * tokens * hidden_bytes  # the scored tokens' hidden states, and their gradient
     return round(kept_bytes + beside_head), round(max(through, default=0.0))
