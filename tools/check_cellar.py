@@ -26,8 +26,6 @@ FRONTS = ("asyncrl", "asyncrl.client")
 
 # Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.
 ALLOWED: dict[str, str] = {
-    "asyncrl.transport.queues.tensor_queue:SendEnd": "workers on GPUs: the contract that device queues keep, too",
-    "asyncrl.transport.queues.tensor_queue:ReceiveEnd": "workers on GPUs: the contract that device queues keep, too",
     "asyncrl.transport.queues.device_queue": "workers: queues of device tensors between processes",
     "asyncrl.transport.memory.slab:Slab.handle_of": "workers: queues of device tensors, of those that lie in the slab already",
     "asyncrl.records.read:Record.identities": "workers: what they sampled travels as records",

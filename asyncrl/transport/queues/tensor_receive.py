@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -150,16 +152,17 @@ class Inbox(Side):
 
 
 class TensorReceiver(ReceiveEnd[Received]):
-    """The receive end. Clones share the items: each item goes to one of them."""
+    """See `ReceiveEnd` and `tensor_queue`."""
+
+    _shared: Inbox
 
     def __init__(self, box: Inbox) -> None:
-        self._box = box
+        super().__init__(box)
         box.ends += 1
 
     def get_nowait(self) -> Received:
-        """Errors: anyio.WouldBlock when nothing is there, anyio.EndOfStream when nothing ever will be,
-        anyio.BrokenResourceError where the sender died, anyio.ClosedResourceError."""
-        box = self._box
+        """As `ReceiveEnd.get_nowait`."""
+        box = self._shared
         if self._closed:
             raise anyio.ClosedResourceError
         if not box.items:
@@ -170,34 +173,21 @@ class TensorReceiver(ReceiveEnd[Received]):
             raise anyio.EndOfStream if box.ended else anyio.WouldBlock
         return box.take()
 
-    async def get(self) -> Received:
-        """Wait for an item. Errors: as `get_nowait`, also while it waits."""
-        while True:
-            try:
-                return self.get_nowait()
-            except anyio.WouldBlock:
-                pass
-            with self._box.waiting("an item", "a sender"):
-                await wait_in(self._box.waiters)
-
-    def clone(self) -> TensorReceiver:
-        """As `ReceiveEnd.clone`."""
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return TensorReceiver(self._box)
+    def _waiting(self) -> tuple[deque[asyncio.Future[None]], AbstractContextManager[object]]:
+        return self._shared.waiters, self._shared.waiting("an item", "a sender")
 
     def close(self) -> None:
         """Closing twice is fine. Closing the last clone ends the sender's puts; items left are dropped."""
         if not self._closed:
             self._closed = True
-            self._box.ends -= 1
-            if not self._box.ends:
-                self._box.close()
-            wake_all(self._box.waiters)
+            self._shared.ends -= 1
+            if not self._shared.ends:
+                self._shared.close()
+            wake_all(self._shared.waiters)
 
     def statistics(self) -> QueueStatistics:
         """As this side knows it: `depth` and `puts` count what came, taken or not."""
-        box = self._box
+        box = self._shared
         box.exchange()
         there = int(not box.ended and not box.broken)
         waiting = sum(not future.done() for future in box.waiters)

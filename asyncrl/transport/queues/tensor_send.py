@@ -19,7 +19,7 @@ from ..memory.arena import Arena, Lease
 from ..memory.blocks import SLAB, Block, BlockLease
 from ..memory.handles import BFLOAT16
 from ..memory.segment import Segment
-from .queue import QueueEnd, QueueStatistics, wait_in, wake_all
+from .queue import QueueStatistics, SendEnd, wait_in, wake_all
 from .tensor_wire import ARENA, END, HELLO, Line, Side, item_message, lay_out, number_of
 
 if TYPE_CHECKING:
@@ -180,20 +180,22 @@ class Outbox(Side):
         """Until the memory may go: shared memory stays for whoever has it mapped."""
 
 
-class TensorSender(QueueEnd):
-    """The send end. One per producer of this process: `clone` it, and close every clone."""
+class TensorSender(SendEnd[Mapping[str, Any]]):
+    """See `SendEnd` and `tensor_queue`."""
+
+    _shared: Outbox
 
     def __init__(self, box: Outbox) -> None:
-        self._box = box
+        super().__init__(box)
         box.ends += 1
 
     def put_nowait(self, item: Mapping[str, Any]) -> None:
         """Errors: anyio.WouldBlock without a credit or room; OutOfMemory for an item that can never fit; TypeError and
         ValueError for what is no tensor; anyio.BrokenResourceError without a receiver; anyio.ClosedResourceError."""
         self._check_open()
-        self._box.exchange()
+        self._shared.exchange()
         self._check_open()
-        self._box.put(item)
+        self._shared.put(item)
 
     async def put(self, item: Mapping[str, Any]) -> None:
         """Wait for a credit and for room, then put. Errors: as `put_nowait`, also while it waits."""
@@ -202,27 +204,21 @@ class TensorSender(QueueEnd):
                 return self.put_nowait(item)
             except anyio.WouldBlock:
                 pass
-            with self._box.waiting("a credit or room", "the receiver"):
-                await wait_in(self._box.waiters)
-
-    def clone(self) -> TensorSender:
-        """As `SendEnd.clone`."""
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return TensorSender(self._box)
+            with self._shared.waiting("a credit or room", "the receiver"):
+                await wait_in(self._shared.waiters)
 
     def close(self) -> None:
         """Closing twice is fine. Closing the last clone lets the receiver end."""
         if not self._closed:
             self._closed = True
-            self._box.ends -= 1
-            if not self._box.ends and not self._box.gone:
-                self._box.post(END)
-            wake_all(self._box.waiters)
+            self._shared.ends -= 1
+            if not self._shared.ends and not self._shared.gone:
+                self._shared.post(END)
+            wake_all(self._shared.waiters)
 
     def statistics(self) -> QueueStatistics:
         """`depth` and `gets` as this side knows them: items that were put and not released, and released ones."""
-        box = self._box
+        box = self._shared
         depth = len(box.outstanding)
         waiting = sum(not future.done() for future in box.waiters)
         there = int(box.line is not None and not box.gone)
@@ -233,7 +229,7 @@ class TensorSender(QueueEnd):
     def _check_open(self) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
-        if self._box.gone:
+        if self._shared.gone:
             raise anyio.BrokenResourceError
 
 
