@@ -18,14 +18,13 @@ import anyio
 import numpy as np
 import pytest
 from runtime_helpers import DRY, FED, ROOT, Process, config_of, metrics_of, scored, write_yaml
-from transport_records import drop
+from transport_records import draft_of, drop
 
 from asyncrl import Runtime
 from asyncrl.client import AsyncClient, Scored
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError, RecordTooLarge, RingDetached, RingFull, StallError
 from asyncrl.records.layout import Section
-from asyncrl.records.trajectories import draft_of
 from asyncrl.records.write import plan
 from asyncrl.runtime.door import DoorStatistics, ring_of, serve
 from asyncrl.transport.rings.producer import AsyncProducer
