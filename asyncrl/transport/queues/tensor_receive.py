@@ -81,9 +81,9 @@ class Inbox(Side):
 
     kind = ARENA
 
-    def __init__(self, room: Any, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(room.segment.name, room.segment.geometry.blocks, recorder, cause)
-        self.room = room
+    def __init__(self, lender: Any, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(lender.segment.name, lender.segment.geometry.blocks, recorder, cause)
+        self.lender = lender
         self.items: deque[tuple[int, dict[str, Handle], bytes]] = deque()  # and the message
         self.greeted = self.ended = self.broken = False
         self.greeting = b""
@@ -100,7 +100,7 @@ class Inbox(Side):
 
     def look(self, handle: Handle, claim: object) -> Any:
         """The array or tensor that a handle names; it keeps `claim`."""
-        return self.room.view(handle, writable=True, keep=claim)
+        return self.lender.view(handle, writable=True, keep=claim)
 
     def take(self) -> Received:
         """The next item, which is there."""
@@ -148,7 +148,7 @@ class Inbox(Side):
     def close(self) -> None:
         """Hang up."""
         self.line.close()
-        self.room.close()  # arrays that are still held keep the mapping
+        self.lender.close()  # arrays that are still held keep the mapping
 
 
 class TensorReceiver(ReceiveEnd[Received]):
@@ -243,18 +243,18 @@ def _check_kind(box: Inbox) -> None:
 def _connect(box_of: type[Inbox], name: str, recorder: Recorder | None, cause: Cause) -> Inbox | None:
     """None where nobody shares the name, or nobody listens any more."""
     try:
-        room = box_of.attach(name)
+        lender = box_of.attach(name)
     except FileNotFoundError:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        connection.connect(rendezvous.address(room.segment))  # to a local socket: at once, or refused
+        connection.connect(rendezvous.address(lender.segment))  # to a local socket: at once, or refused
         if not rendezvous.trusted(connection):
             raise ConnectionRefusedError  # somebody else's socket is nobody's
-        return box_of(room, connection, recorder, cause)
+        return box_of(lender, connection, recorder, cause)
     except BaseException as error:
         connection.close()
-        room.close()
+        lender.close()
         if isinstance(error, ConnectionRefusedError):
             return None
         raise
