@@ -68,11 +68,13 @@ class PlatformError(AsyncrlError):
 class DivergenceError(AsyncrlError):
     """Training has gone wrong: a loss, gradient or weight is not finite, or sampler and trainer disagree beyond the gate.
 
-    `groups`: ids of those whose part of a step is not finite, where that is known.
+    `groups`: ids of those whose part of a step is not finite, where that is known. `spoiled`: the weights themselves are to
+    blame, though they may be finite: no checkpoint is made of them.
     """
 
     exit_code = 3
     groups: tuple[int, ...] = ()
+    spoiled: bool = False
 
 
 class StallError(AsyncrlError):
@@ -207,6 +209,13 @@ class StoreForged(AsyncrlError):
 
 class FetchFailed(AsyncrlError, RuntimeError):
     """The leader of a replica could not read what its siblings wait for; the message is the leader's error."""
+
+
+def divergence_of(error: BaseException | None) -> DivergenceError | None:
+    """`error` itself, or what the engine ended with whose callers got it."""
+    while error is not None and not isinstance(error, DivergenceError):
+        error = error.__cause__
+    return error
 
 
 def first_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
     python tools/measure_company.py PATH [--dtype bfloat16 float32] [--sequences 64] [--tokens 64] [--company 40 3]
 
 The same prompts with the same seeds are sampled once with the first number of `--company` together, once with the second.
-PATH: what model.path takes. On one core; its kernels decide the numbers, so name the machine beside them.
+PATH: what model.path takes. On one core; its kernels decide the numbers, so the machine is named beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from asyncrl.config.schema import ModelConfig
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
+from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.types import FinishReason, GenerationRequest, Int32Array, SamplingParams
 
 PROMPT = 16  # tokens
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--company", type=int, nargs=2, default=(40, 3))
     given = parser.parse_args()
     torch.set_num_threads(1)
+    print(f"{describe_cpu()}, one thread")
     for dtype in given.dtype:
         policy, _ = load_policy(ModelConfig(path=given.path, dtype=dtype), longest=PROMPT + given.tokens)
         asked = requests(int(policy.config.get_text_config().vocab_size), given.sequences, given.tokens)

@@ -2,7 +2,7 @@
 
     python tools/measure_gate.py CONFIG.yaml [a.b=value ...] [--repeat 3]
 
-Each repetition is a process of its own, as a run is. What is printed is a ratio; name the machine beside it.
+Each repetition is a process of its own, as a run is. What is printed is a ratio, with the machine beside it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def main() -> int:
     files = [word for word in options.given if "=" not in word]
     if options.child:
         asyncio.run(measure(files, [word for word in options.given if "=" in word]))
+    from asyncrl.telemetry.machine import describe_cpu
+
+    print(f"{describe_cpu()}, load {os.getloadavg()[0]:.1f}")
     found = []
     for _ in range(options.repeat):
         child = subprocess.run(

@@ -24,7 +24,6 @@ import asyncio
 import gc
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -345,20 +344,13 @@ def rows_of(case: str, dtype: str, found: dict[str, Any]) -> list[str]:
 
 
 def report(lines: list[str], arguments: argparse.Namespace) -> str:
-    names = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    cpu = next(iter(names), platform.processor())
-    flags = {
-        word
-        for word in Path("/proc/cpuinfo").read_text().split()
-        if word.startswith(("avx512f", "avx512_bf16", "amx_"))
-    }
+    from asyncrl.telemetry.machine import describe_cpu
+
     head = [
         "# Predicted and measured memory",
         "",
         f"{time.strftime('%Y-%m-%d')}, `python tools/measure_memory.py {' '.join(sys.argv[1:])}`".rstrip(" `") + "`, "
-        f"{cpu} ({' '.join(sorted(flags))}), one thread.",
+        f"{describe_cpu()}, one thread.",
         f"Models with random weights; {TOKENS} packed tokens of groups of {MEMBERS} completions of {Case.completion} tokens behind "
         f"a prompt of {Case.prompt}; {Case.sequences} sequences of {Case.prompt + Case.completion} positions.",
         "",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -164,19 +163,15 @@ def judge(dtype: str, steps: list[Step]) -> tuple[str, bool]:
 
 def report(command: str, lines: list[str], steps: list[Step], verdict: str) -> str:
     """A section of the results."""
-    cpu = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    flags = sorted(
-        {word for word in Path("/proc/cpuinfo").read_text().split() if word.startswith(("avx512f", "avx512_bf16"))}
-    )
+    from asyncrl.telemetry.machine import describe_cpu
+
     table = [
         f"| {step.version} | {step.tokens} | {step.run[0]:.2g} | {step.run[1]:.2g} | {step.oracle[0]:.2g} | {step.oracle[1]:.2g} |"
         for step in steps
     ]
     return "\n".join(
         [
-            f"{time.strftime('%Y-%m-%d')}, `{command}`, {next(iter(cpu), platform.processor())} ({' '.join(flags)}).",
+            f"{time.strftime('%Y-%m-%d')}, `{command}`, {describe_cpu()}.",
             f"{lines[0][0].upper()}{lines[0][1:]}.",
             "",
             "| step | tokens | mean | largest | oracle's mean | oracle's largest |",

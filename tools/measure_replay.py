@@ -18,7 +18,6 @@ import asyncio
 import json
 import math
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -163,6 +162,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     options = parser.parse_args()
+    from asyncrl.telemetry.machine import describe_cpu
+
     more, name = ({}, "replay") if options.engine == "embedded" else (VLLM, "replay_vllm")
     with tempfile.TemporaryDirectory() as folder:
         runs = [asyncio.run(run(replay, options.steps, folder, more)) for replay in (False, True)]
@@ -170,7 +171,7 @@ def main() -> int:
     record = {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", "tools/measure_replay.py", *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread",
+        "machine": f"{describe_cpu()}, {os.cpu_count()} cores, one thread",
         "ratio": float(f"{with_replay / without:.3g}"),
         "runs": runs,
     }

@@ -72,6 +72,9 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=5.0, help="seconds")
     options = parser.parse_args()
     os.environ["MEASURE_SLEEP_S"] = str(options.sleep)
+    from asyncrl.telemetry.machine import describe_cpu
+
+    print(f"{describe_cpu()}, load {os.getloadavg()[0]:.1f}")
     kinds = ("plain", "sleeping", "crashing")
     spans: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(options.rounds):

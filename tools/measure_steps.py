@@ -166,11 +166,12 @@ def main() -> int:
     import uvloop
 
     from asyncrl import load_config
+    from asyncrl.telemetry.machine import describe_cpu
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         given = [*OVERRIDES, *(DRY if options.dry else ()), f"run.dir={folder}", f"train.max_steps={options.steps}"]
         config = load_config([EXAMPLES / "quickstart.yaml"], [*given, *options.overrides])
-        print(HEAD)
+        print(f"{describe_cpu()}, load {os.getloadavg()[0]:.1f}\n{HEAD}")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `asyncrl run` has it
             found = runner.run(measure(config))
         left = files(Path(folder))
@@ -180,7 +181,8 @@ def main() -> int:
     print("\n".join(["", *left, "", verdict]))
     if options.out is not None:
         title = f"# Memory over {'many dry' if options.dry else 'many small'} steps"
-        options.out.write_text("\n".join([title, "", HEAD, *map(str, found), "", *left, "", verdict, ""]))
+        where = f"{time.strftime('%Y-%m-%d')}, {describe_cpu()}"
+        options.out.write_text("\n".join([title, "", where, "", HEAD, *map(str, found), "", *left, "", verdict, ""]))
     return int(grown > ALLOWED_MIB)
 
 

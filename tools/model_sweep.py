@@ -15,7 +15,6 @@ import argparse
 import faulthandler
 import multiprocessing
 import os
-import platform
 import sys
 import time
 from collections import Counter
@@ -123,11 +122,13 @@ def _number(value: float | None) -> str:
 
 
 def report(found: list[Measured], seconds: float, command: str) -> str:
+    from asyncrl.telemetry.machine import describe_cpu
+
     return f"""# Models
 
 {summary(found)}
 
-`{command}`, {time.strftime("%Y-%m-%d")}: transformers {version("transformers")}, torch {version("torch")}, {_processor()},
+`{command}`, {time.strftime("%Y-%m-%d")}: transformers {version("transformers")}, torch {version("torch")}, {describe_cpu()},
 {seconds:.0f} s. Each type of transformers' causal language models is built small from its configuration, with random weights, and
 what a run would compute of it is compared with transformers' own eager forward and backward, row by row: log-probs of a packed
 microbatch of ragged rows (up to 40 tokens, past windows of 8 and original contexts of 16), gradients of all parameters,
@@ -137,14 +138,6 @@ a space are variants of the type before it.
 
 {table(found)}
 """
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def complaint(name: str) -> str | None:

@@ -104,8 +104,10 @@ def planned(given: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
 
 def write(results: list[dict[str, Any]], command: str, name: str) -> None:
     """What there is so far."""
+    from asyncrl.telemetry.machine import describe_cpu
+
     RESULTS.mkdir(exist_ok=True)
-    record = {"date": date.today().isoformat(), "command": command, "runs": results}
+    record = {"date": date.today().isoformat(), "command": command, "cpu": describe_cpu(), "runs": results}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(results, RESULTS / f"{name}.png")
 

@@ -25,7 +25,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
-from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallError
+from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallError, divergence_of
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
 from asyncrl.types import Ticket
@@ -234,8 +234,11 @@ class Checkpointer:
     ) -> None:
         """Save what is due after everything else ended (nothing is being written any more); see `final_due`. Errors: as
         `at_version`; where an `error` ended the run, non-finite weights become a note of it, and a divergence gets one that
-        names the last good version."""
-        if self.final_due(version, error, stopped):
+        names the last good version. That of an engine is the cause of what its callers heard; it comes out of the run."""
+        diverged = divergence_of(error)
+        if diverged is not None and diverged.spoiled:
+            note(f"no checkpoint is made of version {version}, whose weights have diverged")
+        elif self.final_due(version, error, stopped):
             note(f"writing a checkpoint of version {version}")
             try:
                 captured = await self._capture(version, books)
@@ -246,9 +249,9 @@ class Checkpointer:
                 if error is None:
                     unsound.add_note(self.last_good())
                     raise
-                error.add_note(str(unsound))
-        if isinstance(error, DivergenceError) and self._world.is_first:
-            error.add_note(self.last_good())
+                (diverged or error).add_note(str(unsound))
+        if diverged is not None and self._world.is_first:
+            diverged.add_note(self.last_good())
 
     def bytes_needed(self) -> int:
         """Room on disk that the next checkpoint will take, about; 0 where none will be written."""

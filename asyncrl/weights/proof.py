@@ -25,6 +25,7 @@ from asyncrl.models.policy import PolicyModel
 SAMPLED_POSITIONS = 65_536
 RUN = 16  # positions side by side, a cache line of float32: a look costs what its cache misses cost
 LEAST_RUNS = 4  # of each parameter: a norm is one of a million
+LARGEST = 1e18  # of a weight that any norm or optimizer can square
 SAMPLED_ROWS = 4096  # positions of each parameter that is cut over the ranks
 
 
@@ -149,9 +150,11 @@ def _require_equal(masters: Tensor, positions: Tensor, served: Tensor, version: 
 
 
 def require_finite(weights: Tensor, version: int) -> None:
-    """Before anything is compared: NaN differs from itself."""
-    if not bool(torch.isfinite(weights).all()):
-        raise DivergenceError(
-            f"version {version} has weights that are NaN or infinite: the step to it was too large; lower train.lr (or raise "
-            "train.warmup_steps)"
+    """Before anything is compared: NaN differs from itself, and packed copies of huge values look older than these."""
+    if not bool((weights.abs() < LARGEST).all()):  # of NaN neither
+        error = DivergenceError(
+            f"version {version} has weights that are NaN or infinite, or beyond {LARGEST:g}, where squares are no float32 any "
+            "more: the step to it was too large; lower train.lr (or raise train.warmup_steps)"
         )
+        error.spoiled = True
+        raise error

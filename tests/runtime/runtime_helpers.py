@@ -133,6 +133,11 @@ class Process:
         return self._popen.pid
 
     @property
+    def ended(self) -> int | None:
+        """The exit code, or None while it lives."""
+        return self._popen.poll()
+
+    @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 

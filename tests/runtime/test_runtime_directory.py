@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,35 @@ def test_a_live_run_is_left_alone_and_named(tmp_path: Path, how: str) -> None:
     steps = [line["step"] for line in metrics_of(run)]
     assert steps == list(range(1, len(steps) + 1))
     assert sorted(each.name for each in (tmp_path / "runs").iterdir()) == ["run"]  # no lock is left behind
+
+
+@pytest.mark.parametrize("how", ["seed=1", "run.overwrite=true"])
+def test_of_runs_that_are_started_together_one_goes_on(tmp_path: Path, how: str) -> None:
+    """Whoever was later is told so, and nothing of it lies among the other's files."""
+    run, processes = tmp_path / "runs/run", []
+    if how == "run.overwrite=true":
+        assert main([str(write_yaml(tmp_path, DRY)), f"run.dir={tmp_path}/runs", "train.max_steps=1"]) == 0
+    try:
+        for number in range(3):
+            folder = tmp_path / f"started {number}"
+            folder.mkdir()
+            processes.append(Process(folder, str(write_yaml(folder, SLOW)), f"run.dir={tmp_path}/runs", how))
+        while len(alive := [each for each in processes if each.ended is None]) > 1:
+            time.sleep(0.02)
+        [first] = alive
+        assert [each.wait() for each in processes if each is not first] == [2, 2]
+        for each in processes:
+            assert each is first or "in use by another run: " in each.output, each.output
+            assert each is first or f"process {first.pid} on" in each.output or "only just begun" in each.output
+        first.wait_until(lambda: metrics_of(run)[-1:] != [] and metrics_of(run)[-1]["step"] >= 3, "third step")
+        first.send(signal.SIGTERM)
+        assert first.wait() == 143, first.output
+    finally:
+        for each in processes:
+            each.kill()
+    steps = [line["step"] for line in metrics_of(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(list((tmp_path / "runs").iterdir())) == (2 if how == "run.overwrite=true" else 1)
 
 
 def test_a_killed_run_and_its_children_hold_nothing(tmp_path: Path) -> None:

@@ -6,14 +6,19 @@ import json
 import re
 import shutil
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runtime_helpers import DRY, MODEL, REAL, ROOT, Process, config_of, write_yaml
 
+from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.profiling import StepProfiler
 from asyncrl.runtime.runtime import Runtime
 
 EVALUATED: dict[str, Any] = {
@@ -85,6 +90,40 @@ async def test_steps_that_the_run_does_not_have_are_said(tmp_path: Path, capsys:
         await runtime.run()
     assert "goes on at version 1; steps 1 to 1 are over: nothing to profile" in capsys.readouterr().out
     assert not (tmp_path / "runs/run/profile").exists()
+
+
+@pytest.mark.parametrize(("ends_at", "said"), [(9, "version 3"), (2, "version 2")])
+async def test_on_a_gpu_the_range_of_the_profiler_api_is_opened_and_closed_on_the_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_at: int, said: str
+) -> None:
+    """As `nsys profile -c cudaProfilerApi` takes it: what the steps launched has ended before the range does. No card is needed
+    to see who is called when."""
+    called: list[str] = []
+    lanes: set[str] = set()
+
+    def heard(name: str) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            called.append(name)
+            lanes.add(threading.current_thread().name)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "synchronize", heard("synchronize"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", heard("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", heard("stop"))
+    notes: list[str] = []
+    config = profiled(tmp_path, "telemetry.profile.steps=2")
+    async with ThreadLane("gpu") as lane:  # write=False is fine there: nothing is written
+        profiler = StepProfiler(config, lane, torch.device("cuda", 0), None, 0, notes.append)
+        for version in range(ends_at):
+            called.append(str(version))
+            await profiler.at(version)
+        await profiler.close(ends_at)
+    versions = [str(version) for version in range(ends_at)]
+    stopped = ["synchronize", "stop"]
+    assert called == [*versions[:2], "start", *versions[2:4], *stopped, *versions[4:]]
+    assert lanes and threading.current_thread().name not in lanes
+    assert notes == [f"telemetry.profile: the range of the CUDA profiler API is closed at {said}"]
 
 
 async def test_where_there_is_nothing_to_profile_it_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,28 @@ def test_a_run_that_diverges_leaves_the_last_good_version(
     assert unsound(weights_of(tmp_path / "runs/two", 2)) is None
 
 
+@pytest.mark.parametrize(
+    ("lr", "words"),
+    [
+        ("3e37", "version 2 has weights that are NaN or infinite, or beyond 1e+18"),  # packed copies of these differ
+        ("1e22", "version 2 has weights that are NaN or infinite, or beyond 1e+18"),  # their gradient is NaN
+        ("1e15", "the model's logits are not finite in"),  # the engine finds that
+    ],
+)
+def test_finite_weights_that_nothing_can_be_computed_with_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lr: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = str(write_yaml(tmp_path, REAL | {"preset": "sync"}))
+    assert main([file, "train.max_steps=1"]) == 0
+    assert main([file, "resume=true", f"train.lr={lr}"]) == 3
+    error = capsys.readouterr().err
+    assert words in error and "packed copy" not in error and "Traceback" not in error
+    assert "the last good version, all of it finite, is 1: runs/run/checkpoints/step_1" in error
+    assert versions(tmp_path / "runs/run") == [1]
+    assert (tmp_path / "runs/run/checkpoints/latest").resolve().name == "step_1"
+
+
 async def test_a_state_that_is_not_finite_is_not_saved_though_the_weights_are(tmp_path: Path) -> None:
     """A second moment that overflowed: its weights stand still for ever, and are finite."""
     found = r"version 30 is not saved: state\.optimizer\..*exp_avg_sq holds NaN or infinite"

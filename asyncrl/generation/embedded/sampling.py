@@ -143,10 +143,12 @@ def _exact_log(chosen_N: Tensor, logits_NV: Tensor, probs_NV: Tensor, token_N: T
     """log of the chosen probabilities, float64 [N]. A greedy token always has one that is far above underflow."""
     if not bool(torch.isfinite(chosen_N).all()):
         bad = (~torch.isfinite(chosen_N)).nonzero().flatten().tolist()
-        raise DivergenceError(
+        error = DivergenceError(
             f"the model's logits are not finite in {len(bad)} of {chosen_N.numel()} sequences (rows {bad[:8]}): "
             "the weights have diverged; lower the learning rate or resume from an earlier checkpoint"
         )
+        error.spoiled = True
+        raise error
     return chosen_N.log()
 
 
