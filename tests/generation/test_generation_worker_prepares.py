@@ -291,7 +291,7 @@ async def test_where_the_trainer_has_packed_the_weights_a_move_is_one_closure(dt
         running = [made.ask(seed, 300) for seed in range(3)]
         for version in (1, 2, 3, 4):
             begun = asyncio.Event()
-            made.lane.calls[DECODE, 20 * version] = begun.set
+            made.lane.calls[DECODE, made.lane.names.count(DECODE) + 5] = begun.set
             await begun.wait()
             made.write(version, version % 2)
             before = len(made.lane.names)
@@ -299,8 +299,8 @@ async def test_where_the_trainer_has_packed_the_weights_a_move_is_one_closure(dt
             assert await made.answer() == {"bound": version}
             names = made.lane.names[before:]
             assert names[: names.index(BIND)].count(DECODE) <= 2 and PREPARE not in names
-            assert await made.lane.run(lambda: fixed_logprobs(made.engine.policy), name="look") == fixed_logprobs(
-                made.trainer
+            assert await made.lane.run(lambda: fixed_logprobs(made.engine.policy), name="look") == pytest.approx(
+                fixed_logprobs(made.trainer), abs=1e-5 if dtype == "float32" else 0.05
             )
         for answer in await asyncio.gather(*running):
             versions = answer.versions.tolist()
