@@ -1,8 +1,9 @@
 """What new weights cost the requests of a worker: its server, engine and lane in this process, 8 sequences that decode meanwhile.
 
-    python tools/measure_moves.py MODEL [--dtype bfloat16] [--moves 3] [--ways fresh late ahead]
+    python tools/measure_moves.py MODEL [--dtype bfloat16] [--moves 3] [--ways fresh late ahead board]
 
-    ahead      as a run does it: packed copies are made in slices between decode steps, beside those in use
+    board      as a run does it: the trainer has packed the weights for all, on a board beside the one of the weights
+    ahead      where it cannot: packed copies are made in slices between decode steps, beside those in use
     late       as where there is no memory for that: the first step after the move writes them, in place
     fresh      the same by torch, without the native kernel
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -29,6 +31,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import ModelConfig
 from asyncrl.generation.worker.control import ControlLine
+from asyncrl.generation.worker.opening import attach_copies
 from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.loading import load_policy
@@ -39,8 +42,10 @@ from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.types import GenerationRequest, SamplingParams
+from asyncrl.weights.copies import PackedCopies
 
 SEQUENCES, TOKENS, CONTEXT, BETWEEN, AFTER = 8, 2000, 2048, 12, 4
+WAYS = ["fresh", "late", "ahead", "board"]
 DECODE, PREPARE, BIND = "engine/decode", "engine/prepare", "engine/bind"
 
 
@@ -69,7 +74,17 @@ async def measure(config: ModelConfig, way: str, moves: int) -> list[dict[str, f
     weights = trainer.weights
     owner = Board.create(weights.size, trainer.dtype, weights.layout_digest())
     reader = Board.attach(owner.description, os.dup(owner.fd), owner.layout)
-    owner.write(0, 0, weights.working)
+    copies = PackedCopies.of(trainer) if way == "board" else None
+
+    def write(version: int) -> float:
+        """What packing takes of it, in milliseconds."""
+        owner.write(version % 2, version, weights.working)
+        began = time.thread_time()
+        if copies is not None:
+            copies.write(version % 2, version)
+        return 1e3 * (time.thread_time() - began)
+
+    write(0)
     ours, theirs = socket.socketpair()
     node, line, producer = ControlLine(ours, "worker"), ControlLine(theirs, "node"), None
     async with Timed("worker0", Recorder(max_events=0), lambda: torch.set_num_threads(1)) as lane:
@@ -77,11 +92,21 @@ async def measure(config: ModelConfig, way: str, moves: int) -> list[dict[str, f
         policy = await lane.run(
             lambda: open_reader(Outline(config), half, rest, trainer.path, CONTEXT, 0), name="engine/load"
         )
-        recorder = Recorder(max_events=0)
+        recorder, read = Recorder(max_events=0), None
+        if copies is not None:
+            halves, fd = [reader.half(0), reader.half(1)], os.dup(copies.board.fd)
+            message = json.loads(json.dumps(copies.message()))
+            read = await lane.run(lambda: attach_copies(policy, halves, message, fd), name="engine/copies")
         engine = EmbeddedServing(
-            policy, None, lane, recorder, max_sequences=SEQUENCES, max_context=CONTEXT, packs_ahead=way == "ahead"
+            policy,
+            None,
+            lane,
+            recorder,
+            max_sequences=SEQUENCES,
+            max_context=CONTEXT,
+            packs_ahead=way in ("ahead", "board"),
         )
-        server = Server(line, engine, lane, reader, producer)  # type: ignore[arg-type]  # requests are given to the engine
+        server = Server(line, engine, lane, reader, producer, read)  # type: ignore[arg-type]  # requests are given to the engine
         found = []
         async with engine, plain_task_group() as tasks:
             tasks.start_soon(server.follow)
@@ -93,11 +118,13 @@ async def measure(config: ModelConfig, way: str, moves: int) -> list[dict[str, f
             for version in range(1, moves + 1):
                 await lane.reach(lane.steps() + BETWEEN)
                 first = len(lane.closures)
-                owner.write(version % 2, version, weights.working)
+                packed = write(version)
                 server.tell(Move(version, version % 2, None))
                 await node.receive()
                 await lane.reach(lane.steps() + AFTER)
-                found.append(figures(lane.closures[first - BETWEEN : first], lane.closures[first:]))
+                found.append(
+                    figures(lane.closures[first - BETWEEN : first], lane.closures[first:]) | {"packed before": packed}
+                )
             tasks.cancel_scope.cancel()
     return found
 
@@ -126,7 +153,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--moves", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", default=["fresh", "late", "ahead"], choices=["fresh", "late", "ahead"])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{describe_cpu()}; kernels: {library.build()}, one thread; load {os.getloadavg()[0]:.1f}")

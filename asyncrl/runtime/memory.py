@@ -84,16 +84,20 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
             "kv_cache": parts["kv_cache"] * here // placement.workers,
             "working_copy": working,
         }
-    each, ahead = parts["packed_weights"] + parts["compiled"] + _PROCESS, parts["packed_weights"]
+    # Packed while it starts, to compute a row; from then on it reads those that the trainer makes, of two versions. Of a cut model,
+    # and wherever nobody can read another's, each worker has two: one by then, and one ahead.
+    each = parts["packed_weights"] + parts["compiled"] + _PROCESS
+    ahead = max(2, placement.workers) * parts["packed_weights"]
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
         # Its packed weights, or at first its plain ones; and those of the next version.
-        each, ahead = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS, board // 2
+        each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
+        ahead = placement.workers * board // 2
     return {
         "weight_board": board,
         "workers": placement.workers * each,
-        "packed_ahead": placement.workers * ahead,
+        "packed_ahead": ahead,
         "working_copy": working,
     }
 

@@ -2,6 +2,7 @@
 there; then the readers are told.
 
     lane: proof of the modules -> copy with checksums into the free half -> that half against the masters
+          -> packed copies of them (copies.py)
     readers: (version, half) -> all of them have left the other half, which is free from then on
 
 A half is free only while no reader can look at it. A move that was not seen to its end (cancelled, or an error of the readers)
@@ -31,6 +32,7 @@ from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board
 
+from .copies import PackedCopies
 from .proof import Proof, Shards
 
 OUTPUTS_SHARE = 0.001  # of the run's time, that may be spent on computing outputs to compare
@@ -58,9 +60,16 @@ class PostedWeights:
     """A `WeightSink`. `post_first` before any reader starts."""
 
     def __init__(
-        self, policy: PolicyModel, board: Board, engine: BoardReaders, lane: Lane, shards: Shards | None = None
+        self,
+        policy: PolicyModel,
+        board: Board,
+        engine: BoardReaders,
+        lane: Lane,
+        shards: Shards | None = None,
+        copies: PackedCopies | None = None,
     ) -> None:
-        """`board`: of the layout of `policy.weights`. `shards`: as in `SharedWeights`. Errors: LifecycleError, another layout."""
+        """`board`: of the layout of `policy.weights`. `shards`: as in `SharedWeights`. `copies`: the packed ones of `policy`, if
+        readers are to find them, too. Errors: LifecycleError, another layout."""
         if board.layout != policy.weights.layout_digest():
             raise LifecycleError(
                 f"the weight board has layout {board.layout}, the policy's weights have "
@@ -69,6 +78,7 @@ class PostedWeights:
         self._policy, self._board = policy, board
         self._engine, self._lane = engine, lane
         self._proof = Proof(policy, shards)
+        self._copies = copies
         self._current: Posted | None = None  # all readers have left the other half
         self._announced: Posted | None = None  # told, and not yet answered by all
         in_place = policy.flat is policy.weights and policy.flat.has_working_copy
@@ -149,10 +159,22 @@ class PostedWeights:
                     f"publish of version {policy.version}: half {half} of the weight board says that it holds version "
                     f"{board.version(half)}"
                 )
+            if self._copies is not None:
+                self._write_copies(self._copies, half)
         except BaseException:
             board.clear(half)
             raise
         return Posted(policy.version, half, self._outputs())
+
+    def _write_copies(self, copies: PackedCopies, half: int) -> None:
+        version = self._policy.version
+        try:
+            copies.write(half, version)
+            if not self._policy.packed_agrees(version):
+                raise DivergenceError(f"publish of version {version}: its packed copies are not those of the weights")
+        except BaseException:
+            copies.clear(half)
+            raise
 
     def _outputs(self) -> list[float] | None:
         """At every version where that takes less than `OUTPUTS_SHARE` of the time between them, else as often as it does."""

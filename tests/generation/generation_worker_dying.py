@@ -1,5 +1,5 @@
-"""The worker's program, which kills itself in the middle of what it makes ahead of a move, once: where the file is that is named in
-`DIES_WHERE_THERE_IS`, which it removes."""
+"""The worker's program, which kills itself once: in the middle of what it makes ahead of a move, or, where there is nothing to
+make, in the closure that moves. Where the file is that is named in `DIES_WHERE_THERE_IS`, which it removes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,23 @@ class Dying(EmbeddedServing):
         count, pieces = super().prepare(half, version)
         return count, self._half_of(count, pieces)
 
+    def move_to(self, half: Tensor, version: int) -> None:
+        super().move_to(half, version)
+        if version:
+            die_once()
+
     def _half_of(self, count: int, pieces: Iterator[None]) -> Iterator[None]:
-        flag = Path(os.environ["DIES_WHERE_THERE_IS"])
         for number, _ in enumerate(pieces):
-            if number == count // 2 and flag.exists():
-                flag.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if number == count // 2:
+                die_once()
             yield
+
+
+def die_once() -> None:
+    flag = Path(os.environ["DIES_WHERE_THERE_IS"])
+    if flag.exists():
+        flag.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

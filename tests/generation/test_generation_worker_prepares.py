@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import socket
@@ -21,14 +22,17 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.generation.worker import server
 from asyncrl.generation.worker.control import ControlLine
+from asyncrl.generation.worker.opening import attach_copies
 from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.parameters.packed import packing_works
+from asyncrl.models.parameters.placed import placing_works
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.types import Generation, GenerationRequest, SamplingParams
+from asyncrl.weights.copies import PackedCopies
 
 T = TypeVar("T")
 CONTEXT = 400
@@ -68,12 +72,19 @@ class Told(ThreadLane):
 class Sides:
     """What the trainer and the worker have before either runs."""
 
-    def __init__(self, dtype: str, boards: list[Board]) -> None:
+    def __init__(self, dtype: str, boards: list[Board], copies: bool = False) -> None:
         self.trainer, self.served = policy_of(served=False, dtype=dtype), policy_of(served=True, dtype=dtype)
         weights = self.trainer.weights
         self.owner = Board.create(weights.size, self.trainer.dtype, weights.layout_digest())
         self.reader = Board.attach(self.owner.description, os.dup(self.owner.fd), self.owner.layout)
         boards += [self.owner, self.reader]
+        self.copies = PackedCopies.of(self.trainer) if copies else None
+        self.read: Board | None = None
+        if self.copies is not None:
+            halves, fd = [self.reader.half(0), self.reader.half(1)], os.dup(self.copies.board.fd)
+            self.read = attach_copies(self.served, halves, json.loads(json.dumps(self.copies.message())), fd)
+            assert self.read is not None
+            boards += [self.copies.board, self.read]
 
 
 class Made:
@@ -87,7 +98,8 @@ class Made:
             sides.served, None, lane, Recorder(max_events=0), max_sequences=4, max_context=CONTEXT, **options
         )
         producer: Any = None  # requests are given to the engine itself
-        self.server = Server(self._line, self.engine, lane, sides.reader, producer)
+        self.copies = sides.copies
+        self.server = Server(self._line, self.engine, lane, sides.reader, producer, sides.read)
 
     def write(self, version: int, half: int) -> None:
         """An optimizer step that matters."""
@@ -95,6 +107,8 @@ class Made:
         self.trainer.advance()
         self.trainer.version = version
         self.owner.write(half, version, self.trainer.weights.working)
+        if self.copies is not None:
+            self.copies.write(half, version)
 
     def tell(self, version: int, half: int) -> None:
         self.server.tell(Move(version, half, fixed_logprobs(self.trainer)))
@@ -122,10 +136,12 @@ def boards() -> Iterator[list[Board]]:
 
 
 @asynccontextmanager
-async def opened(boards: list[Board], dtype: str = "float32", **options: Any) -> AsyncIterator[Made]:
-    """It serves version 0, which lies in half 0."""
+async def opened(
+    boards: list[Board], dtype: str = "float32", copies: bool = False, **options: Any
+) -> AsyncIterator[Made]:
+    """It serves version 0, which lies in half 0; where it can be, with packed copies that the trainer makes."""
     async with Told("worker0", Recorder(max_events=0)) as lane:
-        made = Made(lane, await asyncio.to_thread(Sides, dtype, boards), **options)
+        made = Made(lane, await asyncio.to_thread(Sides, dtype, boards, copies), **options)
         try:
             async with made.engine, plain_task_group() as tasks:
                 tasks.start_soon(made.server.follow)
@@ -258,6 +274,65 @@ async def test_where_there_is_no_room_they_are_packed_after_the_move(boards: lis
             assert answer.versions.tolist() == [version] * 8
         assert PREPARE not in made.lane.names
         assert all(product._other is None for product in made.engine.policy.products)
+
+
+def needs_copies(dtype: str) -> None:
+    """As on the machine that we have, where it is so for float32."""
+    kind = torch.float32 if dtype == "float32" else torch.bfloat16
+    if not packing_works(kind, torch.device("cpu")) or not placing_works(kind):
+        pytest.skip(f"this torch packs no {dtype} weights here, or reads none that others have packed")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_where_the_trainer_has_packed_the_weights_a_move_is_one_closure(dtype: str, boards: list[Board]) -> None:
+    """After the decode step that it is announced in, whatever runs; its tokens come from the new weights, and nothing is packed."""
+    needs_copies(dtype)
+    async with opened(boards, dtype, copies=True) as made:
+        running = [made.ask(seed, 300) for seed in range(3)]
+        for version in (1, 2, 3, 4):
+            begun = asyncio.Event()
+            made.lane.calls[DECODE, made.lane.names.count(DECODE) + 5] = begun.set
+            await begun.wait()
+            made.write(version, version % 2)
+            before = len(made.lane.names)
+            made.tell(version, version % 2)
+            assert await made.answer() == {"bound": version}
+            names = made.lane.names[before:]
+            assert names[: names.index(BIND)].count(DECODE) <= 2 and PREPARE not in names
+            assert await made.lane.run(lambda: fixed_logprobs(made.engine.policy), name="look") == pytest.approx(
+                fixed_logprobs(made.trainer), abs=1e-5 if dtype == "float32" else 0.05
+            )
+        for answer in await asyncio.gather(*running):
+            versions = answer.versions.tolist()
+            assert versions == sorted(versions) and versions[-1] == 4
+        assert all(product._copy is product._other is None for product in made.engine.policy.products)
+
+
+async def test_packed_weights_that_were_not_written_are_told(boards: list[Board]) -> None:
+    needs_copies("float32")
+    async with opened(boards, copies=True) as made:
+        assert made.copies is not None
+        copies, made.copies = made.copies, None
+        made.write(1, 1)
+        made.tell(1, 1)
+        message = await made.answer()
+        assert "the board holds version None where version 1 was announced" in message["wrong"]
+        assert made.engine.version == 0
+        assert copies.board.version(0) == 0
+
+
+async def test_a_byte_of_the_packed_weights_that_is_another_one_is_found(boards: list[Board]) -> None:
+    """In the last of their buckets, by the checks that go on beside the tokens."""
+    needs_copies("float32")
+    async with opened(boards, copies=True) as made:
+        assert made.copies is not None
+        made.write(1, 1)
+        made.copies.board.half(1)[-4096 - 1] += 1
+        made.tell(1, 1)
+        assert await made.answer() == {"bound": 1}
+        last = made.copies.board.buckets - 1
+        message = await made.answer()
+        assert message["wrong"] == f"bucket {last} of the packed weights of version 1 is not what the trainer wrote"
 
 
 @pytest.mark.parametrize(("longest_s", "least"), [(math.inf, 40), (0.0035, 40), (0.0035, 1)])

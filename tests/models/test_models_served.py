@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models_served import logprobs
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     Gemma3ForCausalLM,
@@ -19,8 +20,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.head.logprobs import token_logprobs
 from asyncrl.models.parameters.flat import FlatWeights
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.policy import PolicyModel
@@ -31,7 +30,6 @@ SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
     initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
-COUNT = 17
 
 
 def module_of(family: str, seed: int = 3) -> Any:
@@ -46,17 +44,6 @@ def module_of(family: str, seed: int = 3) -> Any:
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter)
         return module
-
-
-def logprobs(policy: PolicyModel) -> torch.Tensor:
-    tokens = torch.randint(1, 61, (COUNT,), generator=torch.Generator().manual_seed(11))
-    with torch.no_grad():
-        hidden = policy.hidden(tokens, torch.arange(COUNT), TreePlan([0], [COUNT]))
-        found, _ = token_logprobs(
-            hidden[:-1], policy.head.weight, tokens[1:], torch.ones(COUNT - 1), project=policy.project,
-            bias_V=policy.head.bias, transform=policy.transform,
-        )  # fmt: skip
-    return found
 
 
 def board_of(weights: FlatWeights, boards: list[Board]) -> tuple[Board, Board]:

@@ -166,6 +166,15 @@ def test_beside_a_weight_board_only_adapters_have_a_working_copy(
     assert beside["weight_board"] == 2 * parameter_count(config.model) * DTYPES[dtype].itemsize
 
 
+def test_packed_weights_of_two_versions_are_there_once_for_the_workers_of_a_trainer(tmp_path: Path) -> None:
+    """Where each makes its own, which nobody knows before, three have more than that: then it is that."""
+    config = with_file(tmp_path, [3], "model.dtype=float32", "generation.placement=worker")
+    cpu = torch.device("cpu")
+    for workers, times in ((1, 2), (2, 2), (3, 3)):
+        parts = predicted(config, placement=Placement((cpu,) * workers, 1, 1, "workers"))
+        assert parts["packed_ahead"] == times * parts["packed_weights"]
+
+
 def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) -> None:
     config = with_file(tmp_path, [3], "generation.placement=worker", "engine.max_sequences=8")
     with_vllm = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})

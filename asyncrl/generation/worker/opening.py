@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
@@ -17,10 +19,12 @@ from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
 from asyncrl.models.outputs import TOKENS
 from asyncrl.models.parameters.layout import Layout
+from asyncrl.models.parameters.placed import PackedLayout
 from asyncrl.models.paths import ModelPath
-from asyncrl.models.policy import DTYPES
+from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import Outline, open_reader
 from asyncrl.models.routing import RoutesShape
+from asyncrl.models.served import read_copies
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import Passing
@@ -28,6 +32,7 @@ from asyncrl.transport.memory.halves import Passing
 from .serving import EmbeddedServing
 
 _GIB = 1 << 30
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class Opened:
 
     engine: EmbeddedServing | VllmEngine
     board: Board
+    copies: Board | None = None  # packed, of what lies in the same half of the board
 
 
 async def passed(passing: Passing) -> None:
@@ -87,6 +93,12 @@ async def open_serving(
     if setup["board"]["slab"] is not None:
         # What it has of its own goes before the cache comes: memory of a GPU is scarce, and the trainer may be on it, too.
         await lane.run(lambda: policy.flat.move_to(half), name="engine/bind")
+    copies: Board | None = None
+    if setup["packed"] is not None:
+        halves = [board.half(0), board.half(1)]
+        copies = await lane.run(
+            lambda: attach_copies(policy, halves, setup["packed"], setup["packed_fd"]), name="engine/copies"
+        )
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = EmbeddedServing(
         policy,
@@ -99,7 +111,19 @@ async def open_serving(
         eos=tuple(form["stop_ids"]),
         **numbers,
     )
-    return Opened(engine, board)
+    return Opened(engine, board, copies)
+
+
+def attach_copies(policy: PolicyModel, halves: Sequence[Tensor], packed: Mapping[str, Any], fd: int) -> Board | None:
+    """The board of packed copies, which the policy reads whenever it is moved to a half; None: it makes its own. On the lane.
+    Errors: ValueError, TransportError where they are another model's."""
+    layout = PackedLayout.from_message(packed["layout"])
+    board = Board.attach(packed["board"], fd, layout.digest(policy.dtype))
+    if read_copies(policy, halves, [board.half(0), board.half(1)], layout):
+        return board
+    logger.warning("packed copies of the weights lie otherwise here than in the trainer's process: it makes its own")
+    board.close()
+    return None
 
 
 async def _open_vllm(

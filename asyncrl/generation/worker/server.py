@@ -70,12 +70,20 @@ class Server:
     """What a worker does once its engine is open."""
 
     def __init__(
-        self, control: ControlLine, engine: Serving, lane: ThreadLane, board: Board, producer: AsyncProducer
+        self,
+        control: ControlLine,
+        engine: Serving,
+        lane: ThreadLane,
+        board: Board,
+        producer: AsyncProducer,
+        copies: Board | None = None,
     ) -> None:
+        """`copies`: packed, of what lies in the same half of `board`, where the engine reads those."""
         self._control = control
         self._engine = engine
         self._lane = lane
         self._board = board
+        self._boards = [board] if copies is None else [board, copies]
         self._producer = producer
         self._recorder = engine.recorder
         self._comparisons = Comparisons(engine.bound)
@@ -142,7 +150,7 @@ class Server:
             return
 
         def bind() -> tuple[int | None, Passing]:
-            found = self._board.version(half)
+            found = next((each for board in self._boards if (each := board.version(half)) != version), version)
             if found == version:
                 self._engine.move_to(self._halves[half], version)
                 self._half = half
@@ -188,19 +196,19 @@ class Server:
 
         A large model may move on before all were: the next version goes on with the bucket after the last one."""
         await self._moved.wait()
-        following = 0
+        following, buckets = 0, sum(board.buckets for board in self._boards)
         while True:
             moved = self._moved
-            version, left = self._engine.version, self._board.buckets
+            version, left = self._engine.version, buckets
             while left and not moved.is_set():
                 await self._prepared.wait()
-                read, looked = await self._lane.run(partial(self._look, following, left), name="engine/check")
-                following, left = (following + looked.buckets) % self._board.buckets, left - looked.buckets
+                read, what, looked = await self._lane.run(partial(self._look, following, left), name="engine/check")
+                following, left = (following + looked.buckets) % buckets, left - looked.buckets
                 await passed(looked.passing)
                 bucket = looked.wrong()
                 if bucket is not None:
                     return await self._say_wrong(
-                        f"bucket {bucket} of the weights of version {read} is not what the trainer wrote"
+                        f"bucket {bucket} of the {what} of version {read} is not what the trainer wrote"
                     )
             if not left:
                 self._recorder.observe("weights/checked_version", version, reduce="min")
@@ -211,9 +219,14 @@ class Server:
         self._control.send({"wrong": text})
         await self._control.drain()
 
-    def _look(self, first: int, most: int) -> tuple[int, Looked]:
-        """On the lane, for `_SLICE_S`: the version that the modules read, and what is found of its buckets."""
-        return self._engine.version, self._board.inspect(self._half, first, most, _SLICE_S)
+    def _look(self, first: int, most: int) -> tuple[int, str, Looked]:
+        """On the lane, for `_SLICE_S`: the version that the modules read, and what is found of buckets of the weights or, behind
+        them, of their packed copies."""
+        board, what = self._board, "weights"
+        if first >= board.buckets:
+            board, what, first = self._boards[-1], "packed weights", first - board.buckets
+        looked = board.inspect(self._half, first, min(most, board.buckets - first), _SLICE_S)
+        return self._engine.version, what, looked
 
     async def obey(self) -> None:
         """Until the node hangs up."""
@@ -281,7 +294,7 @@ async def serve(control: ControlLine) -> None:
         producer = await AsyncProducer.attach(setup["sequences"])
         requests = await attach_queue(setup["requests"])
         async with engine, producer:
-            server = Server(control, engine, lane, opened.board, producer)
+            server = Server(control, engine, lane, opened.board, producer, opened.copies)
             engines.append(engine)
             spawn(tasks, "requests", server.take, requests, tasks)
             spawn(tasks, "moves of the weights", server.follow)

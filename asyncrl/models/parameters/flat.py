@@ -66,6 +66,7 @@ class FlatWeights:
         self.size = layout.size  # elements of the buffer, padding included
         self._generation = 0
         self._expected: tuple[Tensor, list[Tensor]] | None = None
+        self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}  # buffers by their address, and their parameters
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
         """Parameter number `index` as a view of a buffer of this layout."""
@@ -87,18 +88,23 @@ class FlatWeights:
     def bind(self, buffer: Tensor) -> None:
         """Let the modules read their weights from `buffer`, laid out and typed like the working copy."""
         expected, self._expected = self._expected, None
-        views = (
-            expected[1]
-            if expected is not None and expected[0] is buffer
-            else map(partial(self.view, buffer), range(len(self.parameters)))
-        )
+        known = self._kept.get(buffer.data_ptr())
+        if known is None and expected is not None and expected[0] is buffer:
+            known = expected
+        views = map(partial(self.view, buffer), range(len(self.parameters))) if known is None else known[1]
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self.bound = buffer
         self._generation += 1
 
+    def keep(self, buffer: Tensor) -> None:
+        """It will be bound again and again: what can be done before that."""
+        self._kept[buffer.data_ptr()] = (buffer, [self.view(buffer, index) for index in range(len(self.parameters))])
+
     def expect(self, buffer: Tensor) -> Iterator[None]:
         """The next `bind` will be to this one: what can be done before it, in pieces."""
+        if buffer.data_ptr() in self._kept:
+            return
         views = list[Tensor]()
         for index in range(len(self.parameters)):
             views.append(self.view(buffer, index))
@@ -109,7 +115,7 @@ class FlatWeights:
     @property
     def view_pieces(self) -> int:
         """How many pieces `expect` takes."""
-        return -(-len(self.parameters) // _VIEWS)
+        return 0 if self._kept else -(-len(self.parameters) // _VIEWS)
 
     def move_to(self, buffer: Tensor) -> None:
         """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go."""

@@ -3,7 +3,8 @@
 On a CPU a plain `F.linear` reaches half of the GEMM rate for the batches of decoding: the weight is laid out anew in every
 call. oneDNN can do that once (`mkldnn._reorder_linear_weight`, what torch's own freezing uses), so the copy is made once per
 version of the weights (reordered.py): at their first use, or before it, beside the copy that is in use (`pack_ahead`), so that
-nobody waits for it. Backward products read the plain weights: their layout suits the GEMM as it is.
+nobody waits for it; or somebody else makes it (placed.py): a trainer for itself and all processes that read its weights.
+Backward products read the plain weights: their layout suits the GEMM as it is.
 
 The copy must never outlive the weights. `FlatWeights.stamp()` changes with everything that changes them; each product
 compares. Where oneDNN is not there, or the dtype is not its own, or a swapped buffer is bound, the plain product runs.
@@ -13,7 +14,7 @@ Shape legend: N rows, I input features, O output features of all members togethe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .flat import FlatWeights, add_wider_
-from .reordered import Reordered, reorder
+from .placed import Form, Placed, form_of
+from .reordered import Reordered, reorder, write_blocks
 
 _ROWS, _COLUMNS = 32, 16  # of each weight: a copy is known by them; a look costs what its cache misses cost
 
@@ -87,6 +89,8 @@ class JoinedLinear:
         self._copy: Reordered | None = None
         self._other: Reordered | None = None  # where the next version's is made, while this one is in use
         self._ahead: _Ahead | None = None  # what `_other` is a copy of
+        self._placed: Mapping[int, Placed] = {}  # copies that others make, by the address of what they are copies of
+        self._written: Placed | None = None  # the one that we made for others last
         self._bias: Tensor | None = None
         self._sample: Tensor | None = None  # of the weights, when the copies were made
         positions = [_spread(flat.offsets[place], flat.shapes[place]) for place in self._copied]
@@ -123,6 +127,11 @@ class JoinedLinear:
 
     def _renew(self) -> None:
         bound, ahead, self._ahead = self.flat.bound, self._ahead, None
+        if self._placed and (placed := self._placed.get(bound.data_ptr())) is not None:
+            self._copy = self._other = None
+            self._packed, self._sample = placed.tensor, None  # who writes both says which version they are
+            self._bias = self._join(bound, self.biases) if self.biases else None
+            return
         if ahead is not None and ahead.buffer is bound and ahead.writes == bound._version:
             self._copy, self._other = self._other, self._copy
             assert self._copy is not None
@@ -139,12 +148,33 @@ class JoinedLinear:
         copied = self._packed is not None or len(self.biases) > 1
         self._sample = self._sampled(bound) if copied else None
 
+    def form(self) -> Form | None:
+        """How its copy lies; None: it has none, or one that only torch can write."""
+        self.renew()
+        return None if self._packed is None or self._copy is None else form_of(self._copy, self.weight())
+
+    def place(self, copies: Mapping[int, Placed]) -> None:
+        """From now on the copies of what lies in the buffers that begin at these addresses are these, which are made by who writes
+        the buffers, before the modules are bound to them."""
+        self._placed = copies
+        self._packed = self._copy = self._other = self._ahead = self._stamp = None
+
+    def write_placed(self, placed: Placed, form: Form) -> None:
+        """Make the copy of the weights, as the modules read them now, in that place; products read it until they change. Who
+        calls knows that nobody reads it."""
+        self._packed = self._ahead = None
+        bound = self.flat.bound
+        write_blocks(self.weight(), placed.tensor, form.blocks)
+        self._bias = self._join(bound, self.biases) if self.biases else None
+        self._packed, self._written, self._sample = placed.tensor, placed, self._sampled(bound)
+        self._stamp = self.flat.stamp(self._copied)
+
     def pack_ahead(self, buffer: Tensor) -> Iterator[None]:
         """Make the copies of what lies in `buffer`, laid out like the flat one, in pieces, beside those that are in use. Once the
         modules are bound to it, and nothing was written into it since, products begin with these. Begun again, or left: no harm."""
         self.renew()  # what was made ahead of the present version may not be in use yet
         self._ahead = None
-        if not self._pack:
+        if not self._pack or buffer.data_ptr() in self._placed:
             return
         writes, bias = buffer._version, self._join(buffer, self.biases) if self.biases else None
         weight, sample = self._join(buffer, self.weights), self._sampled(buffer)
@@ -162,7 +192,7 @@ class JoinedLinear:
     @property
     def pieces_ahead(self) -> int:
         """How many pieces the next `pack_ahead` takes."""
-        return 0 if not self._pack else 1 if self._other is None else self._other.pieces
+        return 0 if not self._pack or self._placed else 1 if self._other is None else self._other.pieces
 
     def is_fresh(self) -> bool:
         """Whether the copies, where there are any, were made of the weights as they are: sampled positions, exactly. (A product

@@ -47,35 +47,35 @@ class Reordered:
 
     def __init__(self, weight_OI: Tensor) -> None:
         self.tensor = reorder(weight_OI)
-        self._blocks = _blocks_of(self.tensor, weight_OI)
+        self.blocks = _blocks_of(self.tensor, weight_OI)  # None: `write` makes a fresh copy
         self._step, self.pieces = 1, 1  # rows of blocks that are written at a time, and how often
-        if self._blocks is not None:
-            count = weight_OI.shape[0] // self._blocks.rows
+        if self.blocks is not None:
+            count = weight_OI.shape[0] // self.blocks.rows
             self._step = max(PIECE_BYTES * count // weight_OI.nbytes, 1)
             self.pieces = -(-count // self._step)
 
-    @property
-    def in_place(self) -> bool:
-        """Whether `write` keeps the memory."""
-        return self._blocks is not None
-
     def write(self, weight_OI: Tensor) -> None:
         """Become a copy of another weight of the same shape and dtype."""
-        if self._blocks is None:
+        if self.blocks is None:
             self.tensor = reorder(weight_OI)
         else:
-            _write(weight_OI, self.tensor, self._blocks, 0, weight_OI.shape[0] // self._blocks.rows)
+            write_blocks(weight_OI, self.tensor, self.blocks)
 
     def write_in_pieces(self, weight_OI: Tensor) -> Iterator[None]:
         """The same, `pieces` times; in between it is a mixture, which nobody may use."""
-        if self._blocks is None:
+        if self.blocks is None:
             self.write(weight_OI)
             yield
             return
-        count = weight_OI.shape[0] // self._blocks.rows
+        count = weight_OI.shape[0] // self.blocks.rows
         for first in range(0, count, self._step):
-            _write(weight_OI, self.tensor, self._blocks, first, min(first + self._step, count))
+            _write(weight_OI, self.tensor, self.blocks, first, min(first + self._step, count))
             yield
+
+
+def write_blocks(weight_OI: Tensor, tensor: Tensor, blocks: Blocks) -> None:
+    """`tensor`, which lies in these blocks wherever that is, becomes a copy of the weight."""
+    _write(weight_OI, tensor, blocks, 0, weight_OI.shape[0] // blocks.rows)
 
 
 def _write(weight_OI: Tensor, tensor: Tensor, blocks: Blocks, first: int, last: int) -> None:

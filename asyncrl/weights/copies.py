@@ -1,0 +1,57 @@
+"""Packed copies of the trainer's weights on a board of their own: made once for each version by the trainer, which needs them too.
+
+    board    | half 0: version v        | half 1: version v + 1    |     weights, as the modules read them
+    copies   | half 0: v, in blocks     | half 1: v + 1, in blocks |     the same, as products on a CPU read them
+
+A half of the copies is free when that half of the board is. Nobody is told of a version before its copies are there, too: so a
+reader has nothing to pack, and moves to both at once. The trainer's own products read them there until its weights change; what
+it computes before the next version is published reads copies of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+
+from asyncrl.models.parameters.placed import PackedLayout
+from asyncrl.models.policy import PolicyModel
+from asyncrl.transport.memory.board import Board
+
+
+class PackedCopies:
+    """See the module. Made by `of`; all of it on the lane."""
+
+    def __init__(self, policy: PolicyModel, layout: PackedLayout, board: Board) -> None:
+        self.layout, self.board = layout, board
+        self._policy = policy
+        self._halves = [layout.place(board.half(half), policy.dtype) for half in (0, 1)]
+
+    @classmethod
+    def of(cls, policy: PolicyModel) -> Self | None:
+        """None: no copy of this model can lie there. Errors: OutOfMemory, PlatformError."""
+        layout = PackedLayout.of([product.form() for product in policy.products])
+        if not layout.size:
+            return None
+        return cls(policy, layout, Board.create(layout.size, torch.uint8, layout.digest(policy.dtype)))
+
+    def message(self) -> dict[str, Any]:
+        """For a reader, beside the descriptor of the board."""
+        return {"board": self.board.description, "layout": self.layout.message()}
+
+    def write(self, half: int, version: int) -> None:
+        """Of what the modules read now, which is `version`, into a half that nobody reads."""
+        self.board.clear(half)
+        for product, place, placed in zip(self._policy.products, self.layout.places, self._halves[half], strict=True):
+            if place is not None and placed is not None:
+                product.write_placed(placed, self.layout.forms[place[0]])
+        self.board.complete(half, version, torch.get_num_threads())
+
+    def clear(self, half: int) -> None:
+        """What it holds is not to be used."""
+        self.board.clear(half)
+
+    def close(self) -> None:
+        """The trainer's products keep what they read."""
+        self._halves.clear()
+        self.board.close()
