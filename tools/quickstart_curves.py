@@ -2,6 +2,7 @@
 
     python tools/quickstart_curves.py            # writes tools/results/quickstart.json and .png; exit 1 if a goal is missed
     python tools/quickstart_curves.py --placements shared worker --name quickstart_placements      # both, on one picture
+    .venv-vllm/bin/python tools/quickstart_curves.py --placements worker vllm --seeds 0 --name quickstart_vllm
 
 Goals: last five steps' mean of `reward/mean` at least 0.9 for every seed; `staleness/max` at least 1; at least 20 % of the
 trained tokens in sequences that span two versions; with zero advantages the last ten steps stay near the first ten.
@@ -25,9 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
 SEEDS = (0, 1, 2)
-PLACED = {  # as examples/two_devices.yaml says it
+WORKER = ["generation.placement=worker", "generation.workers=1", "generation.threads=1"]  # as two_devices.yaml says it
+PLACED = {
     "shared": ["generation.placement=shared"],
-    "worker": ["generation.placement=worker", "generation.workers=1", "generation.threads=1"],
+    "worker": WORKER,
+    "vllm": [*WORKER, "generation.engine=vllm"],  # in a worker, too
 }
 
 

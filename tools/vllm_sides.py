@@ -25,6 +25,7 @@ from asyncrl.telemetry.machine import describe_cpu
 
 PROMPT = 48  # tokens of a prompt
 CACHE = 2 << 30  # bytes of vLLM's own cache
+WARM_UP = 16  # tokens of each sequence in the first turn of a job, which does not count
 
 
 def config_of(layers: int) -> Any:
@@ -231,12 +232,19 @@ class Side:
 
 
 def take_turns(dtype: str, options: argparse.Namespace) -> dict[str, Side]:
-    """Every side, after all turns of all jobs and one turn to warm up, in an order that turns. They are closed."""
-    sides = {name: Side(name, dtype, options) for name in options.sides}
+    """Every side, started one after the other, after all turns. They are closed."""
+    return turns_of({name: Side(name, dtype, options) for name in options.sides}, options)
+
+
+def turns_of(sides: dict[str, Side], options: argparse.Namespace) -> dict[str, Side]:
+    """All turns of all jobs, after one of few tokens to warm up, in an order that turns. The sides are closed then."""
     for number in range(options.turns + 1):
         for name in sorted(sides, reverse=bool(number % 2)):
             for sequences, tokens in options.jobs:
-                sides[name].turn((sequences, tokens), number=number, sequences=sequences, tokens=tokens)
+                count = tokens if number else min(tokens, WARM_UP)
+                sides[name].turn((sequences, tokens), number=number, sequences=sequences, tokens=count)
+                seconds = sides[name].found[sequences, tokens][-1]["seconds"]
+                print(f"turn {number}: {name}, {sequences} x {count}, {seconds:.1f} s", file=sys.stderr, flush=True)
     for side in sides.values():
         side.close()
     return sides

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 _HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
 _REPLAY = "replay"
-# Nats, as `models.outputs.Bound`. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
 _SLICE_S = 0.003  # and a piece more: requests wait for 4 ms at most
+# Nats, as `models.outputs.Bound`. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
 
