@@ -4,6 +4,7 @@
     python tools/attack_phases.py --all                       # each stage of the start and of the end
     python tools/attack_phases.py --ranks 2 --faults blocks SIGSTOP --phases run    # the second rank meets the fault
     python tools/attack_phases.py --ranks 2 --rank 0                                # the first one does, which hosts the store
+    python tools/attack_phases.py --all --minutes 5 --tally met.json                # a part of it; the next call goes on from there
 
 A life of a few steps meets one fault of `faults.py` at one moment. Then this must hold:
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import shutil
 import signal
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,17 +194,31 @@ def _whole(run: Path, version: int | None = None, *, told: bool = True) -> Itera
         yield f"{count} prompts are passed and not to come again, {GROUPS * found.version} were trained"
 
 
-def attack(ranks: int, rank: int | None, faults: list[str], chosen: dict[str, list[str]], keep: Path) -> Counter[str]:
-    """How many lives met which fault in which phase, and in how many something was wrong ("broken ...")."""
-    counts = Counter[str]()
-    for fault in faults:
+@dataclass
+class Plan:
+    """What the lives of one call meet."""
+
+    ranks: int
+    rank: int | None  # that meets it; None: the last one
+    faults: list[str]
+    chosen: dict[str, list[str]]  # moments of each phase
+    minutes: float = math.inf
+    done: Collection[str] = ()  # names of `attack` that were met before
+
+
+def attack(plan: Plan, keep: Path) -> Counter[str]:
+    """How many lives met which fault at which moment, and in how many something was wrong ("broken ...")."""
+    counts, until = Counter[str](), time.monotonic() + 60.0 * plan.minutes
+    for fault in plan.faults:
         expected = EXPECTED[fault]
-        for phase, moment in ((phase, each) for phase, those in chosen.items() for each in those):
-            if ranks not in expected.ranks or phase not in expected.phases:
+        for phase, moment in ((phase, each) for phase, those in plan.chosen.items() for each in those):
+            name = f"{fault} | {phase} | {moment}"
+            if plan.ranks not in expected.ranks or phase not in expected.phases or name in plan.done:
                 continue
+            if time.monotonic() > until:
+                return counts
             folder = Path(tempfile.mkdtemp(prefix="asyncrl-phases-"))
-            name = f"{fault} | {phase}"
-            found = meet(folder, ranks, fault, moment, rank)
+            found = meet(folder, plan.ranks, fault, moment, plan.rank)
             counts[name] += 1
             if found:
                 counts[f"broken {name}"] += 1
@@ -220,7 +236,10 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=EXPECTED, default=list(EXPECTED))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--all", action="store_true", help="every stage of the start and of the end")
-    parser.add_argument("--tally", type=Path, help="a JSON file to which the counts are added")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no life after so long")
+    parser.add_argument(
+        "--tally", type=Path, help="a JSON file to which the counts are added; what it has is not met again"
+    )
     parser.add_argument("--warm", action="store_true", help="as of attack_runs.py")
     options = parser.parse_args()
     if options.warm:
@@ -231,11 +250,12 @@ def main() -> int:
     chosen = {phase: those if options.all else those[len(those) // 2 :][:1] for phase, those in found.items()}
     chosen = {phase: chosen[phase] for phase in options.phases}
     print(chosen, flush=True)
+    done = tallied(Counter(), options.tally)
     with adopting():
-        counts = attack(options.ranks, options.rank, options.faults, chosen, keep)
+        counts = attack(Plan(options.ranks, options.rank, options.faults, chosen, options.minutes, done), keep)
     with contextlib.suppress(OSError):
         keep.rmdir()  # where nothing was broken
-    table(tallied(counts, options.tally), "fault | phase", "lives")
+    table(tallied(counts, options.tally), "fault | phase | moment", "lives")
     return int(any(name.startswith("broken") for name in counts))
 
 
