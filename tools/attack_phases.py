@@ -2,7 +2,9 @@
 
     python tools/attack_phases.py                             # one moment of each phase
     python tools/attack_phases.py --all                       # each stage of the start and of the end
-    python tools/attack_phases.py --ranks 2 --faults blocks SIGSTOP --phases run
+    python tools/attack_phases.py --ranks 2 --faults blocks SIGSTOP --phases run    # the second rank meets the fault
+    python tools/attack_phases.py --ranks 2 --rank 0                                # the first one does, which hosts the store
+    python tools/attack_phases.py --all --minutes 5 --tally met.json                # a part of it; the next call goes on from there
 
 A life of a few steps meets one fault of `faults.py` at one moment. Then this must hold:
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import shutil
 import signal
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +48,8 @@ FAULTY = str(ROOT / "tools" / "faults.py")
 
 @dataclass(frozen=True)
 class Expected:
-    """Codes: of one rank without a launcher (several give 1). Words: a pattern of what it must say. Codes with 0: it may also go
-    on, and then says nothing."""
+    """Codes: of one rank without a launcher (several give 1). Words: a pattern of what it must say, with NUMBER for that of the
+    rank. Codes with 0: it may also go on, and then says nothing."""
 
     codes: tuple[int, ...]
     words: str = ""
@@ -57,10 +60,11 @@ class Expected:
 STALLED = (1, 4)  # 1: ended by the thread that needs no GIL
 EXPECTED = {
     "blocks": Expected(STALLED, r"faults\.py"),
+    "lane blocks": Expected((0, *STALLED), r"faults\.py"),  # 0: where a lane has no more to do
     "holds the GIL": Expected(STALLED, r"faults\.py"),
     "raises": Expected((1,), "a planted error"),
     "SIGKILL": Expected((-9,)),
-    "SIGSTOP": Expected((), r"[Rr]ank 1|rank\s*:\s*1|Signal 9", ranks=(2,)),  # alone, nobody is there to tell
+    "SIGSTOP": Expected((), r"[Rr]ank NUMBER|rank\s*:\s*NUMBER|Signal 9", ranks=(2,)),  # alone, nobody is there to tell
     "SIGTERM": Expected((143, -15), "SIGTERM|^$"),
     "SIGINT": Expected((130, -2), "SIGINT|^$"),
     "SIGHUP": Expected((129, -1), "SIGHUP|^$"),
@@ -144,10 +148,12 @@ def of(fault: str, moment: str, rank: int, met: Path) -> dict[str, str]:
     return {"FAULT": fault, "FAULT_AT": moment, "FAULT_RANK": str(rank), "FAULT_MET": str(met)}
 
 
-def meet(folder: Path, ranks: int, fault: str, moment: str) -> list[str]:
-    """What is wrong with a life that meets `fault`, and with the one after it."""
+def meet(folder: Path, ranks: int, fault: str, moment: str, rank: int | None = None) -> list[str]:
+    """What is wrong with a life whose `rank` (None: the last one) meets `fault`, and with the one after it."""
     met, expected = folder / "met", EXPECTED[fault]
-    environment = of(fault, moment, ranks - 1, met)
+    rank = ranks - 1 if rank is None else rank
+    words = expected.words.replace("NUMBER", str(rank))
+    environment = of(fault, moment, rank, met)
     first = Faulty(folder, ranks, "replicate", "", (), False, (FAULTY,), environment)
     wrong = [*first.watch(met)]
     said, code = first.log.read_text(errors="replace"), first.process.returncode
@@ -157,8 +163,8 @@ def meet(folder: Path, ranks: int, fault: str, moment: str) -> list[str]:
         wrong.append(f"ended with {code}, and not with {' or '.join(map(str, expected.codes))}")
     if ranks > 1 and (code == 0) > (0 in expected.codes):
         wrong.append("ended with success")
-    if code and not re.search(expected.words, said):
-        wrong.append(f"says nothing that matches {expected.words!r}")
+    if code and not re.search(words, said):
+        wrong.append(f"says nothing that matches {words!r}")
     wrong += _whole(first.run, told=fault != "disk full")
     shutil.copy(first.log, folder / "first.txt")
     second = Faulty(folder, ranks, "replicate", "", last=LATER)
@@ -188,17 +194,31 @@ def _whole(run: Path, version: int | None = None, *, told: bool = True) -> Itera
         yield f"{count} prompts are passed and not to come again, {GROUPS * found.version} were trained"
 
 
-def attack(ranks: int, faults: list[str], chosen: dict[str, list[str]], keep: Path) -> Counter[str]:
-    """How many lives met which fault in which phase, and in how many something was wrong ("broken ...")."""
-    counts = Counter[str]()
-    for fault in faults:
+@dataclass
+class Plan:
+    """What the lives of one call meet."""
+
+    ranks: int
+    rank: int | None  # that meets it; None: the last one
+    faults: list[str]
+    chosen: dict[str, list[str]]  # moments of each phase
+    minutes: float = math.inf
+    done: Collection[str] = ()  # names of `attack` that were met before
+
+
+def attack(plan: Plan, keep: Path) -> Counter[str]:
+    """How many lives met which fault at which moment, and in how many something was wrong ("broken ...")."""
+    counts, until = Counter[str](), time.monotonic() + 60.0 * plan.minutes
+    for fault in plan.faults:
         expected = EXPECTED[fault]
-        for phase, moment in ((phase, each) for phase, those in chosen.items() for each in those):
-            if ranks not in expected.ranks or phase not in expected.phases:
+        for phase, moment in ((phase, each) for phase, those in plan.chosen.items() for each in those):
+            name = f"{fault} | {phase} | {moment}"
+            if plan.ranks not in expected.ranks or phase not in expected.phases or name in plan.done:
                 continue
+            if time.monotonic() > until:
+                return counts
             folder = Path(tempfile.mkdtemp(prefix="asyncrl-phases-"))
-            name = f"{fault} | {phase}"
-            found = meet(folder, ranks, fault, moment)
+            found = meet(folder, plan.ranks, fault, moment, plan.rank)
             counts[name] += 1
             if found:
                 counts[f"broken {name}"] += 1
@@ -212,10 +232,14 @@ def attack(ranks: int, faults: list[str], chosen: dict[str, list[str]], keep: Pa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rank", type=int, choices=(0, 1), help="that meets the fault; the last one")
     parser.add_argument("--faults", nargs="+", choices=EXPECTED, default=list(EXPECTED))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--all", action="store_true", help="every stage of the start and of the end")
-    parser.add_argument("--tally", type=Path, help="a JSON file to which the counts are added")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no life after so long")
+    parser.add_argument(
+        "--tally", type=Path, help="a JSON file to which the counts are added; what it has is not met again"
+    )
     parser.add_argument("--warm", action="store_true", help="as of attack_runs.py")
     options = parser.parse_args()
     if options.warm:
@@ -224,12 +248,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as folder, adopting():
         found = moments(Path(folder))
     chosen = {phase: those if options.all else those[len(those) // 2 :][:1] for phase, those in found.items()}
-    print({phase: chosen[phase] for phase in options.phases}, flush=True)
+    chosen = {phase: chosen[phase] for phase in options.phases}
+    print(chosen, flush=True)
+    done = tallied(Counter(), options.tally)
     with adopting():
-        counts = attack(options.ranks, options.faults, {phase: chosen[phase] for phase in options.phases}, keep)
+        counts = attack(Plan(options.ranks, options.rank, options.faults, chosen, options.minutes, done), keep)
     with contextlib.suppress(OSError):
         keep.rmdir()  # where nothing was broken
-    table(tallied(counts, options.tally), "fault | phase", "lives")
+    table(tallied(counts, options.tally), "fault | phase | moment", "lives")
     return int(any(name.startswith("broken") for name in counts))
 
 

@@ -101,6 +101,7 @@ class Life:
         resume = self.saved_before > 0
         settings = [
             f"run.name=run run.dir={self.folder}/runs run.overwrite={str(not resume).lower()} resume={str(resume).lower()}",
+            f"model.path={ROOT}/tools/attacked_model.py:build",
             f"rollout.groups_per_step={GROUPS} rollout.group_size=4 rollout.max_tokens=8 train.max_steps=1000000",
             f"checkpoint.every={EVERY} distributed.sharding={self.sharding} telemetry.live=off telemetry.rollouts_per_step=0",
         ]

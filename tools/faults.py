@@ -28,6 +28,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.stages import Stages
 
@@ -39,6 +40,12 @@ mine = os.environ.get("RANK", "0") == rank
 
 def block() -> None:
     time.sleep(FOR_EVER_S)
+
+
+def block_the_lane() -> None:
+    """What a lane is given from now on never returns."""
+    submit = ThreadLane._submit
+    ThreadLane._submit = lambda self, fn, name, priority: submit(self, block, name, priority)  # type: ignore[method-assign]
 
 
 def hold_the_gil() -> None:
@@ -96,6 +103,7 @@ def signalled(number: int) -> Callable[[], None]:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "blocks": block,
+    "lane blocks": block_the_lane,
     "holds the GIL": hold_the_gil,
     "raises": planted_error,
     "SIGKILL": signalled(signal.SIGKILL),
