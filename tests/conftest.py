@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import warm
 from blockbuster import blockbuster as module
+from hypothesis import settings
+
+settings.register_profile("lanes", deadline=None)  # three lanes share two cores: no test may depend on how fast one is
+settings.load_profile("lanes")
 
 gc.disable()  # until all tests are loaded: that makes a million objects and no garbage
 

@@ -6,7 +6,8 @@
 
 All ranks live in this process, each with its ledger, its two threads and its own connections. In a round a few of them make many
 changes and every other one makes one, as each does in a step; watchers are held up at random before they wait, some of them
-until 300 changes have passed. Then nobody changes anything more, and every rank has to hear of the last change soon.
+until 300 changes and more than a second have passed, so that what they hear is late on any machine. Then nobody changes anything
+more, and every rank has to hear of the last change soon.
 
 One line of JSON is printed: the longest that this took, what was asked of the store for each change and of each watcher for
 each time that it heard of one, the keys that were left, and what was counted as heard late. Exit 1 where a rank took longer than
@@ -31,6 +32,7 @@ import torch.distributed as dist
 
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.store_ledger import StoreLedger
+from asyncrl.distributed.watch import LATE_S
 from asyncrl.telemetry.recorder import Recorder
 
 BOUND_S = 5.0  # 129 threads share an interpreter here: a rank alone hears within milliseconds
@@ -44,6 +46,7 @@ WRITERS = 4  # ranks that make most changes
 class Round:
     made: int = 0  # changes, over all rounds
     over: bool = True
+    held: set[object] = field(default_factory=set)  # watchers that are held up, and will be for a while yet
     asked: dict[str, Counter[str]] = field(default_factory=lambda: {"ledger": Counter(), "watch": Counter()})
 
 
@@ -63,12 +66,18 @@ class Held:
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         self._now.asked[self._who]["wait"] += 1
         if self._slow and self._rng.random() < 0.3:
-            until = self._now.made + BEHIND
-            while self._now.made < until and not self._now.over:
-                time.sleep(0.001)
+            self._hold(self._now.made + BEHIND, time.monotonic() + 1.2 * LATE_S)
         elif self._rng.random() < 0.02:
             time.sleep(self._rng.random() * 0.05)
         self._store.wait(keys, timeout)
+
+    def _hold(self, until: int, late: float) -> None:
+        self._now.held.add(self)
+        while time.monotonic() < late:
+            time.sleep(0.001)
+        self._now.held.discard(self)
+        while self._now.made < until and not self._now.over:
+            time.sleep(0.001)
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._store, name)
@@ -102,6 +111,8 @@ async def one_round(ledgers: list[StoreLedger], now: Round, first: int, changes:
         for rank, ledger in enumerate(reversed(ledgers)):
             numbers = range(first + rank * changes, first + (rank + 1) * changes)
             group.create_task(change(ledger, numbers if rank < WRITERS else numbers[:1], now, until))
+    while now.held:  # noqa: ASYNC110  # by threads
+        await asyncio.sleep(0.001)
     now.over = True
     last, started = max(ledger.changes for ledger in ledgers), time.monotonic()
     for ledger in ledgers:

@@ -37,6 +37,11 @@ def require_hub(source: str, setting: str) -> None:
     """
     if Path(source).is_dir():
         return
+    missing = f"{setting}: there is no directory {source!r} (looked from {Path.cwd()})"
+    if not _is_id(source):
+        raise ConfigError(
+            f"{missing}, and as the id of a model of the hub it cannot be read: `name` or `organisation/name`"
+        )
     switch = _offline("model")
     if switch is not None:
         silence = None if _downloaded(source, "model") else f"{switch} is set, and it was not downloaded before"
@@ -44,8 +49,8 @@ def require_hub(source: str, setting: str) -> None:
         silence = hub_silence(source, "model")
     if silence is not None:
         raise ConfigError(
-            f"{setting}: there is no directory {source!r} (looked from {Path.cwd()}), and as a model of the hub it cannot be "
-            f"fetched: {silence}; name a directory, or start where the hub is reached (HTTPS_PROXY and HF_ENDPOINT say how)"
+            f"{missing}, and as a model of the hub it cannot be fetched: {silence}; name a directory, or start where the hub is "
+            "reached (HTTPS_PROXY and HF_ENDPOINT say how)"
         )
 
 
@@ -108,7 +113,19 @@ def _ask(endpoint: str) -> str | None:
     return None
 
 
+def _is_id(name: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def _downloaded(name: str, kind: str) -> bool:
+    if not _is_id(name):
+        return False
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

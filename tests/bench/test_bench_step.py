@@ -109,6 +109,7 @@ def test_nothing_beside_the_peers_shadows_a_package() -> None:
     assert {path.stem for path in PEERS.glob("*.py")} == {
         "trl_step",
         "vllm_generate",
+        "vllm_weights",
         "letter_reward",
         "side",
         "way",

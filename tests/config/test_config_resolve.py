@@ -248,7 +248,7 @@ def test_every_knob_is_classified_for_resume_exactly_once() -> None:
 def test_changes_are_values() -> None:
     change = diff(config(), config("rollout.stop=[a]"))[0]
     assert dataclasses.astuple(change) == ("rollout.stop", (), ("a",))
-    assert str(change) == "rollout.stop: [] -> - a"
+    assert str(change) == "rollout.stop: [] -> [a]"
 
 
 def test_no_torch_at_import_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -95,13 +96,17 @@ def plain_logprobs(model: PreTrainedModel, asked: GenerationRequest, answer: Gen
 @torch.no_grad()
 def cached_logprobs(models: dict[int, PreTrainedModel], asked: GenerationRequest, answer: Generation) -> np.ndarray:
     """The same, token by token with transformers' cache, each token under the weights that its version names."""
-    cache, rows = DynamicCache(), []
+    rows = []
     first = models[int(answer.versions[0])]
+    name = (
+        "cache" if "cache" in inspect.signature(first.forward).parameters else "past_key_values"
+    )  # until transformers 5.24
+    cached: dict[str, Any] = {name: DynamicCache(), "use_cache": True}
     tokens = torch.tensor(asked.prompt_ids[None].astype(np.int64))
-    rows.append(first(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0, -1])
+    rows.append(first(input_ids=tokens, **cached).logits[0, -1])
     for token, version in zip(answer.token_ids[:-1], answer.versions[1:], strict=True):
         step = torch.tensor([[int(token)]])
-        rows.append(models[int(version)](input_ids=step, past_key_values=cache, use_cache=True).logits[0, -1])
+        rows.append(models[int(version)](input_ids=step, **cached).logits[0, -1])
     return picked(torch.stack(rows).double(), asked, answer)
 
 

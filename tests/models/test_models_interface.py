@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPTJForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
@@ -28,8 +28,23 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=64,
 )  # fmt: skip
 # They have attention of their own: packed rows would see each other, and transformers only logs a warning.
-OUTSIDE = ("gpt_neo", "falcon", "bloom", "mpt", "openai-gpt", "xglm", "gpt_neox_japanese", "codegen", "gptj", "xlm")
-INSIDE = ("llama", "gpt2", "gpt_neox", "opt", "ctrl", "biogpt", "persimmon", "gemma3_text", "starcoder2")
+OUTSIDE: tuple[str, ...] = ("gpt_neo", "falcon", "bloom", "mpt", "openai-gpt", "xglm", "gpt_neox_japanese", "xlm")
+INSIDE: tuple[str, ...] = (
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "ctrl",
+    "biogpt",
+    "persimmon",
+    "gemma3_text",
+    "starcoder2",
+)
+MOVED = ("codegen", "gptj")  # attend through the interface from transformers 5.24 on
+if GPTJForCausalLM._supports_attention_backend:
+    INSIDE += MOVED
+else:
+    OUTSIDE += MOVED
 
 
 def llama() -> LlamaForCausalLM:
