@@ -295,8 +295,8 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
 class AdaptedLinear(nn.Linear):
     """As a library of adapters puts it in the place of a layer's own."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(hidden)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
