@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "transport")]
 
 import aiohttp  # noqa: E402
 import anyio  # noqa: E402
 import yaml  # noqa: E402
 from attacks import HTTP, RECORDS, REFUSED, TRAINED, Attack, Request, body, good  # noqa: E402
+from transport_records import draft_of  # noqa: E402
 
 from asyncrl import Runtime  # noqa: E402
 from asyncrl.config.load import load_config  # noqa: E402
@@ -45,7 +46,6 @@ from asyncrl.errors import DataError, LifecycleError, RecordError, RingDetached,
 from asyncrl.http.access import Address  # noqa: E402
 from asyncrl.http.atropos import AtroposDoor, serve  # noqa: E402
 from asyncrl.pumps.pipeline import StepReport  # noqa: E402
-from asyncrl.records.trajectories import draft_of  # noqa: E402
 from asyncrl.records.write import plan  # noqa: E402
 from asyncrl.runtime.door import DoorStatistics  # noqa: E402
 from asyncrl.runtime.door import serve as ring_door  # noqa: E402

@@ -26,12 +26,8 @@ FRONTS = ("asyncrl", "asyncrl.client")
 
 # Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.
 ALLOWED: dict[str, str] = {
-    "asyncrl.transport.queues.tensor_queue:SendEnd": "workers on GPUs: the contract that device queues keep, too",
-    "asyncrl.transport.queues.tensor_queue:ReceiveEnd": "workers on GPUs: the contract that device queues keep, too",
-    "asyncrl.transport.queues.device_queue": "workers: queues of device tensors between processes",
-    "asyncrl.transport.memory.slab:Slab.handle_of": "workers: queues of device tensors, of those that lie in the slab already",
-    "asyncrl.records.read:Record.identities": "workers: what they sampled travels as records",
-    "asyncrl.records.trajectories:draft_of": "workers: what they sampled travels as records",
+    "asyncrl.transport.queues.device_queue": "nodes: what one process fetched or made on a device goes to those beside it",
+    "asyncrl.transport.memory.slab:Slab.handle_of": "nodes: the same, for tensors that lie in the slab already",
     "asyncrl.config.check_unread:own_to_a_method": "the bound on settings outside of methods, which is a test",
     "asyncrl.generation.vllm.v0_32": "generation.engine=vllm: imported by its name where that vLLM is installed",
     "asyncrl.generation.vllm.v0_32:_Loader.load_weights": "vLLM calls it",

@@ -1,4 +1,4 @@
-"""What a method declares about itself, as data: its settings, what they must not be, what they go on in. No torch.
+"""What a method declares about itself, as data: its settings, what they must not be, and what may change on a resume. No torch.
 
 A method is a frozen dataclass: its fields are its settings, each made by `setting`, its docstring has formula and paper. The
 configuration's schema, `--help`, `asyncrl explain`, the checks before a run and what a resume may change are made of these

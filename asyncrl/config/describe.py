@@ -138,7 +138,7 @@ class Change:
         return f"{self.name}: {short(self.old)} -> {short(self.new)}"
 
 
-def help_text(width: int = 110) -> str:
+def help_text() -> str:
     """The schema: dotted name, type, default and sentence of every knob, and the presets."""
     lines = ["Configuration keys. In a YAML file they are nested; on the command line: a.b=value or --a.b value.", ""]
     section = ""
@@ -149,7 +149,7 @@ def help_text(width: int = 110) -> str:
             lines += ["", *_heading(head)]
         default = "required" if knob.default is PydanticUndefined else f"default {short(knob.default)}"
         lines.append(f"{knob.name}  ({knob.expected}; {default})")
-        lines += textwrap.wrap(knob.text, width, initial_indent="    ", subsequent_indent="    ")
+        lines += textwrap.wrap(knob.text, 110, initial_indent="    ", subsequent_indent="    ")
         if (item := item_of(knob)) is not None:
             for name, info in item.model_fields.items():
                 lines.append(f"      {name}: {info.description}")

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import DataError
+from asyncrl.records.check import SILENT
 from asyncrl.types import FinishReason, Group, Prompt, RoutesArray, Ticket, Trajectory
 
 from .store import copied
@@ -39,7 +40,6 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
     "sampled_logprobs": "<f4",
     "versions": "<i4",
 }
-_KEPT = "set_advantage_to_zero"  # the one entry of a trajectory's metadata that training reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def encode(stored: Sequence[Stored]) -> dict[str, Any]:
                 str(t.finish_reason),
                 t.reward,
                 dict(t.components),
-                bool(t.metadata.get(_KEPT)),
+                bool(t.metadata.get(SILENT)),
             ]
             for t in rows
         ],
@@ -212,7 +212,7 @@ def _trajectory(group_id: int, member: int, size: int, scalars: Sequence[Any], p
         finish_reason=FinishReason(reason),
         reward=reward,
         components=components,
-        metadata={_KEPT: True} if silent else {},
+        metadata={SILENT: True} if silent else {},
         **parts,
     )
 
@@ -223,7 +223,7 @@ def _stripped(group: Group) -> Group:
         replace(
             t,
             completion="",
-            metadata={_KEPT: True} if t.metadata.get(_KEPT) else {},
+            metadata={SILENT: True} if t.metadata.get(SILENT) else {},
             **copied(t),
         )
         for t in group.trajectories

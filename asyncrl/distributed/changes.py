@@ -4,6 +4,19 @@ loop's thread."""
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+
+
+def waiting_for_slot(recorder: Recorder | None) -> AbstractContextManager[object]:
+    """To be entered while this task waits for a slot: the recorder hears of it."""
+    if recorder is None:
+        return nullcontext()
+    task = asyncio.current_task()
+    return recorder.wait(task.get_name() if task else "?", "a slot", on="publish pump", cause="slots")
 
 
 class Changes:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
-from .changes import Changes
+from .changes import Changes, waiting_for_slot
 from .reservation import Late, Reservation
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class LocalLedger:
     ) -> None:
         self._books = Reservation(groups_per_step, max_staleness, late, turn, warmup=warmup)
         self._recorder = recorder
-        self._first_turn = turn
+        self.first_turn = turn
         self._changes = Changes()
         self._applicants: deque[_Applicant] = deque()
         self._entered = False
@@ -86,11 +85,6 @@ class LocalLedger:
         return self._books.turn
 
     @property
-    def first_turn(self) -> int:
-        """As `Ledger.first_turn`."""
-        return self._first_turn
-
-    @property
     def changes(self) -> int:
         """As `Ledger.changes`."""
         return self._changes.number
@@ -110,7 +104,7 @@ class LocalLedger:
                 return ticket
         applicant = _Applicant(group_id, oldest, asyncio.get_running_loop().create_future())
         self._applicants.append(applicant)
-        with self._waiting():
+        with waiting_for_slot(self._recorder):
             try:
                 return await applicant.answer
             except asyncio.CancelledError:
@@ -220,12 +214,6 @@ class LocalLedger:
                     applicant.answer.set_result(ticket)
                     self._changes.number += 1
             self._applicants.popleft()
-
-    def _waiting(self) -> AbstractContextManager[object]:
-        if self._recorder is None:
-            return nullcontext()
-        task = asyncio.current_task()
-        return self._recorder.wait(task.get_name() if task else "?", "a slot", on="publish pump", cause="slots")
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -22,7 +21,7 @@ import anyio
 from ..concurrency.lane import ThreadLane
 from ..errors import LedgerError, LifecycleError, RankLost, StoreForged
 from ..types import ClaimState, LedgerStatistics, Ticket
-from .changes import Changes
+from .changes import Changes, waiting_for_slot
 from .reservation import Late, Reservation
 from .sealed import SealedStore
 from .shared_books import SharedBooks
@@ -174,7 +173,7 @@ class StoreLedger:
                     raise
                 if decided:
                     return ticket
-                with self._waiting():
+                with waiting_for_slot(self._recorder):
                     await self.wait_changed(seen)
 
     async def exhaust(self) -> None:
@@ -347,12 +346,6 @@ class StoreLedger:
         if broken is not None and not self._closed:
             self._broken = broken
             self._changes.wake(self._broken)
-
-    def _waiting(self) -> AbstractContextManager[object]:
-        if self._recorder is None:
-            return nullcontext()
-        task = asyncio.current_task()
-        return self._recorder.wait(task.get_name() if task else "?", "a slot", on="publish pump", cause="slots")
 
     def _check_open(self, what: str) -> None:
         if self._closed or self._loop is None:

@@ -1,4 +1,4 @@
-"""What environments post: requests to groups, groups into the ring, and the books about both."""
+"""What environments post: a request becomes groups, groups go into the ring, and both are counted."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@
     group_overrides, generation_params    temperature; policy_version
 
 Temperature: overrides before generation_params before group_overrides before 1. The policy version of the tokens:
-overrides before group_overrides before the version at arrival (Atropos' protocol has none). A member with
-`set_advantage_to_zero` is masked: its score counts in the group's baseline, its tokens train nothing and do not count in N.
-A trained first token is masked: nothing predicts it. What a run would have to ignore is refused instead: `advantages`
-(it computes its own from the scores), `ref_logprobs` (under its own reference), `images`, `distill_*`.
+overrides before group_overrides before the version at arrival (Atropos' protocol has none). `set_advantage_to_zero` travels in
+the member's metadata and means what it means for every source (pumps/signal.py). A trained first token is masked: nothing
+predicts it. What a run would have to ignore is refused instead: `advantages` (it computes its own from the scores),
+`ref_logprobs` (under its own reference), `images`, `distill_*`.
 
 Shape legend: n members of the group, L tokens of a member.
 """
@@ -70,7 +70,7 @@ def read_group(item: Any, limits: Limits, version: int) -> ReadGroup:
     messages = _optional(item, "messages", n)
     overrides = _optional(item, "overrides", n) or [None] * n
     settings = [_settings(item, one, i, version) for i, one in enumerate(overrides)]
-    members = [_member(tokens[i], masks[i], settings[i].silent, i) for i in range(n)]
+    members = [_member(tokens[i], masks[i], i) for i in range(n)]
     prompts = _prompt_lengths(members)
     scored = []
     for i, (ids, mask) in enumerate(members):
@@ -143,7 +143,7 @@ def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
     check_trains(trajectory)
 
 
-def _member(tokens: Any, mask: Any, silent: bool, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+def _member(tokens: Any, mask: Any, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
     """(ids [L], loss mask [L])."""
     ids = _integers(tokens, f"tokens[{i}]")
     labels = _integers(mask, f"masks[{i}]")
@@ -158,7 +158,7 @@ def _member(tokens: Any, mask: Any, silent: bool, i: int) -> tuple[npt.NDArray[n
             "else the token's id"
         )
     trained[:1] = False  # nothing predicts it
-    return ids.astype(np.int32), trained & (not silent)
+    return ids.astype(np.int32), trained
 
 
 def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the routers of one forward are told, and what they say: it travels with the plan of the forward's attention.
+"""The routes of one forward: those that routers have to take, and those that they chose. They travel with the plan of attention.
 
 A layer that is computed again in backward (activation checkpointing) is handed the same plan, finds here what it chose the
 first time, and chooses it again. So nothing about a forward stays in the model.

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator, GroupRewards
+from asyncrl.records.check import SILENT
 from asyncrl.types import Group, Microbatch
 
 from .metrics import Gather
@@ -82,7 +83,8 @@ class RewardReader:
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Of `groups`: all groups of the step where the estimator needs the whole step, else any of them.
 
-        A member whose metadata says `set_advantage_to_zero` gets 0; the others keep what the comparison with it gave them.
+        A member whose metadata says `set_advantage_to_zero` (`SILENT`) gets 0; the others keep what the comparison with it gave
+        them.
         """
         return _by_group(groups, self.estimator.of_step([self._numbers(group) for group in groups]))
 
@@ -107,6 +109,6 @@ def of_rank(
 def _by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[np.float64]]) -> Advantages:
     result: Advantages = {}
     for group, advantage_G in zip(groups, values, strict=True):
-        silent_G = np.array([bool(t.metadata.get("set_advantage_to_zero")) for t in group.trajectories])
+        silent_G = np.array([bool(t.metadata.get(SILENT)) for t in group.trajectories])
         result[group.group_id] = np.where(silent_G, 0.0, advantage_G)
     return result

@@ -21,7 +21,9 @@ LOWEST_LOGPROB = -87.0  # nats; its negative is the last whole one whose exponen
 MOST_REWARD = 1e9  # either way: without a normalisation it scales the gradient, the square of whose norm is float32
 SLACK = 1e-4  # nats above 0 that a sampler's rounding may leave in a log-prob
 MOST_NESTED = 64  # levels of the JSON of texts and metadata; what writes them out again gives up at a few hundred
-SILENT = "set_advantage_to_zero"  # in a trajectory's metadata: it counts in the comparison of its group alone
+# In a trajectory's metadata: its reward counts in the comparison of its group, and its own advantage is 0 afterwards. Its tokens
+# are trained and counted as those of any member whose advantage is 0; one without a trained token may say so, too.
+SILENT = "set_advantage_to_zero"
 _KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
 _WORDS = {"iu": "integers", "b": "booleans", "f": "floats"}
 _LEAST = float(np.float32(LOWEST_TEMPERATURE))  # as a record holds it: a little less

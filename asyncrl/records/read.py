@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,6 @@ _FORMS = {
 }
 _NO_CRC = bytes(4)
 
-Identity = tuple[int, int, int]  # (epoch, group, member)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
@@ -65,10 +63,6 @@ class Record:
     def size(self) -> int:
         """Members in this record, n."""
         return len(self.members)
-
-    def identities(self) -> Iterator[Identity]:
-        """(epoch, group, member) of every member."""
-        return ((self.epoch, self.group, member) for member in self.members.tolist())
 
     def column(self, section: int, position: int) -> npt.NDArray[Any] | None:
         """One member's part of a TOKENS section, without copying. None where the record lacks the section."""

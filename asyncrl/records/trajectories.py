@@ -1,4 +1,4 @@
-"""Scored trajectories to records and back, exactly: what goes in as a `Trajectory` comes out equal.
+"""The trajectories of a record, and what writes its texts and rewards: what went in comes out equal.
 
 Texts travel as JSON. Non-finite rewards are refused (NaN means "not scored" in the bytes, as None does here).
 """
@@ -18,10 +18,8 @@ from .layout import Section
 from .native import records
 from .quick import quick_rows
 from .read import Record
-from .write import Draft
 
 _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
-_CODES = {reason: code for code, reason in _REASONS.items()}
 _TOKENS, _MASK, _LOGPROBS = int(Section.TOKENS), int(Section.MASK), int(Section.LOGPROBS)  # enum look-ups are slow here
 _SAMPLED, _VERSIONS, _REWARDS = int(Section.SAMPLED_LOGPROBS), int(Section.VERSIONS), int(Section.REWARDS)
 _TEMPERATURES, _PROMPT_LENGTHS = int(Section.TEMPERATURES), int(Section.PROMPT_LENGTHS)
@@ -31,48 +29,6 @@ _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_N
 _BOOL = np.dtype(np.bool_)
 _WIDER: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
 _trajectories = quick_rows(Trajectory)
-
-
-def draft_of(
-    trajectories: Sequence[Trajectory],
-    *,
-    epoch: int = 0,
-    policy_version: int = -1,
-    producer: bytes = bytes(16),
-    group_metadata: Mapping[str, Any] | None = None,
-    extra: Mapping[int, Any] | None = None,
-) -> Draft:
-    """The draft of some or all trajectories of one group. `extra` adds sections (advantages, routed experts, ...).
-
-    Errors: RecordError where they are of several groups, or something in them has no place in a record.
-    """
-    groups = {(t.group_id, t.group_size) for t in trajectories}
-    if len(groups) != 1:
-        raise RecordError(f"one record holds one group of one size; found (group, size) {sorted(groups)}")
-    ((group, size),) = groups
-    sections: dict[int, Any] = {
-        Section.TOKENS: [t.tokens for t in trajectories],
-        Section.MASK: [t.mask for t in trajectories],
-        Section.LOGPROBS: [t.logprobs for t in trajectories],
-        Section.SAMPLED_LOGPROBS: [t.sampled_logprobs for t in trajectories],
-        Section.VERSIONS: [t.versions for t in trajectories],
-        Section.REWARDS: [reward_number(t.reward, "reward") for t in trajectories],
-        Section.TEMPERATURES: [t.temperature for t in trajectories],
-        Section.PROMPT_LENGTHS: [t.prompt_length for t in trajectories],
-        Section.FINISH_REASONS: [_CODES[t.finish_reason] for t in trajectories],
-        Section.MESSAGES: [json_bytes(t.completion, "completion") for t in trajectories],
-        Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in trajectories],
-    }
-    lacking = [t.member for t in trajectories if t.routed_experts is None]
-    if not lacking:
-        sections[Section.ROUTED_EXPERTS] = [t.routed_experts for t in trajectories]
-    elif len(lacking) < len(trajectories):
-        raise RecordError(f"routed_experts is missing for members {lacking}; give it for all or for none")
-    sections.update(component_sections([t.components for t in trajectories]))
-    if group_metadata is not None:
-        sections[Section.GROUP_METADATA] = json_bytes(dict(group_metadata), "group metadata")
-    sections.update(extra or {})
-    return Draft(group, [t.member for t in trajectories], size, sections, epoch, policy_version, producer)
 
 
 def trajectories_of(record: Record, *, copy: bool = True, group: int | None = None) -> list[Trajectory]:

@@ -77,9 +77,9 @@ def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
     return "float32", f"auto: no bfloat16 instructions that torch may use; this processor has {instruction_set()}"
 
 
-def bfloat16_cost(size: int = _SIZE) -> float:
+def bfloat16_cost() -> float:
     """Time of a bfloat16 product over that of float32 on the CPU, as measured now: the best of three each, in turns."""
-    sides = [torch.ones(size, size, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    sides = [torch.ones(_SIZE, _SIZE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     best = [float("inf")] * len(sides)
     for _ in range(3):
         for index, side in enumerate(sides):

@@ -165,12 +165,11 @@ def check_memory(
     device: torch.device,
     ranks: int = 1,
     prompts: PromptLengths | None = None,
-    path: ModelPath | None = None,
     placement: Placement | None = None,
 ) -> tuple[int, bool]:
     """(bytes that the run will need, whether workers pack the weights of the next version beside those in use: where there is room
     for that). Errors: PlatformError where the prediction exceeds what is free."""
-    parts, free = predicted(config, ranks, prompts, path, placement), available(device)
+    parts, free = predicted(config, ranks, prompts, placement=placement), available(device)
     ahead = sum(parts.values()) <= free
     if not ahead:
         parts.pop("packed_ahead", None)

@@ -1,4 +1,4 @@
-"""What is built in a rank, and where: shared by who builds a real half (`real.py`), a dry one, and all around them (`build.py`)."""
+"""Where the parts of a rank are built (`Site`), and those in which a real run (`real.py`) and a dry one differ (`Parts`)."""
 
 from __future__ import annotations
 

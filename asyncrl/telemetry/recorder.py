@@ -144,7 +144,6 @@ class Recorder:
         self.started_unix = time.time()
         self.max_events = max_events
         self.dropped_events = 0
-        self.dropped_intervals = 0
         # Reentrant: a destructor that counts something may run while this thread is inside one of the methods below.
         self._lock = threading.RLock()
         # `TraceEvent`s as tuples of atoms, args included, which Python's garbage collector stops looking at: it would else take
@@ -340,10 +339,8 @@ class Recorder:
             self._store(self._idle, Interval(cause, lane, start, end))
 
     def _store(self, intervals: list[Interval], interval: Interval) -> None:
-        # Only a run that never takes its windows gets here; the step's intervals must not grow for ever even then.
-        if len(intervals) >= max(self.max_events, 100_000):
-            self.dropped_intervals += 1
-        else:
+        # A run that never takes its windows would else keep the intervals of all its steps.
+        if len(intervals) < max(self.max_events, 100_000):
             intervals.append(interval)
 
     def _open_interval(self, span: Span) -> None:

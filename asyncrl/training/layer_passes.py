@@ -1,4 +1,4 @@
-"""One forward and one backward of a few layers of a model, and whose the bytes are that they keep and take, layer by layer."""
+"""One forward and one backward of a few layers of a model: how many bytes each layer keeps, and how many its backward takes."""
 
 from __future__ import annotations
 

@@ -4,5 +4,5 @@
     memory/     what is allocated, by whom, until when
     rendezvous  how a process finds another one                 inventory   what lies in shared memory, and how to clear it
 
-Start reading in `queues/tensor_queue.py` and `rings/record_ring.py`.
+Start reading in `queues/queue.py` and `rings/record_ring.py`.
 """

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from transport_records import written
 
+from asyncrl.algorithms.registry import build_advantage
 from asyncrl.client.scored import Sender, group_draft
+from asyncrl.data.packing import pack_groups
 from asyncrl.errors import DataError
 from asyncrl.http.scored_data import read_group
-from asyncrl.records.check import Limits
+from asyncrl.pumps.signal import RewardReader
+from asyncrl.records.check import SILENT, Limits
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import plan
-from asyncrl.types import Trajectory
+from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
 LIMITS = Limits(longest=8, vocabulary=100)
 M = -100
@@ -100,11 +104,20 @@ def test_versions_may_be_given() -> None:
     assert [t.oldest_version for t in trajectories(item)] == [2, 1]
 
 
-def test_a_silenced_member_keeps_its_score_and_trains_nothing() -> None:
+def test_an_advantage_that_is_set_to_zero_means_what_it_means_for_every_source() -> None:
+    """Its reward, times its own length, counts in the comparison of its group; its tokens keep their mask."""
     first, second = trajectories(group(overrides=[{"set_advantage_to_zero": True}, {}]))
-    assert not first.mask.any() and first.reward == 1.0 and first.oldest_version == -1
-    assert (first.metadata, second.metadata) == ({"set_advantage_to_zero": True}, {})
-    assert second.mask.any()
+    assert first.mask.tolist() == [False, False, True, True] and first.oldest_version == 3
+    assert (first.metadata, second.metadata) == ({SILENT: True}, {})
+    members = [replace(t, metadata={SILENT: True} if t.member == 0 else {}) for t in trajectories(group())]
+    posted, submitted = (
+        Group(Ticket(5, 0, 2), Prompt(5, first.tokens[:2], ""), tuple(each)) for each in ((first, second), members)
+    )
+    reader = RewardReader(build_advantage("dr_grpo"), {}, scale_by_length=True)
+    assert {g: a.tolist() for g, a in reader.advantages([posted]).items()} == {5: [0.0, -0.5 - (2.0 - 0.5) / 2]}
+    assert np.array_equal(reader.advantages([posted])[5], reader.advantages([submitted])[5])
+    [one], [other] = (pack_groups([(each, [0.0, -1.25])], 64) for each in (posted, submitted))
+    assert one.scored == other.scored == 3  # N, by whichever door
 
 
 def test_messages_and_the_environment_travel() -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records_helpers import resealed, same, trajectory, usual
-from transport_records import written
+from transport_records import draft_of, written
 
 from asyncrl import builds
 from asyncrl.errors import RecordError
@@ -26,7 +26,7 @@ from asyncrl.records import native, quick, trajectories, write
 from asyncrl.records import read as reading
 from asyncrl.records.layout import CRC_OFFSET, ENTRY, HEADER, SPECS, Section
 from asyncrl.records.read import Record, read
-from asyncrl.records.trajectories import draft_of, trajectories_of, whole_group
+from asyncrl.records.trajectories import trajectories_of, whole_group
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.types import Trajectory
 

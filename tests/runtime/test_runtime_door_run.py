@@ -18,14 +18,14 @@ import anyio
 import numpy as np
 import pytest
 from runtime_helpers import DRY, FED, ROOT, Process, config_of, metrics_of, scored, write_yaml
-from transport_records import drop
+from transport_records import draft_of, drop
 
 from asyncrl import Runtime
 from asyncrl.client import AsyncClient, Scored
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError, RecordTooLarge, RingDetached, RingFull, StallError
+from asyncrl.records.check import Limits
 from asyncrl.records.layout import Section
-from asyncrl.records.trajectories import draft_of
 from asyncrl.records.write import plan
 from asyncrl.runtime.door import DoorStatistics, ring_of, serve
 from asyncrl.transport.rings.producer import AsyncProducer
@@ -183,15 +183,24 @@ async def test_a_producer_that_is_faster_than_the_training_waits_at_its_full_rin
 
 
 async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path: Path, name: str) -> None:
-    """Packing copies it, once (tests/data/test_data_packing.py); what is reported of the step outlives the record."""
+    """Packing copies it, once (tests/data/test_data_packing.py); what is reported of the step outlives the record. And a row is
+    the very object that the door made of it: nothing on the way builds another one."""
     async with fed(tmp_path, name, "rollout.groups_per_step=2") as f:
-        reports = f.runtime.steps()
+        reports, made, intake = f.runtime.steps(), list[Trajectory](), f.runtime.intake
+        check = intake.check
+
+        def watched(trajectory: Trajectory, limits: Limits) -> None:
+            made.append(trajectory)
+            check(trajectory, limits)
+
+        intake.check = watched  # type: ignore[method-assign]  # the real one, watched
         async with await AsyncClient.attach(name) as client:
             await client.push(0, [scored(), scored(reward=1.0)])
             await f.until(lambda: f.counts.submitted == 1)
             store = f.runtime.built.ports.store
             [group_id] = store._held
             members = store.rows(group_id).group.trajectories
+            assert store.ready() and list(map(id, members)) == list(map(id, made))
             assert f.ring._arena is not None
             memory = np.frombuffer(f.ring._arena.segment.buffer, np.uint8)
             for column in ("tokens", "mask", "logprobs", "versions"):
@@ -204,6 +213,7 @@ async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path:
         found = next(group for group in groups if group.group_id == group_id)
         assert [t.tokens.tolist() for t in found.trajectories] == expected
         assert not any(np.shares_memory(memory, t.tokens) for t in found.trajectories)
+        made.clear()
         del memory, members
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.transport.rings.types import Memory
+from asyncrl.transport.rings.types import CameBefore
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3)), max_size=60))
 def test_the_memory_of_members_against_a_plain_model(steps: list[tuple[bool, int, int]]) -> None:
-    memory, known = Memory(1000), set[tuple[int, int]]()
+    memory, known = CameBefore(1000), set[tuple[int, int]]()
     for arrives, group, first in steps:
         members = (first, first + 2)
         if arrives:
@@ -23,7 +23,7 @@ def test_the_memory_of_members_against_a_plain_model(steps: list[tuple[bool, int
 
 
 def test_only_the_latest_members_that_left_are_remembered() -> None:
-    memory = Memory(3)
+    memory = CameBefore(3)
     for group in (1, 2):
         assert memory.fresh((0, group), (0, 1)) == (0, 1)
         memory.leave((0, group), (0, 1))

@@ -3,19 +3,55 @@ with one producer in the same event loop."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
 from asyncrl.records.layout import Section
 from asyncrl.records.read import Record
+from asyncrl.records.trajectories import component_sections, json_bytes, reward_number
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.transport.inventory import clear
 from asyncrl.transport.rings.delivery import Delivery
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
+from asyncrl.types import FinishReason, Trajectory
+
+
+def draft_of(
+    trajectories: Sequence[Trajectory],
+    *,
+    epoch: int = 0,
+    policy_version: int = -1,
+    producer: bytes = bytes(16),
+    group_metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[int, Any] | None = None,
+) -> Draft:
+    """Trajectories of one group as a client would write them. `extra`: further sections."""
+    sections: dict[int, Any] = {
+        Section.TOKENS: [t.tokens for t in trajectories],
+        Section.MASK: [t.mask for t in trajectories],
+        Section.LOGPROBS: [t.logprobs for t in trajectories],
+        Section.SAMPLED_LOGPROBS: [t.sampled_logprobs for t in trajectories],
+        Section.VERSIONS: [t.versions for t in trajectories],
+        Section.REWARDS: [reward_number(t.reward, "reward") for t in trajectories],
+        Section.TEMPERATURES: [t.temperature for t in trajectories],
+        Section.PROMPT_LENGTHS: [t.prompt_length for t in trajectories],
+        Section.FINISH_REASONS: [list(FinishReason).index(t.finish_reason) + 1 for t in trajectories],
+        Section.MESSAGES: [json_bytes(t.completion, "completion") for t in trajectories],
+        Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in trajectories],
+    }
+    if trajectories[0].routed_experts is not None:
+        sections[Section.ROUTED_EXPERTS] = [t.routed_experts for t in trajectories]
+    sections |= component_sections([t.components for t in trajectories])
+    if group_metadata is not None:
+        sections[Section.GROUP_METADATA] = json_bytes(dict(group_metadata), "group metadata")
+    first, members = trajectories[0], [t.member for t in trajectories]
+    sections |= extra or {}
+    return Draft(first.group_id, members, first.group_size, sections, epoch, policy_version, producer)
 
 
 def planned(

@@ -116,10 +116,6 @@ class EmbeddedEngine(OwnedEngine):
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
         self._core: Core | PlainCore | None = None
 
-    async def __aenter__(self) -> EmbeddedEngine:
-        await super().__aenter__()
-        return self
-
     def check(self, request: GenerationRequest) -> None:
         """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
         super().check(request)

@@ -193,10 +193,6 @@ class VllmEngine(OwnedEngine):
         self._untold = 0  # of the tokens prefilled
         self._batches: list[int] = []  # tokens sampled by each step that was not told to the owner
 
-    async def __aenter__(self) -> VllmEngine:
-        await super().__aenter__()
-        return self
-
     def check(self, request: GenerationRequest) -> None:
         """As the base class; and token ids beyond the vocabulary, and stop strings without a tokenizer."""
         super().check(request)

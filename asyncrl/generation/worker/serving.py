@@ -1,4 +1,4 @@
-"""What a worker asks of the engine that it serves with, and the embedded one as such."""
+"""What a worker asks of its engine beside generating (`Serving`), and the embedded engine that answers it."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class _Parts(NamedTuple):
     mlp: _MlpParts | nn.Module
     norms: list[Any]  # as in _NORMS
     head_norms: list[Any]  # none, or of queries and of keys
-    rooms: list[nn.Module]  # the layer, its halves, the activation: whatever holds no parameter itself
+    holders: list[nn.Module]  # the layer, its halves, the activation: whatever holds no parameter itself
 
     def own(self) -> list[Any]:
         """All that may hold a parameter, experts left out."""
@@ -251,8 +251,8 @@ def _find_parts(block: nn.Module) -> _Parts | None:
         return None
     if not _are_linear(qkv, out) or not all(isinstance(norm, FusedRMSNorm) for norm in head_norms):
         return None
-    rooms = [block, attention, *((mlp, *_activations(mlp)[0].modules()) if experts is None else ())]
-    return _Parts(qkv, out[0], half, norms, head_norms, rooms)
+    holders = [block, attention, *((mlp, *_activations(mlp)[0].modules()) if experts is None else ())]
+    return _Parts(qkv, out[0], half, norms, head_norms, holders)
 
 
 def _mlp_of(block: nn.Module) -> nn.Module | None:
@@ -317,7 +317,7 @@ def _norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
 def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
     """Whether a layer has no modules and no parameters but these, and no buffers; but for what its experts have."""
     experts = parts.mlp if isinstance(parts.mlp, nn.Module) else nn.Module()
-    modules = {id(module) for module in (*parts.rooms, *parts.own(), *experts.modules())} | {
+    modules = {id(module) for module in (*parts.holders, *parts.own(), *experts.modules())} | {
         id(part) for part in block.modules() if _is_idle(part)
     }
     parameters = {id(parameter) for part in (*parts.own(), experts) for parameter in part.parameters()}

@@ -19,18 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import ArenaOwned, OutOfMemory, SegmentDamaged, TransportError
 from .blocks import ArenaStatistics, Block, BlockLease, BlockTable
-from .handles import BFLOAT16, Handle, dtype_name, numpy_dtype
+from .handles import Handle, dtype_name, numpy_dtype
 from .segment import Segment
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Arena:
@@ -103,9 +100,9 @@ class Arena:
         """The blocks that exist, as the table in shared memory says."""
         return self.table.existing()
 
-    def lease(self, size: int, *, tag: int = 0) -> Lease:
+    def lease(self, size: int) -> Lease:
         """A block that is given back at the end of its `with`, or when it is forgotten. Errors: as `allocate`."""
-        return Lease(self, self.allocate(size, tag=tag))
+        return Lease(self, self.allocate(size))
 
     # -- everybody's side
 
@@ -185,15 +182,6 @@ class Lease(BlockLease):
         """A writable array in the block; it keeps the lease alive. Errors: ValueError where it does not fit."""
         self._check()
         return self._arena._array(self.block, offset, dtype_name(dtype), shape, True, self)
-
-    def tensor(self, dtype: Any, shape: tuple[int, ...], *, offset: int = 0) -> torch.Tensor:
-        """The same as a torch tensor on the CPU (numpy dtypes, torch dtypes, bfloat16 too)."""
-        import torch
-
-        array = self.array(dtype, shape, offset=offset)
-        return (
-            torch.from_numpy(array).view(torch.bfloat16) if dtype_name(dtype) == BFLOAT16 else torch.from_numpy(array)
-        )
 
 
 class Reading:

@@ -42,14 +42,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
-    """How full an arena, or a slab, is and was. Sizes in bytes."""
+    """How full an arena, or a slab, is. Sizes in bytes."""
 
     size: int  # bytes for data
     used: int
-    most_used: int
-    largest_free: int
     blocks: int
-    most_blocks: int
     allocations: int
     refused: int  # allocations that found no room
     leases: int
@@ -78,7 +75,7 @@ class BlockTable:
         self.damage = 0  # entries that somebody wrote over
         self._free = list(range(g.blocks - 1, -1, -1))
         self.leases = 0
-        self._most_used = self._most_blocks = self._allocations = self._refused = self._leaked = 0
+        self._allocations = self._refused = self._leaked = 0
         self._adopted = self._adopt() if segment.owner else 0
 
     def allocate(self, size: int, tag: int = 0, prepare: Callable[[int], None] | None = None) -> Block:
@@ -108,8 +105,6 @@ class BlockTable:
             block = Block(index, _after(self._generations[index]), self.base + start, size, tag)
             self._publish(block)
             self._allocations += 1
-            self._most_used = max(self._most_used, self._extents.used)
-            self._most_blocks = max(self._most_blocks, len(self._generations) - len(self._free))
             return block
 
     def free(self, block: Block) -> None:
@@ -198,12 +193,16 @@ class BlockTable:
                 self._collect()
             s = self._extents
             return ArenaStatistics(
-                size=s.size, used=s.used, most_used=self._most_used, largest_free=s.largest,
+                size=s.size,
+                used=s.used,
                 blocks=len(self._generations) - len(self._free) if self.segment.owner else 0,
-                most_blocks=self._most_blocks, allocations=self._allocations, refused=self._refused,
-                leases=self.leases, leaked=self._leaked, adopted=self._adopted,
+                allocations=self._allocations,
+                refused=self._refused,
+                leases=self.leases,
+                leaked=self._leaked,
+                adopted=self._adopted,
                 tenure=0 if self.segment.closed else self.segment.tenure,
-            )  # fmt: skip
+            )
 
     def check_open(self, *, owner: bool = False) -> None:
         """Errors: LifecycleError after `close`, or where only the owner may."""
@@ -241,7 +240,6 @@ class BlockTable:
         taken = {*self._blocks, *self.unplaced}
         self._free = [index for index in self._free if index not in taken]
         self.damage += len(self.unplaced)
-        self._most_used, self._most_blocks = self._extents.used, len(self._blocks)
         return len(self._blocks)
 
     def _mend_free(self, index: int) -> None:

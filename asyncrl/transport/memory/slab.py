@@ -178,9 +178,9 @@ class Slab:
 
     # -- the owner's side
 
-    def lease(self, size: int, *, tag: int = 0) -> SlabLease:
+    def lease(self, size: int) -> SlabLease:
         """A block that is given back at the end of its `with`, or when it is forgotten. Errors: OutOfMemory."""
-        return SlabLease(self, self.table.allocate(size, tag))
+        return SlabLease(self, self.table.allocate(size))
 
     def free(self, block: Block) -> None:
         """Give a block back. Errors: StaleHandle where that was done already."""

@@ -86,11 +86,11 @@ class ReceivedTensors(Received):
 
 class _DeviceOutbox(Outbox):
     kind = SLAB
-    room: Slab
+    lender: Slab
 
-    def __init__(self, room: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(room, capacity, recorder, cause)
-        self._memory = room.memory
+    def __init__(self, lender: Slab, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(lender, capacity, recorder, cause)
+        self._memory = lender.memory
         self._read: list[bytes] = []  # fences of releases whose memory may be written next
 
     def lay_out(self, item: Mapping[str, Any]) -> tuple[dict[str, _Piece], int]:
@@ -107,7 +107,7 @@ class _DeviceOutbox(Outbox):
         assert isinstance(lease, SlabLease)
         handles = {name: lease.handle(p.dtype, tuple(p.values.shape), offset=p.offset) for name, p in pieces.items()}
         slot = lease.block.index
-        message = item_message(self.moved, handles, room=LARGEST - _TAIL.size)  # before anything is launched
+        message = item_message(self.moved, handles, most=LARGEST - _TAIL.size)  # before anything is launched
         with self._memory.writing() as stream:
             self._wait_for_readers(stream)
             for piece in pieces.values():
@@ -132,7 +132,7 @@ class _DeviceOutbox(Outbox):
         block = self.outstanding.pop(number_of(message), None)
         if block is not None:
             self._read.append(message[-FENCE_BYTES:])
-            self.room.free(block)
+            self.lender.free(block)
 
     async def wait_let_go(self) -> None:
         while self._others_look:
@@ -154,10 +154,10 @@ class _DeviceOutbox(Outbox):
 
 class _DeviceInbox(Inbox):
     kind = SLAB
-    room: Slab
+    lender: Slab
 
-    def __init__(self, room: Slab, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(room, connection, recorder, cause)
+    def __init__(self, lender: Slab, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(lender, connection, recorder, cause)
         self._bound: dict[int, tuple[int, Any]] = {}  # item -> its slot, and the stream it belongs to
         self._ending: socket.socket | None = None
         self._same_process = rendezvous.peer(connection)[0] == os.getpid()
@@ -167,10 +167,10 @@ class _DeviceInbox(Inbox):
         return Slab.attach(name)
 
     def opened(self) -> None:
-        _ = self.room.memory  # a device that cannot be opened is an error of `attach_device_queue`
+        _ = self.lender.memory  # a device that cannot be opened is an error of `attach_device_queue`
 
     def look(self, handle: Handle, claim: object) -> torch.Tensor:
-        return self.room.view(handle, keep=claim)
+        return self.lender.view(handle, keep=claim)
 
     def take(self) -> Received:
         self.exchange()  # a sender that died took the memory with it
@@ -178,7 +178,7 @@ class _DeviceInbox(Inbox):
             raise anyio.BrokenResourceError
         number, handles, message = self.items[0]
         slot, fence = _TAIL.unpack_from(message, len(message) - _TAIL.size)
-        memory = self.room.memory
+        memory = self.lender.memory
         stream = memory.stream()
         try:
             memory.wait(fence, stream)
@@ -196,7 +196,7 @@ class _DeviceInbox(Inbox):
     def release(self, number: int) -> None:
         slot, stream = self._bound.pop(number)
         if self.line.open:
-            fence = self.room.memory.record(2 * slot + 1, stream)
+            fence = self.lender.memory.record(2 * slot + 1, stream)
             self.line.send(release_message(number) + fence)
 
     def hung_up(self) -> None:
@@ -212,11 +212,11 @@ class _DeviceInbox(Inbox):
         self.items.clear()
         connection, self._ending = self._ending, None
         if connection is not None:
-            if self.room.opened:
-                self.room.memory.after(connection.close)  # hangs up when the last tensor is gone
+            if self.lender.opened:
+                self.lender.memory.after(connection.close)  # hangs up when the last tensor is gone
             else:
                 connection.close()
-        self.room.close()
+        self.lender.close()
 
     def _end(self) -> None:
         if self._same_process:

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import anyio
 
@@ -55,13 +55,26 @@ def waiting(recorder: Recorder | None, what: str, on: str, cause: Cause) -> Abst
 
 
 class QueueEnd(ABC):
-    """What each end of a queue has: `async with` closes it."""
+    """What each end of a queue has: `async with` closes it. `shared`: what its clones share."""
 
     _closed = False
 
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
+
+    def clone(self) -> Self:
+        """Another end of this side, to be closed by itself. Errors: anyio.ClosedResourceError."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return type(self)(self._shared)
+
     @abstractmethod
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Closing the last clone lets the other side end. Twice is fine."""
+
+    @abstractmethod
+    def statistics(self) -> QueueStatistics:
+        """A snapshot, as this end knows it."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,12 +83,41 @@ class QueueEnd(ABC):
         self.close()
 
 
-class ReceiveEnd(QueueEnd, Generic[T]):
-    """What each receive end has besides: `async for`, until the last sender is closed."""
+class SendEnd(QueueEnd, Generic[T]):
+    """The send end of any queue, in a process or between two. One per producer: `clone` it, and close every clone."""
 
     @abstractmethod
+    def put_nowait(self, item: T) -> None:
+        """Put, or raise anyio.WouldBlock. Other errors: anyio.BrokenResourceError without a receiver,
+        anyio.ClosedResourceError."""
+
+    @abstractmethod
+    async def put(self, item: T) -> None:
+        """Wait for room, then put. Errors: as `put_nowait`, also while it waits. A `put` that is cancelled did not put."""
+
+
+class ReceiveEnd(QueueEnd, Generic[T]):
+    """The receive end of any queue: `async for`, until the last sender is closed. Clones share the items: each goes to one."""
+
+    @abstractmethod
+    def get_nowait(self) -> T:
+        """The next item, or anyio.WouldBlock. Other errors: anyio.EndOfStream after the last item, anyio.BrokenResourceError
+        where the sender died, anyio.ClosedResourceError."""
+
+    @abstractmethod
+    def _waiting(self) -> tuple[deque[asyncio.Future[None]], AbstractContextManager[object]]:
+        """Who waits for an item, and what is told meanwhile."""
+
     async def get(self) -> T:
-        """Wait for an item. Errors: anyio.EndOfStream after the last one."""
+        """Wait for an item. Errors: as `get_nowait`, also while it waits. A `get` that is cancelled did not take."""
+        while True:
+            try:
+                return self.get_nowait()
+            except anyio.WouldBlock:
+                pass
+            waiters, told = self._waiting()
+            with told:
+                await wait_in(waiters)
 
     def __aiter__(self) -> Self:
         return self
@@ -131,16 +173,18 @@ def open_queue(name: str, capacity: int, recorder: Recorder | None = None) -> tu
     return QueueSender(state), QueueReceiver(state)
 
 
-class QueueSender(QueueEnd, Generic[T]):
-    """The send end. One per producer: `clone` it, and close every clone."""
+class QueueSender(SendEnd[T]):
+    """See `SendEnd` and the module docstring."""
+
+    _shared: _State[T]
 
     def __init__(self, state: _State[T]) -> None:
-        self._state = state
+        super().__init__(state)
         state.senders += 1
 
     def put_nowait(self, item: T) -> None:
-        """Errors: anyio.WouldBlock when the queue is full; the closed ones of the module docstring."""
-        state = self._state
+        """As `SendEnd.put_nowait`."""
+        state = self._shared
         self._check_open()
         if len(state.items) >= state.capacity:
             raise anyio.WouldBlock
@@ -150,8 +194,8 @@ class QueueSender(QueueEnd, Generic[T]):
         wake_one(state.getters)
 
     async def put(self, item: T) -> None:
-        """Wait for room, then put. Errors: the closed ones of the module docstring, also while it waits."""
-        state = self._state
+        """As `SendEnd.put`."""
+        state = self._shared
         while True:
             self._check_open()
             if len(state.items) < state.capacity:
@@ -159,42 +203,38 @@ class QueueSender(QueueEnd, Generic[T]):
             with state.waiting("room", "the receiver"):
                 await wait_in(state.putters)
 
-    def clone(self) -> QueueSender[T]:
-        """Another send end, to be closed by itself. Errors: anyio.ClosedResourceError."""
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return QueueSender(self._state)
-
     def close(self) -> None:
-        """Closing twice is fine. Closing the last clone lets the receiver end."""
+        """As `QueueEnd.close`."""
         if not self._closed:
             self._closed = True
-            self._state.senders -= 1
-            if not self._state.senders:
-                wake_all(self._state.getters)
-            wake_all(self._state.putters)  # those who wait on this very end must hear that it is closed
+            self._shared.senders -= 1
+            if not self._shared.senders:
+                wake_all(self._shared.getters)
+            wake_all(self._shared.putters)  # those who wait on this very end must hear that it is closed
 
     def statistics(self) -> QueueStatistics:
         """A snapshot, the same from either end."""
-        return self._state.statistics()
+        return self._shared.statistics()
 
     def _check_open(self) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
-        if not self._state.receivers:
+        if not self._shared.receivers:
             raise anyio.BrokenResourceError
 
 
 class QueueReceiver(ReceiveEnd[T]):
-    """The receive end. Clones share the items: each item goes to one of them."""
+    """See `ReceiveEnd` and the module docstring."""
+
+    _shared: _State[T]
 
     def __init__(self, state: _State[T]) -> None:
-        self._state = state
+        super().__init__(state)
         state.receivers += 1
 
     def get_nowait(self) -> T:
-        """Errors: anyio.WouldBlock when nothing is there, anyio.EndOfStream when nothing ever will be."""
-        state = self._state
+        """As `ReceiveEnd.get_nowait`."""
+        state = self._shared
         if self._closed:
             raise anyio.ClosedResourceError
         if not state.items:
@@ -205,35 +245,21 @@ class QueueReceiver(ReceiveEnd[T]):
         wake_one(state.putters)
         return item
 
-    async def get(self) -> T:
-        """Wait for an item. Errors: anyio.EndOfStream after the last one, anyio.ClosedResourceError."""
-        state = self._state
-        while True:
-            try:
-                return self.get_nowait()
-            except anyio.WouldBlock:
-                pass
-            with state.waiting("an item", "a sender"):
-                await wait_in(state.getters)
-
-    def clone(self) -> QueueReceiver[T]:
-        """Another receive end, to be closed by itself. Errors: anyio.ClosedResourceError."""
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return QueueReceiver(self._state)
+    def _waiting(self) -> tuple[deque[asyncio.Future[None]], AbstractContextManager[object]]:
+        return self._shared.getters, self._shared.waiting("an item", "a sender")
 
     def close(self) -> None:
         """Closing twice is fine. Items left in the queue stay with it and are dropped with it."""
         if not self._closed:
             self._closed = True
-            self._state.receivers -= 1
-            if not self._state.receivers:
-                wake_all(self._state.putters)
-            wake_all(self._state.getters)
+            self._shared.receivers -= 1
+            if not self._shared.receivers:
+                wake_all(self._shared.putters)
+            wake_all(self._shared.getters)
 
     def statistics(self) -> QueueStatistics:
         """A snapshot, the same from either end."""
-        return self._state.statistics()
+        return self._shared.statistics()
 
 
 async def wait_in(waiters: deque[asyncio.Future[None]]) -> None:

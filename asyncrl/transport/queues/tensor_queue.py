@@ -23,10 +23,7 @@ The same for CUDA tensors, through CUDA IPC: `device_queue`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
-
-from .queue import QueueStatistics, open_queue
+from .queue import ReceiveEnd, SendEnd, open_queue
 from .tensor_receive import Received, TensorReceiver, attach_queue
 from .tensor_send import TensorSender, share_queue
 
@@ -40,55 +37,3 @@ __all__ = [
     "open_queue",
     "share_queue",
 ]
-
-
-class SendEnd(Protocol):
-    """What every queue's send end does: `queue.QueueSender`, `TensorSender`."""
-
-    def put_nowait(self, item: Any) -> None:
-        """Put, or raise anyio.WouldBlock. Other errors: anyio.BrokenResourceError without a receiver,
-        anyio.ClosedResourceError."""
-        ...
-
-    async def put(self, item: Any) -> None:
-        """Wait for room, then put. Errors: as `put_nowait`, also while it waits. A `put` that is cancelled did not put."""
-        ...
-
-    def clone(self) -> SendEnd:
-        """Another send end, to be closed by itself."""
-        ...
-
-    def close(self) -> None:
-        """Closing the last clone lets the receiver end. Twice is fine."""
-        ...
-
-    def statistics(self) -> QueueStatistics:
-        """A snapshot, as this end knows it."""
-        ...
-
-
-class ReceiveEnd(Protocol):
-    """What every queue's receive end does: `queue.QueueReceiver`, `TensorReceiver`."""
-
-    def get_nowait(self) -> Any:
-        """The next item, or anyio.WouldBlock. Other errors: anyio.EndOfStream after the last item, anyio.BrokenResourceError
-        where the sender died, anyio.ClosedResourceError."""
-        ...
-
-    async def get(self) -> Any:
-        """Wait for an item. Errors: as `get_nowait`, also while it waits. A `get` that is cancelled did not take."""
-        ...
-
-    def clone(self) -> ReceiveEnd:
-        """Another receive end, to be closed by itself; each item goes to one of them."""
-        ...
-
-    def close(self) -> None:
-        """Closing the last clone ends the senders' puts. Twice is fine."""
-        ...
-
-    def statistics(self) -> QueueStatistics:
-        """A snapshot, as this end knows it."""
-        ...
-
-    def __aiter__(self) -> AsyncIterator[Any]: ...

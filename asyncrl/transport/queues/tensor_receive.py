@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -79,9 +81,9 @@ class Inbox(Side):
 
     kind = ARENA
 
-    def __init__(self, room: Any, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(room.segment.name, room.segment.geometry.blocks, recorder, cause)
-        self.room = room
+    def __init__(self, lender: Any, connection: socket.socket, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(lender.segment.name, lender.segment.geometry.blocks, recorder, cause)
+        self.lender = lender
         self.items: deque[tuple[int, dict[str, Handle], bytes]] = deque()  # and the message
         self.greeted = self.ended = self.broken = False
         self.greeting = b""
@@ -98,7 +100,7 @@ class Inbox(Side):
 
     def look(self, handle: Handle, claim: object) -> Any:
         """The array or tensor that a handle names; it keeps `claim`."""
-        return self.room.view(handle, writable=True, keep=claim)
+        return self.lender.view(handle, writable=True, keep=claim)
 
     def take(self) -> Received:
         """The next item, which is there."""
@@ -146,20 +148,21 @@ class Inbox(Side):
     def close(self) -> None:
         """Hang up."""
         self.line.close()
-        self.room.close()  # arrays that are still held keep the mapping
+        self.lender.close()  # arrays that are still held keep the mapping
 
 
 class TensorReceiver(ReceiveEnd[Received]):
-    """The receive end. Clones share the items: each item goes to one of them."""
+    """See `ReceiveEnd` and `tensor_queue`."""
+
+    _shared: Inbox
 
     def __init__(self, box: Inbox) -> None:
-        self._box = box
+        super().__init__(box)
         box.ends += 1
 
     def get_nowait(self) -> Received:
-        """Errors: anyio.WouldBlock when nothing is there, anyio.EndOfStream when nothing ever will be,
-        anyio.BrokenResourceError where the sender died, anyio.ClosedResourceError."""
-        box = self._box
+        """As `ReceiveEnd.get_nowait`."""
+        box = self._shared
         if self._closed:
             raise anyio.ClosedResourceError
         if not box.items:
@@ -170,34 +173,21 @@ class TensorReceiver(ReceiveEnd[Received]):
             raise anyio.EndOfStream if box.ended else anyio.WouldBlock
         return box.take()
 
-    async def get(self) -> Received:
-        """Wait for an item. Errors: as `get_nowait`, also while it waits."""
-        while True:
-            try:
-                return self.get_nowait()
-            except anyio.WouldBlock:
-                pass
-            with self._box.waiting("an item", "a sender"):
-                await wait_in(self._box.waiters)
-
-    def clone(self) -> TensorReceiver:
-        """As `ReceiveEnd.clone`."""
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return TensorReceiver(self._box)
+    def _waiting(self) -> tuple[deque[asyncio.Future[None]], AbstractContextManager[object]]:
+        return self._shared.waiters, self._shared.waiting("an item", "a sender")
 
     def close(self) -> None:
         """Closing twice is fine. Closing the last clone ends the sender's puts; items left are dropped."""
         if not self._closed:
             self._closed = True
-            self._box.ends -= 1
-            if not self._box.ends:
-                self._box.close()
-            wake_all(self._box.waiters)
+            self._shared.ends -= 1
+            if not self._shared.ends:
+                self._shared.close()
+            wake_all(self._shared.waiters)
 
     def statistics(self) -> QueueStatistics:
         """As this side knows it: `depth` and `puts` count what came, taken or not."""
-        box = self._box
+        box = self._shared
         box.exchange()
         there = int(not box.ended and not box.broken)
         waiting = sum(not future.done() for future in box.waiters)
@@ -253,18 +243,18 @@ def _check_kind(box: Inbox) -> None:
 def _connect(box_of: type[Inbox], name: str, recorder: Recorder | None, cause: Cause) -> Inbox | None:
     """None where nobody shares the name, or nobody listens any more."""
     try:
-        room = box_of.attach(name)
+        lender = box_of.attach(name)
     except FileNotFoundError:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        connection.connect(rendezvous.address(room.segment))  # to a local socket: at once, or refused
+        connection.connect(rendezvous.address(lender.segment))  # to a local socket: at once, or refused
         if not rendezvous.trusted(connection):
             raise ConnectionRefusedError  # somebody else's socket is nobody's
-        return box_of(room, connection, recorder, cause)
+        return box_of(lender, connection, recorder, cause)
     except BaseException as error:
         connection.close()
-        room.close()
+        lender.close()
         if isinstance(error, ConnectionRefusedError):
             return None
         raise

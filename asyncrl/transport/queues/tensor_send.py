@@ -19,7 +19,7 @@ from ..memory.arena import Arena, Lease
 from ..memory.blocks import SLAB, Block, BlockLease
 from ..memory.handles import BFLOAT16
 from ..memory.segment import Segment
-from .queue import QueueEnd, QueueStatistics, wait_in, wake_all
+from .queue import QueueStatistics, SendEnd, wait_in, wake_all
 from .tensor_wire import ARENA, END, HELLO, Line, Side, item_message, lay_out, number_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...telemetry.records import Cause
 
 
-class Room(Protocol):
+class Lender(Protocol):
     """Where the items of a queue lie: `Arena`, or a slab on a device."""
 
     segment: Segment
@@ -48,15 +48,15 @@ class Room(Protocol):
 class Outbox(Side):
     """The state that the clones of a send end share. What is special about an arena is in the last four methods."""
 
-    def __init__(self, room: Room, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
-        super().__init__(room.segment.name, capacity, recorder, cause)
-        self.room = room
+    def __init__(self, lender: Lender, capacity: int, recorder: Recorder | None, cause: Cause) -> None:
+        super().__init__(lender.segment.name, capacity, recorder, cause)
+        self.lender = lender
         self.outstanding: dict[int, Block] = {}
         self.early: deque[bytes] = deque()  # before a receiver came
         self.line: Line | None = None
         self.gone = False
-        self._door: socket.socket | None = rendezvous.listen(room.segment)
-        self.loop.add_reader(self._door.fileno(), self.exchange)
+        self._listener: socket.socket | None = rendezvous.listen(lender.segment)
+        self.loop.add_reader(self._listener.fileno(), self.exchange)
 
     @property
     def delivered(self) -> bool:
@@ -65,7 +65,7 @@ class Outbox(Side):
 
     def exchange(self) -> None:
         """Whatever can move, without blocking: a receiver comes, credits come back, it goes."""
-        if self._door is not None:
+        if self._listener is not None:
             self._accept()
         if self.line is None:
             return
@@ -79,9 +79,9 @@ class Outbox(Side):
             wake_all(self.waiters)  # of different sizes: the one that fits need not be the first
 
     def _accept(self) -> None:
-        assert self._door is not None
+        assert self._listener is not None
         try:
-            connection, _ = self._door.accept()
+            connection, _ = self._listener.accept()
         except BlockingIOError:
             return
         if not rendezvous.trusted(connection):
@@ -108,7 +108,7 @@ class Outbox(Side):
         if len(self.outstanding) >= self.capacity:
             raise anyio.WouldBlock
         try:
-            lease = self.room.lease(size)
+            lease = self.lender.lease(size)
         except OutOfMemory:
             if not self.outstanding:
                 raise
@@ -127,15 +127,15 @@ class Outbox(Side):
         if self.line is not None:
             self.line.close()
         for block in self.outstanding.values():
-            self.room.free(block)
+            self.lender.free(block)
         self.outstanding.clear()
         self.early.clear()
 
     def _close_door(self) -> None:
-        if self._door is not None:
-            self.loop.remove_reader(self._door.fileno())
-            self._door.close()
-            self._door = None
+        if self._listener is not None:
+            self.loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
 
     async def wait_delivered(self) -> None:
         """Until `delivered`."""
@@ -149,7 +149,7 @@ class Outbox(Side):
             self.line.close()
         self.gone = True
         wake_all(self.waiters)
-        self.room.close()
+        self.lender.close()
 
     # -- what a queue through another kind of memory does in its own way
 
@@ -174,26 +174,28 @@ class Outbox(Side):
         """A message of the receiver: an item was released."""
         block = self.outstanding.pop(number_of(message), None)
         if block is not None:
-            self.room.free(block)
+            self.lender.free(block)
 
     async def wait_let_go(self) -> None:
         """Until the memory may go: shared memory stays for whoever has it mapped."""
 
 
-class TensorSender(QueueEnd):
-    """The send end. One per producer of this process: `clone` it, and close every clone."""
+class TensorSender(SendEnd[Mapping[str, Any]]):
+    """See `SendEnd` and `tensor_queue`."""
+
+    _shared: Outbox
 
     def __init__(self, box: Outbox) -> None:
-        self._box = box
+        super().__init__(box)
         box.ends += 1
 
     def put_nowait(self, item: Mapping[str, Any]) -> None:
         """Errors: anyio.WouldBlock without a credit or room; OutOfMemory for an item that can never fit; TypeError and
         ValueError for what is no tensor; anyio.BrokenResourceError without a receiver; anyio.ClosedResourceError."""
         self._check_open()
-        self._box.exchange()
+        self._shared.exchange()
         self._check_open()
-        self._box.put(item)
+        self._shared.put(item)
 
     async def put(self, item: Mapping[str, Any]) -> None:
         """Wait for a credit and for room, then put. Errors: as `put_nowait`, also while it waits."""
@@ -202,27 +204,21 @@ class TensorSender(QueueEnd):
                 return self.put_nowait(item)
             except anyio.WouldBlock:
                 pass
-            with self._box.waiting("a credit or room", "the receiver"):
-                await wait_in(self._box.waiters)
-
-    def clone(self) -> TensorSender:
-        """As `SendEnd.clone`."""
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return TensorSender(self._box)
+            with self._shared.waiting("a credit or room", "the receiver"):
+                await wait_in(self._shared.waiters)
 
     def close(self) -> None:
         """Closing twice is fine. Closing the last clone lets the receiver end."""
         if not self._closed:
             self._closed = True
-            self._box.ends -= 1
-            if not self._box.ends and not self._box.gone:
-                self._box.post(END)
-            wake_all(self._box.waiters)
+            self._shared.ends -= 1
+            if not self._shared.ends and not self._shared.gone:
+                self._shared.post(END)
+            wake_all(self._shared.waiters)
 
     def statistics(self) -> QueueStatistics:
         """`depth` and `gets` as this side knows them: items that were put and not released, and released ones."""
-        box = self._box
+        box = self._shared
         depth = len(box.outstanding)
         waiting = sum(not future.done() for future in box.waiters)
         there = int(box.line is not None and not box.gone)
@@ -233,7 +229,7 @@ class TensorSender(QueueEnd):
     def _check_open(self) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
-        if self._box.gone:
+        if self._shared.gone:
             raise anyio.BrokenResourceError
 
 
@@ -282,7 +278,7 @@ def _remove_leftover(name: str) -> None:
 
 @asynccontextmanager
 async def serve(
-    create: Callable[[], Room],
+    create: Callable[[], Lender],
     box_of: Callable[[Any, int, Recorder | None, Cause], Outbox],
     name: str,
     capacity: int,
@@ -294,11 +290,11 @@ async def serve(
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
     await offload(lambda: _remove_leftover(name), "shared memory")
-    room = create()
+    lender = create()
     try:
-        box = box_of(room, capacity, recorder, cause)
+        box = box_of(lender, capacity, recorder, cause)
     except BaseException:
-        room.close()
+        lender.close()
         raise
     try:
         sender = TensorSender(box)

@@ -39,15 +39,15 @@ _COUNT = struct.Struct("<H")
 _PART = struct.Struct("<HH")  # bytes of the name, bytes of the handle
 
 
-def item_message(number: int, handles: Mapping[str, Handle], room: int = LARGEST) -> bytes:
-    """Errors: ValueError for more tensors than one message of `room` bytes names."""
+def item_message(number: int, handles: Mapping[str, Handle], most: int = LARGEST) -> bytes:
+    """Errors: ValueError for more tensors than one message of `most` bytes names."""
     parts = [_NUMBER.pack(b"I", number), _COUNT.pack(len(handles))]
     for name, handle in handles.items():
         encoded, raw = name.encode(), handle.encode()
         parts += [_PART.pack(len(encoded), len(raw)), encoded, raw]
     message = b"".join(parts)
-    if len(message) > room:
-        raise ValueError(f"an item of {len(handles)} tensors needs {len(message)} bytes of handles; at most {room}")
+    if len(message) > most:
+        raise ValueError(f"an item of {len(handles)} tensors needs {len(message)} bytes of handles; at most {most}")
     return message
 
 

@@ -40,7 +40,7 @@ from .delivery import Delivery
 from .link import Link, introduced
 from .producer_core import VERSION_WORD
 from .reception import Reception
-from .types import Damage, Memory, RingCounters, RingSettings, RingStatistics
+from .types import CameBefore, Damage, RingCounters, RingSettings, RingStatistics
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
@@ -58,7 +58,7 @@ class RecordRing:
         self.on_gone: Callable[[bytes], None] | None = None  # a producer closed or died, and all that it put was taken
         self.damage = Damage()
         self.recorder: Recorder | None = None
-        self._known = Memory(_REMEMBERED)
+        self._known = CameBefore(_REMEMBERED)
         self._counts = RingCounters()
         self._links: dict[bytes, Link] = {}
         self._aside: list[Link] = []  # set aside by this owner, who may still hold records of them

@@ -1,11 +1,11 @@
-"""What an owner of record rings is told, tells, and remembers."""
+"""What belongs to the owner of record rings: their sizes, its counts, the damage that it found, and which members came before."""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,23 +59,16 @@ class RingCounters:
 
     def statistics(self, links: Collection[Link], damaged: int) -> RingStatistics:
         """With what the rings that exist count themselves, and the damage."""
-        return RingStatistics(
-            records=self.records,
-            released=self.released,
-            outstanding=sum(link.reader.outstanding for link in links),
-            duplicates=self.duplicates,
-            torn=self.torn + sum(link.reader.counts.lost for link in links),
-            half_written=self.half_written,
-            passed_over=self.passed_over + sum(link.reader.counts.passed_over for link in links),
-            replayed=self.replayed,
-            producers=sum(link.connection is not None for link in links),
-            rings=len(links),
-            deaths=self.deaths,
-            reclaimed=self.reclaimed,
-            refused=self.refused,
-            pauses=self.pauses,
-            damaged=damaged,
-        )
+        counts = [link.reader.counts for link in links]
+        here = {
+            "torn": self.torn + sum(each.lost for each in counts),
+            "passed_over": self.passed_over + sum(each.passed_over for each in counts),
+            "outstanding": sum(link.reader.outstanding for link in links),
+            "producers": sum(link.connection is not None for link in links),
+            "rings": len(links),
+            "damaged": damaged,
+        }
+        return RingStatistics(**(asdict(self) | here))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +96,7 @@ class Damage:
             self.listener(line)
 
 
-class Memory:
+class CameBefore:
     """Which members came before: those that lie in the ring, and the latest `most` that left it. Kept group by
     group: one is as old as its latest member.
 
