@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     from asyncrl.checkpoint.store import require_whole_model
     from asyncrl.config.schema import LoraConfig, ModelConfig
     from asyncrl.errors import CheckpointError, ConfigError
+    from asyncrl.models.head.output import head_transform
     from asyncrl.models.loading import load_module
     from asyncrl.models.rotary import original_context
     from asyncrl.runtime.gate import check_model
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
         require_whole_model(Path(given.path), "PATH")
         module, _ = load_module(config)
+        head_transform(module)  # of the whole model: of layers that are not compared, weights may not be finite
         context = original_context(module.config)
         if context is not None:
             print(f"rows of up to {context} tokens:")

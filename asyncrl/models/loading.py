@@ -27,8 +27,11 @@ from .policy import DTYPES, PolicyModel
 from .rotary import hold_frequencies, not_held
 
 Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
-# Of transformers, for what it cannot read.
-LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)
+# Of transformers, for what it cannot read: a configuration is checked by rules of its own, and by whatever a class does with it.
+LOADING_ERRORS = (Exception,)
+# A directory's own code is not run. (Without a word about it, transformers would ask at the terminal.)
+OWN_CODE: dict[str, Any] = {"trust_remote_code": False}
+REPORTED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for `require_all_weights`
 
 
 def load_policy(
@@ -139,8 +142,8 @@ def load_tokenizer(config: ModelConfig) -> Any:
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer is None else {}
     require_hub(source, "model.tokenizer" if config.tokenizer else "model.path")
     try:
-        return AutoTokenizer.from_pretrained(source, **gguf)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(source, **OWN_CODE, **gguf)
+    except LOADING_ERRORS as error:
         raise ConfigError(
             f"model.tokenizer: no tokenizer could be loaded from {source!r} ({first_line(error)}); "
             "put tokenizer.json beside the model, or name a directory or hub id in model.tokenizer"
@@ -174,7 +177,7 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
         module, _ = _describe_built(config)
     else:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(load_model_config(config))
+            module = _of_config(config, load_model_config(config))
     module.tie_weights()
     return module
 
@@ -187,8 +190,13 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     require_hub(path, "model.path")
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(path, **gguf)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        found: PretrainedConfig = AutoConfig.from_pretrained(path, **OWN_CODE, **gguf)
+    except LOADING_ERRORS as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"model.path: {path!r} brings code of its own (auto_map in its config.json), which is not run; load it in a "
+                "function of yours and name that, model.path=file.py:function"
+            ) from error
         raise ConfigError(f"model.path: no model configuration in {path!r} ({first_line(error)})") from error
     return _repair(found)
 
@@ -198,13 +206,12 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
         settings = load_model_config(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            built: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-        return built
+            return _of_config(config, settings, dtype=torch.float32)
     path = model_source(config)
     load_model_config(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **gguf)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **REPORTED, **OWN_CODE, **gguf)
     except LOADING_ERRORS as error:
         raise ConfigError(f"model.path: the weights of {path!r} could not be loaded ({first_line(error)})") from error
     module, report = loaded
@@ -215,8 +222,26 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
     return module  # type: ignore[no-any-return]  # transformers: Any
 
 
+def _of_config(config: ModelConfig, settings: PretrainedConfig, **given: Any) -> PreTrainedModel:
+    """Errors: ConfigError for a configuration of something else, or one that its class does not build."""
+    try:
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(settings, **given)
+    except LOADING_ERRORS as error:
+        raise ConfigError(
+            f"model.path: transformers builds no causal language model from the configuration in {model_source(config)!r} "
+            f"({first_line(error)})"
+        ) from error
+    return built
+
+
 def require_all_weights(report: Mapping[str, Any], where: str, why: str) -> None:
     """`report`: what transformers says about the loading. Errors: ConfigError that names what it would have made up."""
+    other = sorted(report.get("mismatched_keys", ()))
+    if other:
+        name, held, wanted = other[0]
+        raise ConfigError(
+            f"{where} holds {name} as {list(held)}, where the configuration says {list(wanted)} ({len(other)} such weights in all)"
+        )
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise ConfigError(

@@ -32,6 +32,7 @@ _WINDOWS = (  # and the chunks in which layers with a state go through a row
     "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
     "chunk_size", "mamba_chunk_size", "block_size",
 )  # fmt: skip
+_POSITIONS = ("max_position_embeddings", "max_seq_len")  # rows of a table of positions, where a class has one
 _WIDTHS = (  # of an MLP's hidden layer: a number of equal units, of which a part computes what all do
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size",
 )  # fmt: skip
@@ -68,7 +69,34 @@ def build_probe(
     return probe
 
 
-def _build(module: PreTrainedModel, narrow: bool, outgrown: bool) -> PreTrainedModel:
+def most_positions(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest row that the model is made for, as its configuration says; None: it does not."""
+    text = config.get_text_config()
+    known = [value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
+    return min(known, default=None)
+
+
+@torch.no_grad()
+def positions_end(module: PreTrainedModel, longest: int, *, narrow: bool = False) -> int | None:
+    """`most_positions` where a row of `longest` tokens goes beyond them and the model does not, as one that looks them up in a
+    table; None: it goes on.
+
+    Asked of a probe on the host whose table has CONTEXT rows. Errors: whatever the class raises where it cannot be built so.
+    """
+    most = most_positions(module.config)
+    if most is None or longest <= most:
+        return None
+    probe = _build(module, narrow, False, positions=CONTEXT).eval()
+    row = torch.zeros(1, CONTEXT + 1, dtype=torch.int64)
+    probe(input_ids=row[:, :CONTEXT], use_cache=False)
+    try:
+        probe(input_ids=row, use_cache=False)
+    except (IndexError, RuntimeError, ValueError):
+        return most
+    return None
+
+
+def _build(module: PreTrainedModel, narrow: bool, outgrown: bool, *, positions: int | None = None) -> PreTrainedModel:
     """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
     then twice as many."""
     few = layer_kinds(module)
@@ -79,6 +107,8 @@ def _build(module: PreTrainedModel, narrow: bool, outgrown: bool) -> PreTrainedM
             _narrow(config.get_text_config())
         if outgrown:
             _shrink_original(config.get_text_config())
+        if positions is not None:
+            _set_positions(config.get_text_config(), positions)
         try:
             return _of_config(module, config)
         except (ValueError, IndexError, KeyError):
@@ -152,6 +182,12 @@ def _shrink_original(text: PretrainedConfig) -> None:
             part["original_max_position_embeddings"] = CONTEXT
             if of_the_model:
                 text.original_max_position_embeddings = CONTEXT
+
+
+def _set_positions(text: PretrainedConfig, positions: int) -> None:
+    for name in _POSITIONS:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, positions)
 
 
 def _narrow(text: PretrainedConfig) -> None:

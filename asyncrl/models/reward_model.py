@@ -30,7 +30,7 @@ from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.errors import ConfigError, RewardError, first_line
 from asyncrl.types import Messages
 
-from .loading import LOADING_ERRORS, require_all_weights
+from .loading import LOADING_ERRORS, OWN_CODE, REPORTED, require_all_weights
 from .parameters.source import call_builder, is_address
 from .policy import DTYPES
 from .rotary import chooses_otherwise, forget_lengths
@@ -179,8 +179,15 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
     really called, and what it made forgotten. Errors: ConfigError."""
     width = DTYPES[config.dtype or dtype].itemsize
     if not is_address(config.path):
-        with torch.device("meta"):
-            module: nn.Module = AutoModelForSequenceClassification.from_config(_model_config(config))
+        settings = _model_config(config)
+        try:
+            with torch.device("meta"):
+                module: nn.Module = AutoModelForSequenceClassification.from_config(settings)
+        except LOADING_ERRORS as error:
+            raise ConfigError(
+                f"reward.model: transformers builds no sequence classifier from the configuration in {config.path!r} "
+                f"({first_line(error)})"
+            ) from error
     else:
         try:
             with torch.device("meta"):
@@ -206,7 +213,7 @@ def _model_config(config: RewardModelConfig) -> Any:
     """Errors: ConfigError where there is none, or where it has several outputs and none is chosen."""
     require_hub(config.path, "reward.model")
     try:
-        found = AutoConfig.from_pretrained(config.path)
+        found = AutoConfig.from_pretrained(config.path, **OWN_CODE)
     except LOADING_ERRORS as error:
         raise ConfigError(f"reward.model: no model configuration in {config.path!r} ({first_line(error)})") from error
     if config.label is None and found.num_labels != 1:
@@ -220,7 +227,7 @@ def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
     settings = _model_config(config)
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            config.path, config=settings, dtype=DTYPES[dtype], output_loading_info=True
+            config.path, config=settings, dtype=DTYPES[dtype], **REPORTED, **OWN_CODE
         )
     except LOADING_ERRORS as error:
         raise ConfigError(
@@ -234,8 +241,8 @@ def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
 
 def _tokenizer_of(path: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (*LOADING_ERRORS, TypeError) as error:
+        return AutoTokenizer.from_pretrained(path, **OWN_CODE)
+    except LOADING_ERRORS as error:
         raise ConfigError(
             f"reward.model: no tokenizer could be loaded from {path!r} ({first_line(error)}); put it beside the model"
         ) from error

@@ -26,7 +26,7 @@ from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
-from asyncrl.models.probe import build_probe
+from asyncrl.models.probe import build_probe, positions_end
 from asyncrl.models.rotary import describe, not_held, outgrows
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
@@ -139,6 +139,11 @@ def check_model(
             trial.check_causal()
             if longest is not None and not trial.holds():
                 raise ConfigError(not_held(module.config, longest))
+            if longest is not None and (end := _positions_end(module, longest)) is not None:
+                raise ConfigError(
+                    f"it has positions for {end} tokens, and rows may have {longest}; make data.max_prompt_tokens or "
+                    "rollout.max_tokens smaller, so that their sum is within that"
+                )
         except ConfigError as error:
             raise ConfigError(f"model.path: {name} is refused: {error}") from error
         except Exception as error:
@@ -164,13 +169,35 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: boo
     """On narrow layers, or on whole ones where the class cannot be built narrow."""
     for narrow in (True, False):
         try:
-            trial = Trial(build_probe(module, device, narrow=narrow, outgrown=outgrown), outgrown=outgrown, **given)
+            probe = build_probe(module, device, narrow=narrow, outgrown=outgrown)
+            _require_own_parts(module, probe)
+            trial = Trial(probe, outgrown=outgrown, **given)
             _ = trial.eager
             return trial
         except Exception:
             if not narrow:
                 raise
     raise AssertionError("whole layers return or raise")
+
+
+def _require_own_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None:
+    """What is compared was built by the class. Errors: ConfigError for a model into which somebody has put other parts since."""
+    own = dict(module.named_modules())
+    for name, part in probe.named_modules():
+        found, built = (f"{type(each).__module__}.{type(each).__qualname__}" for each in (own.get(name, part), part))
+        if found != built:
+            raise ConfigError(
+                f"its {name} is a {found}, where its class builds a {built}, and that is what would be compared; merge adapters "
+                "into their weights first"
+            )
+
+
+def _positions_end(module: PreTrainedModel, longest: int) -> int | None:
+    """As `positions_end`, of narrow layers, or of whole ones; None as well where neither can be asked."""
+    for narrow in (True, False):
+        with contextlib.suppress(Exception):  # whatever the class raises where it cannot be built so
+            return positions_end(module, longest, narrow=narrow)
+    return None
 
 
 def check_for(

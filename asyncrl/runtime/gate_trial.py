@@ -28,6 +28,7 @@ from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.copying import copy_module
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.probe import most_positions
 from asyncrl.models.rotary import hold_frequencies, original_context
 from asyncrl.training.passes import Forward
 from asyncrl.types import (
@@ -97,8 +98,8 @@ class Trial:
         self._random = np.random.default_rng(0)
         self._outgrown = outgrown
         text = probe.config.get_text_config()
-        limits = [] if outgrown else [original_context(probe.config), getattr(text, "max_position_embeddings", None)]
-        self._longest = min([_LONGEST, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+        limits = [] if outgrown else [original_context(probe.config), most_positions(probe.config)]
+        self._longest = min([_LONGEST, *(limit for limit in limits if limit is not None)])
         self._vocabulary = int(text.vocab_size)
         # Tokens repeat, because a layer that chooses keys may have to choose among equal ones.
         self._open_tokens = self._tokens(6)[self._random.integers(0, 6, self._longest)]

@@ -118,11 +118,57 @@ def test_errors_accuse_precisely(directory: Path, tmp_path_factory: pytest.TempP
         load(directory)
 
 
+def test_code_beside_a_model_is_neither_run_nor_asked_about(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers asks at the terminal whether it may, and runs it on a yes."""
+    shape = json.loads((directory / "config.json").read_text())
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (directory / "config.json").write_text(json.dumps(shape | {"model_type": "own", "auto_map": code}))
+    (directory / "own.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(
+        ConfigError, match=r"brings code of its own .* which is not run; load it in a function of yours"
+    ):
+        load_policy(ModelConfig(path=str(directory), dtype="float32"))
+    assert "[y/N]" not in "".join(capfd.readouterr())
+
+
+def test_weights_of_another_size_than_the_configuration_says_are_named(directory: Path) -> None:
+    shape = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(shape | {"num_key_value_heads": 4}))
+    with pytest.raises(
+        ConfigError, match=r"k_proj.weight as \[16, 16\], where the configuration says \[32, 16\] \(4 such"
+    ):
+        load_policy(ModelConfig(path=str(directory), dtype="float32"))
+
+
 def test_missing_weights_are_refused_not_left_random(directory: Path) -> None:
     shape = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match=r"layers\.2"):
         load_policy(ModelConfig(path=str(directory), dtype="float32"))
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": "16"}, "no model configuration in .*hidden_size"),
+        ({"model_type": "t5"}, "builds no causal language model from the configuration in .*T5Config"),
+        ({"model_type": "nobody's"}, "no model configuration in .*nobody's"),
+        ({"hidden_act": "none such"}, "builds no causal language model from the configuration in .*none such"),
+    ],
+    ids=["form", "encoder-decoder", "type", "activation"],
+)
+def test_a_configuration_of_something_else_is_refused_with_a_sentence(
+    directory: Path, change: dict, words: str, random: bool
+) -> None:
+    """Also where only the form of the model is asked for: memory and `--dry-run` come before the weights."""
+    shape = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(shape | change))
+    config = ModelConfig(path=str(directory), random_init=random, dtype="float32")
+    with pytest.raises(ConfigError, match=words):
+        describe_module(config)
+    with pytest.raises(ConfigError, match=words if random else "T5Config|none such|nobody's|hidden_size"):
+        load_policy(config)
 
 
 @pytest.mark.parametrize(

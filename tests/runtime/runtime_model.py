@@ -41,6 +41,17 @@ def build_deep(seed: int) -> tuple[Any, Any]:
     return seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=12, head_dim=16), make_tokenizer()
 
 
+def build_broken(seed: int) -> tuple[Any, Any]:
+    """A weight of the last of four layers is not a number: a model's first layers alone do not show it."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = seeded(Qwen3ForCausalLM, Qwen3Config, seed, num_hidden_layers=4, head_dim=16)
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight[0, 0] = float("nan")
+    return model, make_tokenizer()
+
+
 def build_never(seed: int) -> tuple[Any, Any]:
     raise AssertionError("the model was asked for")
 

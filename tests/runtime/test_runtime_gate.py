@@ -17,6 +17,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BloomConfig,
+    GPT2Config,
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
@@ -25,6 +26,7 @@ from transformers import (
     MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     PhimoeConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -290,6 +292,25 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
         check_model(LookingForCausalLM(LlamaConfig(**GATED)))
 
 
+class AdaptedLinear(nn.Linear):
+    """As a library of adapters puts it in the place of a layer's own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_model_into_which_other_parts_were_put_is_refused(layer: int) -> None:
+    """What is compared is what the class builds: it would not see them."""
+    model = llama()
+    own = model.model.layers[layer].self_attn.q_proj
+    model.model.layers[layer].self_attn.q_proj = AdaptedLinear(own.in_features, own.out_features, bias=False)
+    with pytest.raises(
+        ConfigError, match=rf"its model.layers.{layer}.self_attn.q_proj is a .*AdaptedLinear, where its"
+    ):
+        check_model(model)
+
+
 def test_a_model_that_cannot_be_built_small_is_refused_with_a_sentence() -> None:
     class OddForCausalLM(LlamaForCausalLM):
         def __init__(self, config: LlamaConfig) -> None:
@@ -524,6 +545,24 @@ def test_frequencies_that_nobody_can_hold_are_refused_for_rows_past_the_original
         check_for(config, built(phimoe))
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "mpt"])
+def test_rows_that_a_table_of_positions_does_not_hold_are_refused(tmp_path: Path, kind: str) -> None:
+    """The class would fail with an index in the middle of a run, when the first row grows so long."""
+    config = resolve(config_of(tmp_path, "data.max_prompt_tokens=12", "rollout.max_tokens=8"), 1)
+    no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+    def of(positions: int) -> PreTrainedModel:
+        settings = SMALL | no_dropout | {"n_positions": positions}
+        return built(GPT2Config(**settings) if kind == "gpt2" else MptConfig(**SMALL, max_seq_len=positions))
+
+    with pytest.raises(
+        ConfigError, match="is refused: it has positions for 19 tokens, and rows may have 20; make data"
+    ):
+        check_for(config, of(19))
+    assert check_for(config, of(20)).path == (PACKED if kind == "gpt2" else PLAIN[1])
+    assert check_for(config, llama(max_position_embeddings=19)).path == FUSED  # rotary angles go on
+
+
 def test_keys_of_old_weights_are_not_kept_on_the_plain_path(tmp_path: Path) -> None:
     keep = resolve(config_of(tmp_path, "engine.kv_after_update=keep"), 1)
     with pytest.raises(ConfigError, match="set it to recompute, or leave it out"):
@@ -564,6 +603,8 @@ def test_check_model_a_dry_run_and_a_run_say_which_path(tmp_path: Path, capsys: 
     )
     assert cli(["check-model", "/no/such/model"]) == 2
     assert "there is no directory" in capsys.readouterr().err
+    assert cli(["check-model", f"{MODEL}:build_broken"]) == 2
+    assert "gives logits that are not finite" in capsys.readouterr().err
 
     text = plan(config_of(tmp_path, f"model.path={MODEL}:build_stateful"))
     assert "model: Lfm2ForCausalLM on the plain path" in text
