@@ -268,6 +268,7 @@ async def serve(
     *,
     others: Sequence[str] = (),
     at: Address | None = None,
+    statistics: ring_door.DoorStatistics | None = None,
     task_status: anyio.abc.TaskStatus[AtroposDoor] = anyio.TASK_STATUS_IGNORED,
 ) -> ring_door.DoorStatistics:
     """`asyncrl.runtime.door.serve` with an HTTP door into the same ring, until the training ends or the ring is closed.
@@ -276,7 +277,7 @@ async def serve(
     which the groups are spread. Reports the open door to the task group's `start`.
     Errors: ConfigError where it cannot listen.
     """
-    counts = ring_door.DoorStatistics()
+    counts = statistics or ring_door.DoorStatistics()
     ring.publish_version(runtime.version)  # before anything is stamped with it
     async with plain_task_group() as tasks:
 
