@@ -283,8 +283,8 @@ def test_a_packed_weight_is_written_anew_as_torch_would_pack_it(
         else:
             assert len(list(copy.write_in_pieces(weight))) == copy.pieces
         assert torch.equal(product(x, copy.tensor, None), product(x, reorder(weight), None))
-        assert not copy.in_place or torch.ops.mkldnn.data_ptr(copy.tensor) == address
-    if copy.in_place and rows == 960:
+        assert copy.blocks is None or torch.ops.mkldnn.data_ptr(copy.tensor) == address
+    if copy.blocks is not None and rows == 960:
         assert copy.pieces > 10
 
 
@@ -296,7 +296,7 @@ def test_rows_that_pad_do_not_hide_the_layout() -> None:
     whole = Reordered(weight.clone())
     weight[-64:] = other[-64:] = 0
     copy = Reordered(weight)
-    assert copy.in_place == whole.in_place and copy.pieces == whole.pieces
+    assert (copy.blocks is not None) == (whole.blocks is not None) and copy.pieces == whole.pieces
     copy.write(other)
     x = values(5, 96, dtype=torch.float32)
     assert torch.equal(product(x, copy.tensor, None), product(x, reorder(other), None))
@@ -314,7 +314,7 @@ def test_a_layout_that_is_not_known_is_packed_by_torch(why: str, monkeypatch: py
     if why == "rows":  # all alike
         weight[:] = weight[0].clone()
     copy = Reordered(weight)
-    assert not copy.in_place and copy.pieces == 1
+    assert copy.blocks is None and copy.pieces == 1
     assert len(list(copy.write_in_pieces(other))) == 1
     x = values(5, 96, dtype=torch.float32)
     assert torch.equal(product(x, copy.tensor, None), product(x, reorder(other), None))
