@@ -26,6 +26,7 @@ from asyncrl.generation.worker.opening import attach_copies
 from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.outputs import fixed_logprobs
+from asyncrl.models.native import library as native
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.parameters.placed import placing_works
 from asyncrl.models.policy import DTYPES, PolicyModel
@@ -279,7 +280,8 @@ async def test_where_there_is_no_room_they_are_packed_after_the_move(boards: lis
 def needs_copies(dtype: str) -> None:
     """As on the machine that we have, where it is so for float32."""
     kind = torch.float32 if dtype == "float32" else torch.bfloat16
-    if not packing_works(kind, torch.device("cpu")) or not placing_works(kind):
+    packs = native.available() and packing_works(kind, torch.device("cpu"))
+    if not packs or not placing_works(kind):
         pytest.skip(f"this torch packs no {dtype} weights here, or reads none that others have packed")
 
 

@@ -12,6 +12,7 @@ import torch
 from models_served import logprobs
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl.models.native import library as native
 from asyncrl.models.parameters import placed
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.parameters.placed import PackedLayout, placing_works
@@ -36,8 +37,10 @@ def llama(seed: int = 3, **changed: Any) -> LlamaForCausalLM:
 def needs_placing(dtype: str) -> None:
     """As on the machine that we have, where it is so for float32."""
     kind = torch.float32 if dtype == "float32" else torch.bfloat16
-    if not packing_works(kind, CPU) or not placing_works(kind):
-        pytest.skip(f"this torch packs no {dtype} weights here, or reads none that others have packed")
+    if not native.available() or not packing_works(kind, CPU) or not placing_works(kind):
+        pytest.skip(
+            f"no native code, or this torch packs no {dtype} weights here, or reads none that others have packed"
+        )
 
 
 class Sides:
