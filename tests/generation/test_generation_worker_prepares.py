@@ -25,8 +25,8 @@ from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.opening import attach_copies
 from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
-from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.native import library as native
+from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.parameters.placed import placing_works
 from asyncrl.models.policy import DTYPES, PolicyModel

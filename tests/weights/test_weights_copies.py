@@ -14,8 +14,8 @@ from weights_helpers import Trained, own_lane, trained
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.errors import DivergenceError
-from asyncrl.models.parameters import packed
 from asyncrl.models.native import library as native
+from asyncrl.models.parameters import packed
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.parameters.placed import placing_works
 from asyncrl.models.parameters.reordered import reorder
