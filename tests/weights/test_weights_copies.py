@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ async def test_between_two_updates_nobody_writes_into_what_is_read() -> None:
         before = case.copies.board.half(1).clone()
         for _ in range(2):
             version = await case.step()
-            assert await case.lane.run(lambda: case.trained.policy.packed_agrees(version), name="look")  # noqa: B023
+            assert await case.lane.run(partial(case.trained.policy.packed_agrees, version), name="look")
         assert torch.equal(case.copies.board.half(1), before)
         await case.sink.update_weights(version)
         assert case.readers.asked == [(1, 1), (3, 0)] and torch.equal(case.copies.board.half(1), before)
