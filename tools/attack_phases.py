@@ -24,7 +24,6 @@ import contextlib
 import math
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from attack_runs import GROUPS, ROOT, Life, adopting, start_warm, table, tallied, trained
+from attack_runs import GROUPS, ROOT, Life, adopting, answer_signals, start_warm, table, tallied, trained
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import CheckpointError
@@ -260,5 +259,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`: the lives in hand are ended, too
+    answer_signals()
     sys.exit(main())

@@ -344,6 +344,13 @@ def table(counts: Counter[str], *heads: str) -> int:
     return int(any(name.startswith("broken") for name in counts))
 
 
+def answer_signals() -> None:
+    """Those that `timeout` or a terminal sends end the lives in hand, too. And what is started does not inherit that a shell has
+    some of them ignored by what it runs in the background."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+
+
 def start_warm() -> None:
     """From now on."""
     global subprocess
@@ -379,5 +386,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`: the run in hand is ended, too
+    answer_signals()
     sys.exit(main())

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from attack_runs import STARTED_S, Life, adopting, table
+from attack_runs import STARTED_S, Life, adopting, answer_signals, table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -245,5 +245,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`: the run in hand is ended, too
+    answer_signals()
     sys.exit(main())

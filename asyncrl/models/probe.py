@@ -2,7 +2,8 @@
 
     kinds of layers    as many of the first layers as it takes to have one of each kind
     vocabulary         its first tokens
-    width              the first heads, and the first units of the MLPs, where the class can be built so
+    width              the first heads, the first units of the MLPs, and a part of the stream between the layers, where the class
+                       can be built so
     windows, contexts  the numbers in the configuration from which on a model behaves differently, made small, so that a
                        short row passes them
     weights            the model's own; scaled up where they are so small that a lost term would not show, and moved off
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,24 +39,28 @@ _WIDTHS = (  # of an MLP's hidden layer: a number of equal units, of which a par
 )  # fmt: skip
 # Of a layer, what says nothing of its kind: its own number, and the workings of nn.Module, which are many.
 _DIFFERS_WITHIN_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Module())}
+# Of a probe, the narrowest first: fewer heads over a narrow stream; fewer heads over a stream as much narrower; as the model is.
+Width = Literal["stream", "heads", "whole"]
+WIDTHS: tuple[Width, ...] = get_args(Width)
 _NARROW = 64
+_STREAM = 128
 _NOISE = 0.2
 _SEED = 0
 
 
 def build_probe(
-    module: PreTrainedModel, device: torch.device | str = "cpu", *, narrow: bool = False, outgrown: bool = False
+    module: PreTrainedModel, device: torch.device | str = "cpu", *, width: Width = "whole", outgrown: bool = False
 ) -> PreTrainedModel:
     """A small float32 model of the class of `module`, whose weights may lie on the meta device: then the probe's are random.
 
-    `narrow`: with fewer heads and units, so that its size hardly depends on that of the model; not every class can be built so.
+    `width`: with fewer heads and units its size hardly depends on that of the model; not every class can be built so.
     `outgrown`: rows of the run pass the original context of rotary frequencies that follow their length (rotary.py); those of the
     probe do so too, if they have more than CONTEXT tokens.
 
     Leaves torch's global random state alone. Errors: whatever the class raises where it cannot be built so.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    probe = _build(module, narrow, outgrown)
+    probe = _build(module, width, outgrown)
     parameters = list(probe.named_parameters())
     with torch.no_grad():
         for name, target in [*parameters, *_saved_buffers(probe)]:
@@ -77,7 +82,7 @@ def most_positions(config: PretrainedConfig) -> int | None:
 
 
 @torch.no_grad()
-def positions_end(module: PreTrainedModel, longest: int, *, narrow: bool = False) -> int | None:
+def positions_end(module: PreTrainedModel, longest: int, *, width: Width = "whole") -> int | None:
     """`most_positions` where a row of `longest` tokens goes beyond them and the model does not, as one that looks them up in a
     table; None: it goes on.
 
@@ -86,7 +91,7 @@ def positions_end(module: PreTrainedModel, longest: int, *, narrow: bool = False
     most = most_positions(module.config)
     if most is None or longest <= most:
         return None
-    probe = _build(module, narrow, False, positions=CONTEXT).eval()
+    probe = _build(module, width, False, positions=CONTEXT).eval()
     row = torch.zeros(1, CONTEXT + 1, dtype=torch.int64)
     probe(input_ids=row[:, :CONTEXT], use_cache=False)
     try:
@@ -96,15 +101,15 @@ def positions_end(module: PreTrainedModel, longest: int, *, narrow: bool = False
     return None
 
 
-def _build(module: PreTrainedModel, narrow: bool, outgrown: bool, *, positions: int | None = None) -> PreTrainedModel:
+def _build(module: PreTrainedModel, width: Width, outgrown: bool, *, positions: int | None = None) -> PreTrainedModel:
     """With its own random weights. Of some classes a few layers alone are none (Zamba ties the second of a kind to the first):
     then twice as many."""
     few = layer_kinds(module)
     total = int(module.config.get_text_config().num_hidden_layers)
     for layers in (few, min(2 * few, total)):
         config = probe_config(module, layers=layers)
-        if narrow:
-            _narrow(config.get_text_config())
+        if width != "whole":
+            _narrow(config.get_text_config(), stream=width == "stream")
         if outgrown:
             _shrink_original(config.get_text_config())
         if positions is not None:
@@ -190,19 +195,28 @@ def _set_positions(text: PretrainedConfig, positions: int) -> None:
             setattr(text, name, positions)
 
 
-def _narrow(text: PretrainedConfig) -> None:
+def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
     """Fewer heads of the same size over a stream as much narrower, and narrower MLPs: what a layer computes does not depend on
-    how many of equal parts it has."""
+    how many of equal parts it has. `stream`: narrower still, where the configuration gives heads a size of their own."""
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     keys = getattr(text, "num_key_value_heads", None) or heads
     if isinstance(heads, int) and isinstance(keys, int) and isinstance(hidden, int):
         text.num_attention_heads, kept_keys, text.hidden_size = _fewer_heads(heads, keys, hidden)
         if getattr(text, "num_key_value_heads", None) is not None:
             text.num_key_value_heads = kept_keys
+        if stream and isinstance(getattr(text, "head_dim", None), int):
+            text.hidden_size = _narrow_stream(text.num_attention_heads, text.hidden_size)
     for name in _WIDTHS:
         value = getattr(text, name, None)
         if isinstance(value, int) and value >= 2 * _NARROW:
             setattr(text, name, _NARROW + value % _NARROW)
+
+
+def _narrow_stream(heads: int, hidden: int) -> int:
+    """A multiple of the heads, which many classes ask for, that leaves the same rest to our kernels' sixteen numbers; `hidden`
+    where no smaller one is both."""
+    fits = (size for size in range(_STREAM, hidden) if not size % heads and not (hidden - size) % native.LANES)
+    return next(fits, hidden)
 
 
 def _fewer_heads(heads: int, keys: int, hidden: int) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
-from asyncrl.models.probe import build_probe, positions_end
+from asyncrl.models.probe import WIDTHS, build_probe, positions_end
 from asyncrl.models.rotary import describe, not_held, outgrows
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
@@ -167,15 +167,15 @@ def check_model(
 
 def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: bool, **given: Any) -> Trial:
     """On narrow layers, or on whole ones where the class cannot be built narrow."""
-    for narrow in (True, False):
+    for width in WIDTHS:
         try:
-            probe = build_probe(module, device, narrow=narrow, outgrown=outgrown)
+            probe = build_probe(module, device, width=width, outgrown=outgrown)
             _require_own_parts(module, probe)
             trial = Trial(probe, outgrown=outgrown, **given)
             _ = trial.eager
             return trial
         except Exception:
-            if not narrow:
+            if width == WIDTHS[-1]:
                 raise
     raise AssertionError("whole layers return or raise")
 
@@ -194,9 +194,9 @@ def _require_own_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None:
 
 def _positions_end(module: PreTrainedModel, longest: int) -> int | None:
     """As `positions_end`, of narrow layers, or of whole ones; None as well where neither can be asked."""
-    for narrow in (True, False):
+    for width in WIDTHS:
         with contextlib.suppress(Exception):  # whatever the class raises where it cannot be built so
-            return positions_end(module, longest, narrow=narrow)
+            return positions_end(module, longest, width=width)
     return None
 
 

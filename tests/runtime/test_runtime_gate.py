@@ -29,7 +29,6 @@ from transformers import (
     MptConfig,
     PhimoeConfig,
     PreTrainedModel,
-    Qwen3Config,
 )
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ForCausalLM, Lfm2Model
 from transformers.models.llama import modeling_llama
@@ -122,43 +121,6 @@ def probe_of(model: PreTrainedModel) -> PreTrainedModel:
     return build_probe(model)
 
 
-def test_the_probe_of_a_wide_model_is_narrow() -> None:
-    """What the gate costs hardly depends on the model's size: equal parts are compared in part, with the weights they have."""
-    model = llama(hidden_size=256, num_attention_heads=16, num_key_value_heads=8, intermediate_size=600)
-    probe = build_probe(model, narrow=True)
-    assert (probe.config.hidden_size, probe.config.num_attention_heads, probe.config.num_key_value_heads) == (64, 4, 2)
-    assert (probe.config.head_dim, probe.config.intermediate_size) == (16, 64 + 600 % 64)
-    own, whole = probe.model.layers[0].self_attn.q_proj.weight, model.model.layers[0].self_attn.q_proj.weight
-    torch.testing.assert_close(
-        own / own.norm(), whole[:64, :64] / whole[:64, :64].norm()
-    )  # scaled up, and nothing else
-    assert check_model(model).path == FUSED
-
-
-@pytest.mark.parametrize(
-    ("whole", "narrow"),
-    [
-        ((9, 3, 576), (6, 2, 384)),  # SmolLM2
-        ((14, 2, 896), (14, 2, 896)),  # Qwen 2: groups of up to eight stay, two of them
-        ((64, 8, 8192), (16, 2, 2048)),
-        ((80, 8, 10240), (12, 2, 1536)),  # ten at one key: four, and two are left, as in ten
-        ((32, 32, 4096), (2, 2, 256)),
-        ((96, 8, 4096), (24, 2, 1024)),  # GLM-4.5-Air: 16 / 96 of its hidden size is no whole number
-        ((80, 8, 4096), (20, 2, 1024)),
-        ((12, 6, 1416), (4, 2, 472)),  # the hidden size leaves the same rest to the kernels' sixteen numbers
-        ((16, 8, 1160), (16, 8, 1160)),  # and stays where that cannot be
-    ],
-)
-def test_narrow_heads_are_what_the_kernels_see(whole: tuple[int, int, int], narrow: tuple[int, int, int]) -> None:
-    """(query heads, key heads, hidden size): groups, and what is left past four query heads and sixteen numbers."""
-    heads, keys, hidden = whole
-    config = GATED | {"num_attention_heads": heads, "num_key_value_heads": keys, "hidden_size": hidden, "head_dim": 16}
-    with torch.device("meta"):
-        model = built(Qwen3Config(**config))
-    probe = build_probe(model, narrow=True).config
-    assert (probe.num_attention_heads, probe.num_key_value_heads, probe.hidden_size) == narrow
-
-
 def test_a_copy_shares_nothing_with_the_module() -> None:
     model = llama(tie_word_embeddings=True)
     heard: list[nn.Module] = []
@@ -174,23 +136,6 @@ def test_a_copy_shares_nothing_with_the_module() -> None:
         model(input_ids=torch.arange(3)[None])
         copied(input_ids=torch.arange(3)[None])
     assert heard == [model.model.norm, copied.model.layers[0], copied.model.norm]
-
-
-def test_what_cannot_be_narrow_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class whose width is its own affair: its small copy fails, and that is not the model's fault."""
-    widths = []
-    init = LlamaModel.__init__
-
-    def fixed(self: LlamaModel, config: LlamaConfig) -> None:
-        widths.append(config.hidden_size)
-        if config.hidden_size != 256:
-            raise ValueError("this class is 256 wide")
-        init(self, config)
-
-    monkeypatch.setattr(LlamaModel, "__init__", fixed)
-    model = llama(hidden_size=256, num_attention_heads=16, num_key_value_heads=8)
-    assert check_model(model).path == FUSED
-    assert 64 in widths and widths[-1] == 256
 
 
 def test_without_weights_the_class_is_compared() -> None:
