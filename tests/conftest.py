@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -56,6 +57,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time of a long run went, file by file."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if seconds.total() > 300:
+        terminalreporter.section("slowest 20 files")
+        for file, spent in seconds.most_common(20):
+            terminalreporter.write_line(f"{spent:.0f}s {file}")
 
 
 _found: list[str] = []
