@@ -194,6 +194,11 @@ class OpenRun:
             if ledger.statistics() == books:  # else it changed between the two lines
                 await ledger.wait_changed(seen)
 
+    def expect_end(self, reason: str) -> None:
+        """The run is about to be cancelled: a signal, by its name."""
+        self.stopped_by = reason
+        self._checkpointer.hurry(self.base.config.watchdog.abort_grace_s)
+
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)

@@ -17,6 +17,7 @@ before it said so, rank 0 has what it said at the version before, and the shared
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ class Positions:
         self._ranks = range(ranks)
         self._said: list[int] = []  # versions whose keys of this rank are in the store, oldest first
         self._heard: dict[int, Books] = {}  # by rank, on rank 0: of the newest version at which it was heard
+        self._until = math.inf  # nobody is waited for any longer than to this moment
+
+    def hurry(self, patience_s: float) -> None:
+        """This run is being stopped: from now on the others are waited for so long at most, whatever waits. From any thread."""
+        self._until = time.monotonic() + patience_s
 
     def start(self, books: Mapping[int, Books]) -> None:
         """Of a checkpoint that the run goes on from."""
@@ -123,14 +129,14 @@ class Positions:
         if self._rank != 0:
             return [], []
         if lost is not None and sharded:
-            raise CheckpointError(self._failure(version, patience_s, list(self._ranks), lost)) from lost
+            raise CheckpointError(self._failure(version, self._without_part(version), lost)) from lost
         found = {rank: self._read(self._key(version, rank)) for rank in self._ranks if rank != 0}
         missing = [rank for rank, said in found.items() if said is None]
         if missing:  # they said the one before: without that nobody comes to this one
             for earlier in sorted(each for each in self._said if each < version):
                 self._hear(earlier)
         if unknown := [rank for rank in missing if rank not in self._heard]:
-            raise CheckpointError(self._failure(version, patience_s, unknown, lost)) from lost
+            raise CheckpointError(self._failure(version, unknown, lost)) from lost
         everybody = [books]
         for rank, said in found.items():
             replay = self._read(self._key(version, rank, whole=True)) if whole else None
@@ -139,19 +145,29 @@ class Positions:
 
     def _wait(self, keys: list[str], patience_s: float, version: int | None) -> None:
         """`version`: at which the others must be, too; None: whichever. Errors: RuntimeError at the end of the patience."""
-        deadline = time.monotonic() + patience_s
-        while not self._store.poll(keys, min(1.0, max(0.0, deadline - time.monotonic()))):
+        started = time.monotonic()
+        while not self._store.poll(keys, min(1.0, max(0.0, self._deadline(started, patience_s) - time.monotonic()))):
             elsewhere = [rank for rank, each in self._left().items() if each.version != version]
             if version is not None and elsewhere:
                 raise RuntimeError(f"ranks {elsewhere} ended at another version")
-            if time.monotonic() >= deadline:
-                raise RuntimeError("nothing came")
+            if time.monotonic() >= (deadline := self._deadline(started, patience_s)):
+                stopped = "" if deadline == started + patience_s else ", and this run is being stopped"
+                raise RuntimeError(f"nothing came for {time.monotonic() - started:.1f} s{stopped}")
 
-    def _failure(self, version: int, patience_s: float, ranks: list[int], error: BaseException | None) -> str:
+    def _deadline(self, started: float, patience_s: float) -> float:
+        return min(started + patience_s, self._until)
+
+    def _without_part(self, version: int) -> list[int]:
+        """Ranks that have not written theirs; all where the store is gone."""
+        try:
+            return [rank for rank in self._ranks if not self._store.check([self._key(version, rank, whole=True)])]
+        except RuntimeError:
+            return list(self._ranks)
+
+    def _failure(self, version: int, ranks: list[int], error: BaseException | None) -> str:
         return (
-            f"the checkpoint of version {version} was not written: not every rank said within "
-            f"{patience_s:g} s where it is in its prompts (waited for {ranks}: {error}); "
-            "earlier checkpoints are as they were"
+            f"the checkpoint of version {version} was not written: not every rank said where it is in its prompts "
+            f"(waited for {ranks}: {error}); earlier checkpoints are as they were"
         )
 
     def _key(self, version: int, rank: int, whole: bool = False) -> str:

@@ -139,7 +139,7 @@ class Runtime:
     def expect_end(self, reason: str) -> None:
         """The program is about to cancel the block (a signal): from now on it has `watchdog.abort_grace_s`."""
         if self._run is not None:
-            self._run.stopped_by = reason
+            self._run.expect_end(reason)
         self._watchdog.shutdown_deadline(reason)
 
     # -- a run over configured data --------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
 Start: TypeAlias = Callable[..., None]  # of a supervisor: (name, work, *arguments)
+_OF_GRACE = (
+    0.6  # in which a stopped run waits for other ranks; then it has still to write, or to say what it did not get
+)
 _MARGIN = 16 << 20  # bytes on disk beside the tensors of a checkpoint: tokenizer, cursors, the metrics until then
 
 
@@ -197,6 +200,11 @@ class Checkpointer:
         else:
             self._free = anyio.Event()
             start("checkpoint", self._write, captured)
+
+    def hurry(self, grace_s: float) -> None:
+        """The run is about to be stopped, and has `grace_s` for its end: parts of other ranks may be those of dead ones."""
+        if self._positions is not None:
+            self._positions.hurry(_OF_GRACE * grace_s)
 
     async def leave(self, version: int, books: dict[str, Any], stopped_by: str | None) -> str | None:
         """A run of several ranks is cut short: agree with the others on where it ends, before this one leaves them. Returns the

@@ -55,16 +55,40 @@ def test_a_rank_that_did_not_say_stands_where_it_was_a_version_before() -> None:
 
 def test_of_a_rank_that_was_never_heard_of_there_is_no_checkpoint_but_after_a_resume() -> None:
     first, _, _ = two()
-    with pytest.raises(CheckpointError, match=r"version 1 was not written: .* 0.05 s .*waited for \[1\]"):
+    with pytest.raises(
+        CheckpointError, match=r"version 1 was not written: .*waited for \[1\]: nothing came for 0.\d s"
+    ):
         first.gather(1, whole(10), sharded=False, wait_s=0.05)
     first.start({0: at(4), 1: at(5)})
     assert first.gather(1, whole(10), sharded=False, wait_s=0.05) == ([whole(10), whole(5)], [1])
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_part_that_never_comes_is_not_waited_for_by_a_run_that_is_being_stopped(before: bool) -> None:
+    """Whether the stop comes before, or while it is waited for: a rank that was killed says nothing, and there are minutes else."""
+    first, other, _ = two()
+    other.say(1, at(11))
+    if before:
+        first.hurry(0.05)
+    else:
+        threading.Timer(0.2, first.hurry, [0.05]).start()
+    with pytest.raises(
+        CheckpointError, match=r"waited for \[1\]: nothing came for \d.\d s, and this run is being stopped"
+    ):
+        first.gather(1, whole(10), sharded=True)
+
+
+def test_a_run_that_is_being_stopped_waits_for_the_parts_that_come() -> None:
+    first, other, _ = two()
+    first.hurry(60.0)
+    threading.Timer(0.2, lambda: other.gather(1, whole(11), sharded=True)).start()
+    assert first.gather(1, whole(10), sharded=True) == ([whole(10), whole(11)], [])
+
+
 def test_parts_and_replay_buffers_are_waited_for() -> None:
     first, other, _ = two()
     other.say(1, at(11))
-    with pytest.raises(CheckpointError, match="not every rank said"):
+    with pytest.raises(CheckpointError, match=r"not every rank said .*waited for \[1\]"):
         first.gather(1, whole(10), sharded=True, wait_s=0.05)
     # A replay buffer that does not come is no reason to lose the weights.
     assert first.gather(1, whole(10, {"a": 1}), sharded=False, wait_s=0.05) == ([whole(10, {"a": 1}), whole(11)], [])
