@@ -22,6 +22,8 @@ gc.disable()  # until all tests are loaded: that makes a million objects and no 
 # Ignored in the background of a shell: the programs of tests would inherit it, and some are ended by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# As Ctrl-C does: a test that is stopped ends what it has started.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 # (file, functions) -> why they may block where an event loop runs
 MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
