@@ -87,7 +87,8 @@ class EvaluatePump:
         rows = len(self._prompts)
         rewards = np.full((rows, samples), np.nan)
         components: dict[str, list[float]] = {}
-        for (row, sample), trajectory in scored.items():
+        in_order = sorted(scored.items(), key=lambda item: item[0])  # sums do not know who was faster
+        for (row, sample), trajectory in in_order:
             if trajectory.reward is not None:
                 rewards[row, sample] = trajectory.reward
             for name, value in trajectory.components.items():
