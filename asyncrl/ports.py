@@ -47,12 +47,42 @@ class Engine(Protocol):
         ...
 
 
+class PinnedVersion(Protocol):
+    """A version that a part of an engine stays at, while the rest goes on to later ones."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """As `Engine.generate`, every token from that version, as long as the pin has not ended."""
+        ...
+
+    def end(self) -> None:
+        """That part goes on, too. Twice is fine."""
+        ...
+
+
+@runtime_checkable
+class PinsVersions(Protocol):
+    """An engine that may have a part to spare."""
+
+    async def pin(self, version: int) -> PinnedVersion | None:
+        """Requests of the pin alone go to that part from now on. None: there is none to spare, or not all are at `version`."""
+        ...
+
+
 @runtime_checkable
 class WeightSink(Protocol):
     """Somebody who must know version v before the slots of its step are released."""
 
     async def update_weights(self, version: int) -> None:
-        """Returns once every token sampled from now on comes from `version` or a later one."""
+        """Returns once every token sampled from now on comes from `version` or a later one, but for those of a pin."""
+        ...
+
+
+@runtime_checkable
+class SettlingSink(WeightSink, Protocol):
+    """One whose weights lie where a pinned version may be in the way of the next one."""
+
+    async def settled(self) -> None:
+        """Returns once the trainer has room for its next version."""
         ...
 
 

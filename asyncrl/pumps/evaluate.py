@@ -7,20 +7,23 @@ differ by the weights alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import anyio
 import numpy as np
 
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.schema import EvaluateConfig
-from asyncrl.ports import Engine, Reward
+from asyncrl.ports import Engine, Generate, PinnedVersion, Reward
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
 from .episode import Episodes
 
 _BEFORE_ROLLOUTS = -1  # their priorities are turns: the next optimizer step waits for an evaluation
+_AFTER_ROLLOUTS = 1 << 30  # those that a pinned worker had before, whose end others wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +54,61 @@ class EvaluatePump:
         every = self._parts.settings.every
         return every is not None and (last or version % every == 0)
 
-    async def run(self, version: int) -> dict[str, float]:
-        """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means and the mean length in tokens."""
-        samples = self._parts.settings.samples
+    async def run(self, version: int, pin: PinnedVersion | None = None) -> dict[str, float]:
+        """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means and the mean length in tokens. `pin`: what
+        samples at this version while the rest goes on; None: the engine does, and nobody moves it meanwhile."""
+        samples, recorder = self._parts.settings.samples, self._parts.recorder
         scored: dict[tuple[int, int], Trajectory] = {}
         self.progress = 0, len(self._prompts) * samples
-        with (
-            self._parts.recorder.span("evaluate", track="evaluate", version=version),
-            self._parts.recorder.wait("evaluate pump", "held-out rollouts", on="engine", cause="evaluate"),
-        ):
-            async with anyio.create_task_group() as tasks:
-                for row, prompt in enumerate(self._prompts):
-                    for sample in range(samples):
-                        spawn(tasks, f"evaluation of row {row}", self._one, prompt, row, sample, scored)
-        self.progress = None
+        generate = partial(self._generate, self._parts.engine.generate if pin is None else pin.generate)
+        priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
+        who, what = "evaluate pump", "held-out rollouts"
+        waits: AbstractContextManager[object] = recorder.watch(
+            who, what, on="engine"
+        )  # beside steps: nobody is idle for it
+        if pin is None:
+            waits = recorder.wait(who, what, on="engine", cause="evaluate")
+        try:
+            with recorder.span("evaluate", track="evaluate", version=version), waits:
+                async with anyio.create_task_group() as tasks:
+                    for row, prompt in enumerate(self._prompts):
+                        for sample in range(samples):
+                            play = partial(self._one, prompt, row, sample, generate, priority)
+                            spawn(tasks, f"evaluation of row {row}", play, scored)
+        finally:
+            self.progress = None
         return self._metrics(scored, samples)
 
-    async def _one(self, prompt: Prompt, row: int, sample: int, scored: dict[tuple[int, int], Trajectory]) -> None:
+    async def _one(
+        self,
+        prompt: Prompt,
+        row: int,
+        sample: int,
+        generate: Generate,
+        priority: int,
+        scored: dict[tuple[int, int], Trajectory],
+    ) -> None:
         parts = self._parts
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
         samples = parts.settings.samples
-        trajectory = await parts.environment.play(prompt, sample, samples, self._generate, _BEFORE_ROLLOUTS)
+        trajectory = await parts.environment.play(prompt, sample, samples, generate, priority)
         if trajectory.reward is None:
             [trajectory] = await parts.reward.score(prompt, [trajectory])
         scored[row, sample] = trajectory
         self.progress = len(scored), len(self._prompts) * parts.settings.samples
 
-    async def _generate(self, request: GenerationRequest) -> Generation:
+    async def _generate(self, generate: Generate, request: GenerationRequest) -> Generation:
         temperature = self._parts.settings.temperature
         if temperature is not None:
             request = replace(request, sampling=replace(request.sampling, temperature=temperature))
-        return await self._parts.engine.generate(request)
+        return await generate(request)
 
     def _metrics(self, scored: dict[tuple[int, int], Trajectory], samples: int) -> dict[str, float]:
         rows = len(self._prompts)
         rewards = np.full((rows, samples), np.nan)
         components: dict[str, list[float]] = {}
-        for (row, sample), trajectory in scored.items():
+        in_order = sorted(scored.items(), key=lambda item: item[0])  # sums do not know who was faster
+        for (row, sample), trajectory in in_order:
             if trajectory.reward is not None:
                 rewards[row, sample] = trajectory.reward
             for name, value in trajectory.components.items():

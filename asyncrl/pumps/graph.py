@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import anyio
+from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.supervisor import Supervisor, spawn
 from asyncrl.data.prompts import PromptSource
@@ -35,6 +36,7 @@ from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queu
 from asyncrl.types import Prompt, Trajectory
 
 from .evaluate import EvaluatePump
+from .evaluations import Evaluations, Tell
 from .intake import Intake
 from .pipeline import Publication, Scoring, StepReport
 from .publish import PublishPump
@@ -77,7 +79,9 @@ class Graph:
         self._trained_out = False  # no step can come any more, and that is right
         self._train = make_train(ports, self._claims, reroll, publications_in, self._publish.published, on_step)
         environment = ports.config.rollout.environment
-        self._evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment) if held_out else None
+        evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment) if held_out else None
+        self._evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
+        self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # no step can come any more, the last one is published
         self._generated = anyio.Event()  # no rollout and no scorer is left
         self._generation_scope = anyio.CancelScope()
@@ -97,6 +101,7 @@ class Graph:
     async def _training(self) -> None:
         try:
             async with anyio.create_task_group() as pumps:
+                self._training_tasks = pumps
                 spawn(pumps, "train pump", self._train_to_the_end)
                 spawn(pumps, "publish pump", self._publish.run)
         finally:
@@ -197,17 +202,25 @@ class Graph:
 
     # -- what the facade asks --------------------------------------------------------------------------------------
 
-    async def evaluate(self, version: int, last: bool) -> dict[str, float]:
-        """The metrics of the held-out prompts at this version; none where it is not due, or there are no such prompts."""
-        if self._evaluate is None or not self._evaluate.due(version, last):
-            return {}
-        await self._publish.sync()  # what is evaluated is this version, whatever the interval says
-        return await self._evaluate.run(version)
+    async def evaluate(self, version: int, tell: Tell, *, first: bool, last: bool) -> None:
+        """`tell` gets the metrics of the held-out prompts at this version; none where it is not due, or there are no such
+        prompts. Steps may go on meanwhile, but for the `first` and the `last` version of a run: see `Evaluations.at`. The
+        training does not end before."""
+        await self._evaluations.at(version, tell, last=last, beside=None if first or last else self._training_tasks)
+
+    async def all_told(self) -> None:
+        """Wait until the metrics of every version that came to `evaluate` were told."""
+        await self._evaluations.all_told()
+
+    @property
+    def unevaluated(self) -> Sequence[int]:
+        """Versions whose evaluation was due and has not ended."""
+        return self._evaluations.unfinished
 
     @property
     def evaluating(self) -> tuple[int, int] | None:
         """(completions that are scored, all of them) of the evaluation that runs now."""
-        return None if self._evaluate is None else self._evaluate.progress
+        return self._evaluations.progress
 
     def nothing_left(self) -> bool:
         """The version in hand is the last one."""

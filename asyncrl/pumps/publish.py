@@ -1,7 +1,8 @@
 """The publish pump: a new version out to every engine, then the slots of its step back to the ledger (edge 6).
 
 Order for each version: every sink acknowledges, evaluation and checkpoint where they are due (both see exactly this
-version: the train pump does not finish its next step before they are done), then the slots are released together.
+version: the train pump does not finish its next step before they are done, unless a worker is pinned to the version for
+the evaluation: evaluations.py), then the slots are released together.
 
 With `rollout.weight_sync_interval: k` the sinks hear of a version once k steps were applied since they last did (elapsed
 steps, not a multiple of k: no rhythm of steps can miss it), sooner where an evaluation needs the newest weights, in the
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import anyio
 
 from asyncrl.concurrency.supervisor import spawn
-from asyncrl.ports import Ledger, WeightSink
+from asyncrl.ports import Ledger, SettlingSink, WeightSink
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver
 
@@ -76,6 +77,9 @@ class PublishPump:
         await self._at_version(publication.version)
         if self._owed is None:
             await parts.ledger.release(publication.turn)  # and with it every earlier turn that was not
+        for sink in parts.sinks:
+            if isinstance(sink, SettlingSink):
+                await sink.settled()
         self._done_turn = publication.turn + 1
         self._advanced.set()
         self._advanced = anyio.Event()

@@ -149,11 +149,12 @@ class Journal:
             self._sinks.write(version, line)
         if report is not None:
             self.live.step(version, line)
-            self._warn(warning(line))
+            self.warn(warning(line))
         else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 
-    def _warn(self, text: str | None) -> None:
+    def warn(self, text: str | None) -> None:
+        """A line that is seen with the live view and without, where anything is written."""
         if text is None or self._directory is None:
             return
         if self._config.telemetry.live == "off":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -98,7 +100,7 @@ class OpenRun:
             raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
         self._ran = True
         if not self.config.resume:
-            await self._at_version(self.ports.trainer.version)
+            await self._at_version(self.ports.trainer.version, first=True)
         await self.graph.run(self.supervisor)
         return self.summary()
 
@@ -123,7 +125,7 @@ class OpenRun:
             why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
             sentence = f"what was cancelled when the training ended{why} has gone on"
             return Standing((), limits.stage_timeout_s, sentence)
-        if not (self.graph.busy or self._at_a_version):
+        if not (self.graph.busy or self._at_a_version or self.graph.evaluating):
             return None
         books = self.ports.ledger.statistics()
         ended = books.admitted, books.trained, books.dropped, books.failed
@@ -140,26 +142,34 @@ class OpenRun:
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
         self.base.listeners.push(self.journal.committed(report, extra))
 
-    async def _at_version(self, version: int) -> None:
+    async def _at_version(self, version: int, first: bool = False) -> None:
         """What is due at a version, before its slots are released: evaluation, its line of metrics, checkpoint.
 
         In this order: a run that is killed in between and goes on from the checkpoint misses no line. The seconds of the
-        checkpoint therefore stand in a later line.
+        checkpoint therefore stand in a later line. Where steps go on beside the evaluation, the lines from its version on wait
+        for its end, and so does the writing of a checkpoint, though not the copy that is written. `first`: of the run.
         """
         self._at_a_version = True
         try:
-            await self._do_what_is_due(version)
+            await self._do_what_is_due(version, first)
         finally:
             self._at_a_version = False
 
-    async def _do_what_is_due(self, version: int) -> None:
+    async def _do_what_is_due(self, version: int, first: bool) -> None:
         await self._profiler.at(version)
         await self._agree_on_time()
         await self._checkpointer.say(version, self.prompts, self.graph.in_hand, self.ports.ids.next)
         last = self.graph.nothing_left()
-        await self.journal.write(version, await self.graph.evaluate(version, last))
+        await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
         if self._checkpointer.due(version, last):
-            await self._checkpointer.at_version(version, self._books(), last, self.supervisor.start)
+            await self._checkpointer.at_version(version, self._books(), last, self._start_when_told)
+
+    def _start_when_told(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+        async def when_told() -> None:
+            await self.graph.all_told()
+            await work(*arguments)
+
+        self.supervisor.start(name, when_told)
 
     async def _agree_on_time(self) -> None:
         """Whether the time limit passed on any rank. The step that may be in progress on some of them is the last one: it
@@ -220,6 +230,8 @@ class OpenRun:
                 self.base.stages.begin("writing the last metrics")
                 await self._profiler.close(version)
                 await self.journal.write_pending()
+                for missed in self.graph.unevaluated:
+                    self.journal.warn(f"warning: version {missed} was not evaluated: the run ended first")
                 self.base.stages.begin("writing the last checkpoint")
                 await self._checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
             finally:

@@ -7,12 +7,14 @@ there; then the readers are told.
 
 A half is free only while no reader can look at it. A move that was not seen to its end (cancelled, or an error of the readers)
 leaves some on one half and some on the other: nothing is written then, and the next update first asks for that move again.
+A pinned reader stays on the older half when the others move: that half is free once it has left, and the next update waits.
 
 Where the trainer has a working copy (bfloat16), that copy *is* a half. The optimizer's closure casts the masters into the free one
 and lets the modules read it there, as often as steps follow each other without an update; an update then computes the checksums
 of what lies there. After a move that was not seen to its end there is no free half: the closure casts into memory of its own,
-and the next update copies that. It is copied always in float32, where the modules read the masters; with adapters, whose merge
-writes a part of the weights alone; and of a cut model, whose ranks gather into one place.
+and the next update copies that. (So it would while a reader is pinned; who waits for `settled` first saves that memory.) It is
+copied always in float32, where the modules read the masters; with adapters, whose merge writes a part of the weights alone; and of
+a cut model, whose ranks gather into one place.
 """
 
 from __future__ import annotations
@@ -43,8 +45,16 @@ class BoardReaders(Protocol):
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Returns once every token that is sampled from now on comes from `version`, which lies in `half`, and nobody reads the
-        other half. May be asked for the same again, where the first time did not end well. `outputs`: what the trainer computes
-        with it (models/outputs.py); None: not asked this time."""
+        other half, unless it is pinned. May be asked for the same again, where the first time did not end well. `outputs`: what
+        the trainer computes with it (models/outputs.py); None: not asked this time."""
+        ...
+
+    def reads(self, half: int) -> bool:
+        """Whether a pinned one may look at that half."""
+        ...
+
+    async def left(self, half: int) -> None:
+        """Returns once no pinned one does."""
         ...
 
 
@@ -115,12 +125,27 @@ class PostedWeights:
             if self._announced is not None:
                 await self._move(self._announced)
             if self.current.version < version:
+                await self._leave()
                 await self._move(await self._write(version, 1 - self.current.half))
+
+    async def settled(self) -> None:
+        """Returns once the next optimizer step has a half to cast into, where it casts into halves."""
+        async with self._one_at_a_time:
+            if self._halves and self._announced is None:
+                await self._leave()
+
+    async def _leave(self) -> None:
+        """Returns once nobody reads the half of before. (What a cancelled write has taken of it stays taken.)"""
+        half = 1 - self.current.half
+        if self._engine.reads(half):
+            await self._engine.left(half)
+            self._free = half
 
     async def _move(self, to: Posted) -> None:
         self._announced = to
         await self._engine.update_weights(*to)
-        self._current, self._announced, self._free = to, None, 1 - to.half
+        self._current, self._announced = to, None
+        self._free = None if self._engine.reads(1 - to.half) else 1 - to.half
 
     async def _write(self, version: int, half: int) -> Posted:
         """What was written: the policy may be further than what is asked for, and the board must not lie."""

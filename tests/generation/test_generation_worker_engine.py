@@ -353,6 +353,33 @@ def test_workers_that_are_killed_cost_no_answer_and_change_none(held: Held) -> N
     held.run(test)
 
 
+@pytest.mark.parametrize("kill", [False, True], ids=["it lives", "it is killed"])
+def test_a_pinned_worker_computes_with_its_version_to_the_end_whoever_dies(held: Held, kill: bool) -> None:
+    """The other half is written meanwhile and the other worker moves; the version after that waits until it has left."""
+
+    async def test(made: Opened) -> None:
+        version, requests = made.policy.version, many(30, first=600)
+        expected = await made.expected(requests)
+        pin = await made.engine.pin(version)
+        assert pin is not None
+        tasks = [asyncio.ensure_future(pin.generate(asked)) for asked in requests]
+        assert await made.next_version(seed=11) == version + 1
+        assert made.engine.reads(pin.weights.half) and made.posted.current.half != pin.weights.half
+        late = many(6, first=700)
+        assert_same(await generate_all(made.engine, late), await made.expected(late))  # of the next version
+        if kill:
+            os.kill(made.engine._peers[pin.worker].process.pid, signal.SIGKILL)
+        third = asyncio.ensure_future(made.next_version(seed=12))
+        assert_same(await asyncio.gather(*tasks), expected)
+        assert not third.done() and made.posted.current.version == version + 1
+        pin.end()
+        assert await third == version + 2
+        await until(lambda: {peer.bound for peer in made.peers()} == {version + 2})
+        assert_same(await generate_all(made.engine, late), await made.expected(late))
+
+    held.run(test)
+
+
 async def test_one_worker_recomputes_and_closing_or_failing_leaves_nothing(tmp_path: Path) -> None:
     """`kv_after_update: recompute`: each token after the move is what the new weights say of the whole sequence."""
     before = left()

@@ -27,8 +27,8 @@ class Routed:
         for number in range(workers):
             self.router.open(number)
 
-    def add(self, *args: Any, **kwargs: Any) -> Job:
-        return self.router.add(request(*args, **kwargs), self.loop.create_future())
+    def add(self, *args: Any, pinned: bool = False, **kwargs: Any) -> Job:
+        return self.router.add(request(*args, **kwargs), self.loop.create_future(), pinned=pinned)
 
     def assign(self) -> dict[int, int]:
         return {job.number: job.worker for job in self.router.assign() if job.worker is not None}
@@ -149,3 +149,62 @@ def test_a_smaller_priority_goes_first_also_after_a_death() -> None:
         router.end(job)
     assert [job.number for job in router.assign()] == [0, 2]
     routed.loop.close()
+
+
+# -- a pinned worker
+
+
+def test_the_emptiest_is_pinned_and_gets_pinned_requests_alone(two: Routed) -> None:
+    two.add(max_tokens=50)
+    old = two.add(max_tokens=5)
+    assert two.assign() == {0: 0, 1: 1}
+    assert two.router.pin([0, 1]) == 1 and two.router.unpinned_at_pinned == 1
+    held_out = [two.add(pinned=True) for _ in range(5)]
+    others = [two.add(max_tokens=1) for _ in range(5)]
+    two.assign()
+    assert [job.worker for job in held_out] == [1, 1, 1, None, None]  # it is full with what it had before
+    assert [job.worker for job in others] == [0, 0, 0, None, None]
+    two.router.end(old)
+    assert two.assign() == {held_out[3].number: 1} and two.router.unpinned_at_pinned == 0
+    two.router.unpin()
+    for job in held_out[:2]:
+        two.router.end(job)
+    assert two.assign() == {held_out[4].number: 1, others[3].number: 1}  # whoever still waits is like any other
+
+
+def test_a_group_whose_home_is_pinned_goes_on_elsewhere_and_stays_together(two: Routed) -> None:
+    two.router.capacity = 8
+    first = two.add("a", max_tokens=1)
+    two.add(max_tokens=99)
+    two.assign()
+    assert first.worker == 0 and two.router.pin([0, 1]) == 0
+    rest = [two.add("a") for _ in range(2)]
+    two.assign()
+    assert [job.worker for job in rest] == [1, 1]
+    two.router.unpin()
+    last = two.add("a", max_tokens=1)
+    two.assign()
+    assert last.worker == 1  # where the others are
+    two.router.close(1)
+    again = two.assign()
+    assert {again[job.number] for job in (*rest, last)} == {0}
+    for job in (first, *rest, last):
+        two.router.end(job)
+    two.router.open(1)
+    new = two.add("a")
+    two.assign()
+    assert new.worker == 1  # it has no home any more, and the other worker has the request of 99 tokens
+
+
+def test_what_a_pinned_worker_had_waits_for_its_successor_if_it_is_pinned(two: Routed) -> None:
+    old = two.add("a")
+    two.add(max_tokens=99)
+    two.assign()
+    assert two.router.pin([0, 1]) == 0
+    held_out = two.add(pinned=True)
+    two.assign()
+    assert (old.worker, held_out.worker) == (0, 0)
+    two.router.close(0)
+    assert two.assign() == {old.number: 1} and held_out.worker is None
+    two.router.open(0)
+    assert two.assign() == {held_out.number: 0}

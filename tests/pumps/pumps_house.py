@@ -67,6 +67,7 @@ class House:
         self.ticks = 0
         self.quiescent_points = 0
         self.sinks: list[Replica] = []
+        self.pinned = False  # the engine pins versions: steps may go on beside an evaluation
 
     # -- what a test reads -----------------------------------------------------------------------------------------
 
@@ -143,11 +144,16 @@ class House:
     async def _at_version(self, version: int) -> None:
         """As the runtime does it: an evaluation where one is due."""
         before = self.trainer.version
-        metrics = await self.graph.evaluate(version, self.graph.nothing_left())
-        if metrics:
-            assert before == self.trainer.version == version, "the weights moved during an evaluation"
-            self.note("evaluated", version=version)
-            self.evaluations[version] = metrics
+
+        async def tell(metrics: Mapping[str, float]) -> None:
+            self.note("told", version=version)
+            if metrics:
+                moved = not (before == self.trainer.version == version)
+                assert not moved or self.pinned, "the weights moved during an evaluation"
+                self.note("evaluated", version=version)
+                self.evaluations[version] = dict(metrics)
+
+        await self.graph.evaluate(version, tell, first=version == 0, last=self.graph.nothing_left())
 
     async def run(self, body: Callable[[House, Supervisor], Any] | None = None) -> None:
         """Open, run, close, in the runtime's order. `body` embeds: it takes the place of the configured run."""

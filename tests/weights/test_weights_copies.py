@@ -36,6 +36,12 @@ class Readers:
     policy: PolicyModel
     asked: list[tuple[int, int]] = field(default_factory=list)
 
+    def reads(self, half: int) -> bool:
+        return False
+
+    async def left(self, half: int) -> None:
+        raise AssertionError("nobody is pinned")
+
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         self.asked.append((version, half))
         self.look(version, half)

@@ -66,6 +66,7 @@ class Readers:
         self.asked: list[tuple[int, int]] = []
         self.seen: dict[int, Tensor] = {}
         self.second_waits: asyncio.Event | None = None
+        self.pinned: asyncio.Event | None = None  # the second one is, until then
         self.error: Exception | None = None
         self.waiting = asyncio.Event()
 
@@ -73,6 +74,17 @@ class Readers:
         self.at = [posted.half, posted.half]
         self._look(posted.version, posted.half)
         self.outputs = [posted.outputs]
+
+    def reads(self, half: int) -> bool:
+        return self.pinned is not None and self.at[1] == half
+
+    async def left(self, half: int) -> None:
+        while self.reads(half):
+            assert self.pinned is not None
+            self.waiting.set()
+            await self.pinned.wait()
+            self.pinned = None
+            self._move(1, self.at[0])
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         self.outputs.append(outputs)
@@ -83,7 +95,8 @@ class Readers:
             await self.second_waits.wait()
         if self.error is not None:
             raise self.error
-        self._move(1, half)
+        if self.pinned is None:
+            self._move(1, half)
         self._look(version, half)
 
     def _move(self, reader: int, half: int) -> None:
@@ -265,6 +278,68 @@ async def test_two_at_once_go_one_after_the_other(kind: str) -> None:
         readers.second_waits.set()
         await asyncio.gather(first, second)
         assert readers.asked == [(1, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+async def test_the_half_of_a_pinned_reader_is_not_free_and_the_third_version_waits_for_it(kind: str) -> None:
+    async with opened(kind) as case:
+        await case.start()
+        readers = case.readers
+        readers.pinned = end = asyncio.Event()
+        await case.sink.update_weights(await case.step())  # into the other half: nobody waits
+        assert readers.at == [1, 0] and case.sink.current[:2] == (1, 1)
+        first = case.board.half(0).clone()
+        await case.step()  # `Guarded`: into memory of its own
+        assert case.place is None
+        task = asyncio.create_task(case.sink.update_weights(2))
+        await readers.waiting.wait()
+        assert readers.asked == [(1, 1)] and case.board.version(0) == 0
+        assert torch.equal(case.board.half(0), first) and case.board.is_whole(0)
+        end.set()
+        await task
+        assert readers.asked == [(1, 1), (2, 0)] and readers.at == [0, 0]
+        assert torch.equal(readers.seen[2], case.weights())
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+async def test_who_waits_until_a_pinned_reader_has_left_casts_into_its_half_and_copies_nothing(kind: str) -> None:
+    async with opened(kind) as case:
+        await case.start()
+        readers = case.readers
+        await case.sink.settled()  # nobody is pinned
+        readers.pinned = end = asyncio.Event()
+        await case.sink.update_weights(await case.step())
+        task = asyncio.create_task(case.sink.settled())
+        if kind == "float32":  # the step writes into no half
+            return await task
+        await readers.waiting.wait()
+        assert not task.done() and case.place == 1
+        end.set()
+        await task
+        case.board.write = None  # type: ignore[method-assign, assignment]  # nobody copies
+        await case.step()
+        assert case.place == 0
+        await case.sink.update_weights(2)
+        assert readers.asked == [(1, 1), (2, 0)] and torch.equal(readers.seen[2], case.weights())
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+async def test_a_wait_for_a_pinned_reader_may_be_given_up(kind: str) -> None:
+    async with opened(kind) as case:
+        await case.start()
+        readers = case.readers
+        readers.pinned = end = asyncio.Event()
+        await case.sink.update_weights(await case.step())
+        task = asyncio.create_task(case.sink.update_weights(await case.step()))
+        await readers.waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert case.sink.current[:2] == (1, 1) and case.board.version(0) == 0
+        await case.step()  # the half is still read
+        end.set()
+        await case.sink.update_weights(3)
+        assert readers.asked == [(1, 1), (3, 0)] and torch.equal(readers.seen[3], case.weights())
 
 
 # -- where the working copy lies ---------------------------------------------------------------------------------------

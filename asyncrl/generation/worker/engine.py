@@ -2,10 +2,12 @@
 
     generate() --> router --> request queue --> worker --> record ring --> the caller's future      (edges 2, 2')
     update_weights(version, half) --> a word to each worker --> each answers between two closures    (edge 6)
+    pin(version) --> one worker stays there, for pinned requests alone (pin.py)
 
 Guarantees
 * A request is answered once. A worker that dies: what it had gone on to another one or to its successor, with the same random
-  keys; what it had put into the ring is taken first. Its successor starts with the current weights.
+  keys; what it had put into the ring is taken first. Its successor starts with the current weights, that of a pinned one with
+  those it was pinned to.
 * A worker that says nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`, is killed.
 * One that dies `MOST_DEATHS` times without a sequence in between ends the engine, with its last lines of output, as does one
   that holds wrong weights, or does not come up in the first place.
@@ -35,6 +37,7 @@ from asyncrl.types import Generation, GenerationRequest
 
 from .names import remove, segment_name, sweep
 from .peer import Peer, Setup
+from .pin import Pin, Pins, Weights
 from .router import Job, Router
 from .wire import abort_item, check_size, read_sequence, request_item
 
@@ -110,7 +113,7 @@ class WorkerEngine(EngineLife):
         self._say = say
         self._router = Router(limits.capacity)
         self._peers: dict[int, Peer] = {}  # alive
-        self._current: tuple[int, int, Sequence[float] | None] | None = None  # version, half, outputs
+        self._pins = Pins(self._router, self._peers, recorder, self._assign)
         self._updates: list[_Update] = []
         self._ring_name = segment_name("sequences", 0)
         self._gone: dict[bytes, asyncio.Future[None]] = {}  # producers whose end the ring has to tell
@@ -123,11 +126,14 @@ class WorkerEngine(EngineLife):
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one sequence; see `ports.Engine`. Errors: `GenerationError`, `EngineClosed`."""
+        return await self._sample(request, pinned=False)
+
+    async def _sample(self, request: GenerationRequest, pinned: bool) -> Generation:
         self._require_open()
         check_request(request, self.limits.max_context)
         check_tokens(request, self.limits.vocabulary, self.limits.has_tokenizer)
         check_size(request)
-        job = self._router.add(request, asyncio.get_running_loop().create_future())
+        job = self._router.add(request, asyncio.get_running_loop().create_future(), pinned=pinned)
         self._assign()
         try:
             return await job.future
@@ -137,23 +143,39 @@ class WorkerEngine(EngineLife):
 
     def begin_with(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Before it is opened: the weights that lie on the board already. As `update_weights`."""
-        self._current = (version, half, outputs)
+        self._pins.newest = Weights(version, half, outputs)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Returns once every worker computes with this version, which lies in that half of the board; those that are still
-        starting get it first of all. Only then does nobody read the other half any more.
+        starting get it first of all. Only then does nobody read the other half any more, but for a pinned worker (`reads`):
+        that stays where it is, and has nothing left but pinned requests.
 
         `outputs`: what the trainer computes with it (models/outputs.py). A worker that computes something else ends the engine,
         with a DivergenceError, a moment later."""
         self._require_open()
-        self._current = (version, half, outputs)
+        pinned = self._pins.reads(half)
+        assert not pinned or self._pins.newest == (version, half, outputs), "a half that is read is not written"
+        self._pins.newest = Weights(version, half, outputs)
         update = _Update(version, asyncio.get_running_loop().create_future())
         self._updates.append(update)
         for peer in self._peers.values():
-            if peer.ready:
+            if peer.ready and self._pins.of(peer.number) is None:
                 peer.tell(version, half, outputs)
         self._answer_updates()
         await update.future
+
+    def reads(self, half: int) -> bool:
+        """Whether a pinned worker may look at that half."""
+        return self._pins.reads(half)
+
+    async def left(self, half: int) -> None:
+        """Returns once no pinned worker does."""
+        await self._pins.left(half)
+
+    async def pin(self, version: int) -> Pin | None:
+        """As `ports.PinsVersions.pin`."""
+        self._require_open()
+        return await self._pins.begin(version, self._sample)
 
     def statistics(self) -> dict[str, float]:
         """As `Engine.statistics`, of all workers as far as they have reported; `waiting` requests include those of the node,
@@ -219,6 +241,7 @@ class WorkerEngine(EngineLife):
         if not job.future.done():
             job.future.set_result(generation)
         self._assign()
+        self._answer_updates()
 
     def _assign(self) -> None:
         for job in self._router.assign():
@@ -232,6 +255,7 @@ class WorkerEngine(EngineLife):
         if worker in self._peers:
             self._peers[worker].put(abort_item(job.number))
             self._assign()
+            self._answer_updates()
 
     # -- a worker and its successors
 
@@ -274,13 +298,15 @@ class WorkerEngine(EngineLife):
         if "stage" in message:
             self._say(f"worker {peer.number}: {message['stage']}")
         if "ready" in message:
-            assert self._current is not None, "begin_with comes before the workers"
-            peer.tell(*self._current)
+            weights = self._pins.of(peer.number) or self._pins.newest
+            assert weights is not None, "begin_with comes before the workers"
+            peer.tell(*weights)
         if "bound" in message:
             if not self._router.serves(peer.number):
                 self._router.open(peer.number)
                 self._assign()
                 self._tell_if_all_serve()
+            self._pins.settle()
             self._answer_updates()
         if "failed" in message:
             self._fail(int(message["failed"]), str(message["error"]))
@@ -292,6 +318,7 @@ class WorkerEngine(EngineLife):
             if not job.future.done():
                 job.future.set_exception(GenerationError(text))
             self._assign()
+            self._answer_updates()
 
     async def _watch(self, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
@@ -311,6 +338,7 @@ class WorkerEngine(EngineLife):
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._ended[name] = self._ended.get(name, 0.0) + peer.said.statistics.get(name, 0.0)
         self._router.drain(peer.number)  # what it had put may yet be delivered, and makes room that is none
+        self._pins.settle()
         if peer.process.exited.done():  # else all of them are being closed
             self._answer_updates()
             if peer.ready:
@@ -318,6 +346,8 @@ class WorkerEngine(EngineLife):
         self._gone.pop(peer.producer, None)
         self._router.close(peer.number)
         self._assign()
+        if peer.process.exited.done():
+            self._answer_updates()  # what it had is elsewhere
 
     def _end_of(self, producer: bytes) -> asyncio.Future[None]:
         """Done once the ring says that it is gone, and that all it had put was taken; which may be before we hear of it."""
@@ -333,7 +363,10 @@ class WorkerEngine(EngineLife):
     # -- weights
 
     def _answer_updates(self) -> None:
-        behind = min((peer.bound for peer in self._peers.values() if peer.told >= 0), default=None)
+        if self._pins.has_others:
+            return
+        told = (peer for peer in self._peers.values() if peer.told >= 0 and self._pins.of(peer.number) is None)
+        behind = min((peer.bound for peer in told), default=None)
         for update in [each for each in self._updates if behind is None or behind >= each.version]:
             self._updates.remove(update)
             if not update.future.done():
@@ -342,7 +375,7 @@ class WorkerEngine(EngineLife):
     def _forget(self) -> list[asyncio.Future[Any]]:
         futures: list[asyncio.Future[Any]] = [job.future for job in self._router.forget()]
         futures += [update.future for update in self._updates]
-        futures += self._starting
+        futures += [*self._starting, *self._pins.forget()]
         self._updates, self._starting = [], []
         return futures
 

@@ -4,13 +4,16 @@ Requests that share a prompt (`prefix_key`) go to one worker, as long as any of 
 other goes to the worker with the fewest reserved tokens (prompt + max_tokens of what it has). A worker is sent what it can run
 and a small reserve, so that it never waits for the node; the rest stays here, by priority and then in the order of arrival, and
 can still go to whoever is free first, or lives longest.
+
+One worker may be pinned: it gets pinned requests alone, and they go to nobody else. What it had before stays there; groups that
+were at home there go on elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.types import Generation, GenerationRequest
@@ -24,6 +27,7 @@ class Job:
     request: GenerationRequest
     future: asyncio.Future[Generation]
     worker: int | None = None  # None: it waits here
+    pinned: bool = False  # for the pinned worker alone
 
     @property
     def reserved(self) -> int:
@@ -48,7 +52,9 @@ class Router:
         self._numbers = itertools.count()
         self._waiting: dict[int, Job] = {}  # by number; in the order in which they are to be sent
         self._loads: dict[int, _Load] = {}  # workers in service
-        self._homes: dict[str, tuple[int, int]] = {}  # prefix key -> its worker, and how many of its requests are there
+        # Prefix key -> its worker, and how many of its requests are at workers: there, and at one that was pinned meanwhile.
+        self._homes: dict[str, tuple[int, int]] = {}
+        self.pinned: int | None = None  # the worker that gets pinned requests alone, in service or not
 
     @property
     def waiting(self) -> int:
@@ -64,6 +70,10 @@ class Router:
         """Whether it is in service."""
         return worker in self._loads
 
+    def takes(self, worker: int) -> bool:
+        """Whether it is in service, and will be."""
+        return worker in self._loads and not self._loads[worker].draining
+
     @property
     def sent(self) -> int:
         """Requests that workers have."""
@@ -74,9 +84,9 @@ class Router:
         """Tokens of prompts and completions that those may take."""
         return sum(load.reserved for load in self._loads.values())
 
-    def add(self, request: GenerationRequest, future: asyncio.Future[Generation]) -> Job:
-        """A new request; it waits."""
-        job = Job(next(self._numbers), request, future)
+    def add(self, request: GenerationRequest, future: asyncio.Future[Generation], *, pinned: bool = False) -> Job:
+        """A new request; it waits. `pinned`: for the pinned worker."""
+        job = Job(next(self._numbers), request, future, pinned=pinned)
         last = next(reversed(self._waiting.values()), job)
         self._waiting[job.number] = job
         if last.request.priority > request.priority:
@@ -91,6 +101,24 @@ class Router:
         """It gets nothing more; what it has may still be answered, until it is closed."""
         if worker in self._loads:
             self._loads[worker].draining = True
+
+    def pin(self, workers: Iterable[int]) -> int:
+        """Pin that of these with the fewest reserved tokens. Returns which."""
+        assert self.pinned is None, "one at a time"
+        self.pinned = min(workers, key=lambda worker: (self._loads[worker].reserved, worker))
+        return self.pinned
+
+    def unpin(self) -> None:
+        """It gets what any other gets; a pinned request that somebody still waits for is one like any other."""
+        self.pinned = None
+        for job in self._everybody():
+            job.pinned = False
+
+    @property
+    def unpinned_at_pinned(self) -> int:
+        """Requests that the pinned worker had before and has not answered."""
+        load = None if self.pinned is None else self._loads.get(self.pinned)
+        return 0 if load is None else sum(not job.pinned for job in load.jobs.values())
 
     def close(self, worker: int) -> int:
         """It is not any more: what it had waits again, in the old order, before what came later. Returns how many."""
@@ -139,20 +167,27 @@ class Router:
 
     def forget(self) -> list[Job]:
         """Everybody who waits for an answer; nobody does any more."""
-        jobs = [*self._waiting.values(), *(job for load in self._loads.values() for job in load.jobs.values())]
+        jobs = self._everybody()
         self._waiting.clear()
         self._loads.clear()
         self._homes.clear()
         return jobs
 
+    def _everybody(self) -> list[Job]:
+        return [*self._waiting.values(), *(job for load in self._loads.values() for job in load.jobs.values())]
+
     def _sort(self, waiting: dict[int, Job]) -> None:
         self._waiting = dict(sorted(waiting.items(), key=lambda item: (item[1].request.priority, item[0])))
 
     def _place(self, job: Job) -> int | None:
+        loads = self._loads
+        if job.pinned:
+            return self.pinned if self.pinned in loads and self._has_room(loads[self.pinned]) else None
         home = self._homes.get(job.request.prefix_key or "")
-        if job.request.prefix_key is not None and home is not None:
-            return home[0] if self._has_room(self._loads[home[0]]) else None
-        free = [(load.reserved, worker) for worker, load in self._loads.items() if self._has_room(load)]
+        if job.request.prefix_key is not None and home is not None and home[0] in loads and home[0] != self.pinned:
+            return home[0] if self._has_room(loads[home[0]]) else None
+        others = ((worker, load) for worker, load in loads.items() if worker != self.pinned)
+        free = [(load.reserved, worker) for worker, load in others if self._has_room(load)]
         return min(free)[1] if free else None
 
     def _has_room(self, load: _Load) -> bool:
