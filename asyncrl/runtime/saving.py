@@ -141,12 +141,9 @@ class Checkpointer:
         return by_interval or (last and self._config.checkpoint.save_final)
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
-        """At the end, however it came. A stalled run writes none: what it would wait for may be what hangs.
-
-        `stopped`: whether the run is being cancelled, whatever else the error says: of ranks that are stopped one leaves
-        first, and the others may hear of that in a collective. Where the model is cut, a rank that failed alone writes none:
-        the others, whose parts it needs, are only stopped later.
-        """
+        """At the end, however it came. A stalled run writes none: what it would wait for may be what hangs. `stopped`: it is being
+        cancelled, whatever else the error says (of ranks that are stopped the others may hear in a collective that one has left).
+        Where the model is cut, a rank that failed alone writes none: those whose parts it needs are only stopped later."""
         if isinstance(error, (StallError, CheckpointError)):
             return False
         core = self._built.core
@@ -171,10 +168,8 @@ class Checkpointer:
 
     def books(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
         """Where this rank is in its prompts, taken at one moment (no await). Take it before live groups are ended.
-
-        `untrained`: ids of the prompt stream that were taken from the cursor and not trained: admitted ones, those of the
-        open step included, and the one that waits for its slot.
-        """
+        `untrained`: ids of the prompt stream that were taken from the cursor and not trained: admitted ones, those of the open
+        step included, and the one that waits for its slot."""
         replay = self._built.ports.replay
         where = self._where(prompts, in_hand, next_group)
         return {**where, "replay": None if replay is None else replay.snapshot()}
