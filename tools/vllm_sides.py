@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import psutil
+
 from asyncrl.telemetry.machine import describe_cpu
 
 PROMPT = 48  # tokens of a prompt
 CACHE = 2 << 30  # bytes of vLLM's own cache
+ENDED_S = 30.0  # that a side has for its end, which is not measured
 WARM_UP = 16  # tokens of each sequence in the first turn of a job, which does not count
 
 
@@ -216,8 +219,15 @@ class Side:
         self.found.setdefault(key, []).append(json.loads(self._read("turn ")))
 
     def close(self) -> None:
+        """With what it has started: vLLM's own end of its processes may never come."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDED_S)
+        for each in [*family, self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         self.process.wait()
 
     def median(self, key: Any, name: str) -> float:
