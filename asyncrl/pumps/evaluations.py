@@ -43,8 +43,10 @@ class Evaluations:
         return None if self._pump is None else self._pump.progress
 
     async def all_told(self) -> None:
-        """Wait until every version that came was told of."""
-        await self._told.wait()
+        """Wait until every version that came was told of. (Where all were, nothing else runs before the caller goes on: it is shown
+        at once that it evaluates.)"""
+        if not self._told.is_set():
+            await self._told.wait()
 
     async def at(self, version: int, tell: Tell, *, last: bool, beside: TaskGroup | None) -> None:
         """`tell` gets the metrics of this version, none where it is not due, once all before it were told of. Returns then; with
