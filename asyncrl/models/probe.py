@@ -42,8 +42,9 @@ _DIFFERS_WITHIN_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Modu
 # Of a probe, the narrowest first: fewer heads over a narrow stream; fewer heads over a stream as much narrower; as the model is.
 Width = Literal["stream", "heads", "whole"]
 WIDTHS: tuple[Width, ...] = get_args(Width)
+_SIMPLE = (bool, int, str, type(None))
 _NARROW = 64
-_STREAM = 128
+_STREAM = 64
 _NOISE = 0.2
 _SEED = 0
 
@@ -135,9 +136,7 @@ def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
 
 
 def _empty(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    probe: PreTrainedModel = type(module)._from_config(
-        copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
-    )
+    probe: PreTrainedModel = type(module)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     return probe
 
 
@@ -272,11 +271,10 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
     """Classes, shapes and settings of everything in a layer. Floats are left out: some count the layer's own number."""
     parts: list[Any] = []
     for name, part in block.named_modules():
-        own = vars(part)
         settings = sorted(
-            (key, own[key])
-            for key in own.keys() - _DIFFERS_WITHIN_A_KIND
-            if isinstance(own[key], (bool, int, str, type(None)))
+            (key, value)
+            for key, value in vars(part).items()
+            if isinstance(value, _SIMPLE) and key not in _DIFFERS_WITHIN_A_KIND
         )
         shapes = tuple((key, value.shape) for key, value in part._parameters.items() if value is not None)
         parts.append((name, type(part).__qualname__, tuple(settings), shapes))

@@ -65,7 +65,7 @@ def test_narrow_heads_are_what_the_kernels_see(whole: tuple[int, int, int], narr
     assert (probe.num_attention_heads, probe.num_key_value_heads, probe.hidden_size) == narrow
 
 
-@pytest.mark.parametrize(("hidden", "heads", "narrow"), [(576, 9, 144), (1152, 18, 144)])
+@pytest.mark.parametrize(("hidden", "heads", "narrow"), [(576, 9, 96), (1152, 18, 96)])
 def test_the_stream_of_narrow_heads_is_narrower_still(hidden: int, heads: int, narrow: int) -> None:
     """Where heads have a size of their own: a multiple of their number, with the same rest to the kernels' sixteen numbers."""
     model = llama(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=heads // 3, head_dim=64)
@@ -91,4 +91,4 @@ def test_what_cannot_be_narrow_is_compared_wider(only: tuple[int, ...], monkeypa
     monkeypatch.setattr(LlamaModel, "__init__", fixed)
     model = llama(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
     assert check_model(model).path == FUSED
-    assert widths == [576, 144, *([384] if 384 in only else [384, 576])]
+    assert widths == [576, 96, *([384] if 384 in only else [384, 576])]
