@@ -63,9 +63,8 @@ class EvaluatePump:
         generate = partial(self._generate, self._parts.engine.generate if pin is None else pin.generate)
         priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
         who, what = "evaluate pump", "held-out rollouts"
-        waits: AbstractContextManager[object] = recorder.watch(
-            who, what, on="engine"
-        )  # beside steps: nobody is idle for it
+        # Beside steps nobody is idle for it.
+        waits: AbstractContextManager[object] = recorder.watch(who, what, on="engine")
         if pin is None:
             waits = recorder.wait(who, what, on="engine", cause="evaluate")
         try:

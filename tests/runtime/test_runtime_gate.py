@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_gated import GATED, SMALL, built, llama
 from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, write_yaml
 from torch import nn
 from transformers import (
@@ -51,21 +52,6 @@ from asyncrl.runtime.gate import RELATIVE, check_for, check_model
 from asyncrl.runtime.gate_trial import Trial
 from asyncrl.runtime.plan import announcement, plan
 from asyncrl.runtime.runtime import Runtime
-
-SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-GATED = SMALL | {"num_key_value_heads": 1, "intermediate_size": 48}
-
-
-def built(config: Any) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def llama(**changes: Any) -> PreTrainedModel:
-    return built(LlamaConfig(**(GATED | changes)))
 
 
 def gpt_oss() -> PreTrainedModel:

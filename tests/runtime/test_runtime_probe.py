@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel, PreTrainedModel, Qwen3Config
+from runtime_gated import GATED, built, llama
+from transformers import LlamaConfig, LlamaModel, Qwen3Config
 
 from asyncrl.models.paths import FUSED
 from asyncrl.models.probe import build_probe
 from asyncrl.runtime.gate import check_model
-
-GATED: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 1,
-    "intermediate_size": 48,
-}  # fmt: skip
-
-
-def built(config: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def llama(**changes: Any) -> PreTrainedModel:
-    return built(LlamaConfig(**(GATED | changes)))
 
 
 def test_the_probe_of_a_wide_model_is_narrow() -> None:
