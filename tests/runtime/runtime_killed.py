@@ -2,7 +2,7 @@
 
 commit      before the shared ledger hears of its commit: the other rank makes that
 committed   when it has made it: the other rank waits for that before its own
-say         both have committed, and it does not come to say where it is
+say         both have committed, and it does not come to say where it is; the other one waits for groups, in no collective
 line        it has committed, and its line is about to be written
 """
 
@@ -13,18 +13,26 @@ import runpy
 import signal
 from typing import Any
 
+import anyio
+
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.runtime import positions
 from asyncrl.telemetry.sinks import JsonlSink
 
 rank, step, moment = os.environ["KILLED"].split()
 dies = os.environ.get("RANK", "0") == rank
-commit, say, write = StoreLedger.commit, positions.Positions.say, JsonlSink.write
+claim, commit, say, write = StoreLedger.claim, StoreLedger.commit, positions.Positions.say, JsonlSink.write
 
 
 def reached(now: str, number: int) -> None:
     if dies and now == moment and number == int(step):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def claiming(ledger: StoreLedger, ready: Any) -> Any:
+    if moment == "say" and not dies and ledger.turn >= int(step):
+        await anyio.sleep_forever()  # else it may hear of the death in a collective, before its signal or after it
+    return await claim(ledger, ready)
 
 
 async def committing(ledger: StoreLedger) -> int:
@@ -47,6 +55,7 @@ def writing(sink: JsonlSink, version: int, *line: Any) -> None:
 
 
 JsonlSink.write = writing  # type: ignore[method-assign]
+StoreLedger.claim = claiming  # type: ignore[method-assign]
 StoreLedger.commit = committing  # type: ignore[method-assign]
 positions.Positions.say = saying  # type: ignore[assignment,method-assign]
 positions.GATHER_TIMEOUT_S = 0.5  # it is dead: nothing comes any more
