@@ -161,6 +161,24 @@ async def test_a_worker_that_is_killed_costs_no_group(tmp_path: Path) -> None:
     assert not left()
 
 
+async def test_a_worker_that_is_started_again_is_no_stage_of_the_run(tmp_path: Path) -> None:
+    """Nobody would end it: the watchdog would look at it alone, and end the run after `watchdog.stage_timeout_s`."""
+    with anyio.CancelScope() as scope:
+        async with Runtime(configured(tmp_path, "train.max_steps=100000", base=TWO)) as runtime:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(runtime.run)
+                lost = workers_of(runtime)[0]
+                os.kill(lost, signal.SIGKILL)
+                async for _ in runtime.steps():
+                    pids = workers_of(runtime)
+                    if lost not in pids and len(pids) == 2:
+                        break
+                engine: Any = runtime.built.ports.engine
+                await engine.all_serve()
+                assert runtime._stages.standing(1.0) is None
+                scope.cancel()
+
+
 async def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
     def stop(runtime: Runtime) -> None:
         os.kill(workers_of(runtime)[0], signal.SIGSTOP)
