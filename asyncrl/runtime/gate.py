@@ -172,7 +172,7 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: boo
             probe = build_probe(module, device, width=width, outgrown=outgrown)
             _require_own_parts(module, probe)
             trial = Trial(probe, outgrown=outgrown, **given)
-            _ = trial.eager
+            trial.eager(alone=False)
             return trial
         except Exception:
             if width == WIDTHS[-1]:

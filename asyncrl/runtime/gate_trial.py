@@ -5,16 +5,16 @@
     sampler     requests with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
                 version on the way, through the product's own cache; against a forward over prompt and completion
 
-Everything in float32. The eager side runs one row at a time without a cache, so that it has nothing in common with what it
-is compared with but the weights.
+Everything in float32. The eager side has nothing in common with what it is compared with but the weights: it has no cache,
+and its rows are in no batch, or, which is faster, in a padded one of transformers where the path packs them.
 
 Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -95,6 +95,8 @@ class Trial:
         self._lora = lora
         self._checkpointing = checkpointing
         self._dtype = dtype
+        self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._knows_batches = True
         self._random = np.random.default_rng(0)
         self._outgrown = outgrown
         text = probe.config.get_text_config()
@@ -104,7 +106,7 @@ class Trial:
         # Tokens repeat, because a layer that chooses keys may have to choose among equal ones.
         self._open_tokens = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
-            self._open_logits_LV = self._logits(self._open_tokens)
+            self._open_logits_LV = self._logits([self._open_tokens])[0]
         # At which the next token is open: of logits far apart, rounding and the choice of a token hide everything else.
         self.temperature = max(1.0, round(float(self._open_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
@@ -113,38 +115,53 @@ class Trial:
 
     # -- the eager side -----------------------------------------------------------------------------------------------
 
-    @cached_property
-    def eager(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(log-probs [S] in the batch's order, gradients by name of `sum(weight_S * logp_S)`)."""
+    def eager(self, alone: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """(log-probs [S] in the batch's order, gradients by name of `sum(weight_S * logp_S)`). `alone`: each row by itself, as is
+        done with all of a class that knows no batch."""
+        alone = alone or not self._knows_batches
+        if alone not in self._eager:
+            try:
+                self._eager[alone] = self._compute_eager(alone)
+            except Exception:  # whatever the class raises
+                if alone:
+                    raise
+                self._knows_batches = False
+                return self.eager(True)
+        return self._eager[alone]
+
+    def _compute_eager(self, alone: bool) -> tuple[Tensor, dict[str, Tensor]]:
         probe, device = self.probe, self.probe.device
         probe.requires_grad_(True)
         probe.zero_grad()
         found = torch.zeros(self.batch.scored)
         by_row = {(t.group_id, t.member): t for group, _ in self.rows for t in group.trajectories}
-        for sequence in range(self.batch.sequences):
-            row = by_row[int(self.batch.group_ids[sequence]), int(self.batch.members[sequence])]
-            places = torch.from_numpy(np.flatnonzero(self.batch.sequence == sequence))
-            logp = self._logprobs(row.tokens, row.prompt_length)
-            (logp * self._weight_S[places].to(device)).sum().backward()
-            found[places] = logp.detach().cpu()
-        gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.probe.named_parameters()
-        }
+        places = [np.flatnonzero(self.batch.sequence == sequence) for sequence in range(self.batch.sequences)]
+        rows = [by_row[key] for key in zip(self.batch.group_ids.tolist(), self.batch.members.tolist(), strict=True)]
+        for together in [[number] for number in range(len(rows))] if alone else [list(range(len(rows)))]:
+            logits = self._logits([rows[number].tokens for number in together])
+            loss = torch.zeros((), device=device)
+            for number, logits_LV in zip(together, logits, strict=True):
+                place = torch.from_numpy(places[number])
+                logp = self._logprobs(rows[number].tokens, rows[number].prompt_length, logits_LV)
+                loss = loss + (logp * self._weight_S[place].to(device)).sum()
+                found[place] = logp.detach().cpu()
+            loss.backward()
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in probe.named_parameters()}
         probe.requires_grad_(False)
         return found, gradients
 
-    def _logits(self, tokens: Int32Array | Int64Array) -> Tensor:
-        """[L] tokens -> [L, V]. Where rows outgrow their original context, of a row that is continued to the longest length: by
-        that the class chooses its rotary frequencies, and what follows changes nothing else (`check_causal`)."""
-        row = torch.from_numpy(tokens.astype(np.int64)).to(self.probe.device)
-        if self._outgrown:
-            row = torch.cat([row, row[-1:].expand(self._longest - row.numel())])
-        logits_LV: Tensor = self.probe(input_ids=row.unsqueeze(0), use_cache=False, return_dict=True).logits[0].float()
-        return logits_LV[: tokens.size]
+    def _logits(self, rows: Sequence[Int32Array | Int64Array]) -> list[Tensor]:
+        """Rows of [L] tokens, as one batch -> [L, V] each. They are continued to the longest of them, which changes nothing else
+        (`check_causal`); where rows outgrow their original context, to the longest length of all: by that the class chooses its
+        rotary frequencies."""
+        length = self._longest if self._outgrown else max(row.size for row in rows)
+        tokens_BL = np.stack([np.pad(row.astype(np.int64), (0, length - row.size), mode="edge") for row in rows])
+        inputs = torch.from_numpy(tokens_BL).to(self.probe.device)
+        logits_BLV: Tensor = self.probe(input_ids=inputs, use_cache=False, return_dict=True).logits.float()
+        return [logits_LV[: row.size] for row, logits_LV in zip(rows, logits_BLV, strict=True)]
 
-    def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int, logits_LV: Tensor | None = None) -> Tensor:
-        """[L] tokens -> [L - prompt]. `logits_LV`: of these tokens, where they are known."""
-        logits_LV = self._logits(tokens) if logits_LV is None else logits_LV
+    def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int, logits_LV: Tensor) -> Tensor:
+        """[L] tokens, and what the model says to them [L, V] -> [L - prompt]."""
         targets = torch.from_numpy(tokens[prompt:].astype(np.int64)).to(logits_LV.device)
         logp_LV = (logits_LV[prompt - 1 : -1] / self.temperature).log_softmax(-1)
         return logp_LV.gather(1, targets[:, None]).squeeze(1)
@@ -155,7 +172,8 @@ class Trial:
         tokens, length = self._open_tokens, self._open_tokens.size
         whole = self._logprobs(tokens, 1, self._open_logits_LV)
         for part in (length // 4, length - 3):
-            distance = _largest(self._logprobs(tokens[:part], 1) - whole[: part - 1])
+            logits_LV = self._logits([tokens[:part]])[0]
+            distance = _largest(self._logprobs(tokens[:part], 1, logits_LV) - whole[: part - 1])
             if not distance <= NATS:
                 raise ConfigError(
                     f"its own forward is not causal: the log-prob of one of {part} tokens moves by {distance:.1g} nats when "
@@ -182,16 +200,61 @@ class Trial:
         module = copy_module(self._untouched)
         hold_frequencies(module, self._longest)
         policy = PolicyModel(module, dtype, path=path, lora=self._lora)
-        logprobs, gradients, parameter = self._training(policy)
-        return Distance(logprobs, gradients, self._sampler(policy) if sampler else 0.0, parameter)
+        logp_S = self._train(policy)
+        sampled = self._sample(policy) if sampler else []
+        # Rows in a batch cost half of rows alone. The latter have the last word: a class may mix the rows of a batch, and so may
+        # the plain path, which has batches itself.
+        if path.name != "plain" and (found := self._distance(policy, logp_S, sampled, alone=False)).agrees:
+            return found
+        return self._distance(policy, logp_S, sampled, alone=True)
 
-    def _training(self, policy: PolicyModel) -> tuple[float, float, str]:
-        """(log-probs, gradients, the parameter whose gradient is farthest)."""
+    def _train(self, policy: PolicyModel) -> Tensor:
+        """The path's log-probs [S]; its gradients are in `policy.flat`."""
         forward = Forward(policy, self._checkpointing)
         logp_S, _ = forward(self.batch)
         (logp_S * self._weight_S.to(logp_S.device)).sum().backward()
         policy.set_training(False)
-        expected_S, gradients = self.eager
+        return logp_S.detach().cpu()
+
+    def _sample(self, policy: PolicyModel) -> list[tuple[GenerationRequest, Int64Array, Tensor]]:
+        """(request, prompt and completion [L], log-probs of the completion) of each row."""
+        requests = self._make_requests()
+        longest = max(int(request.prompt_ids.size) + request.sampling.max_tokens for request in requests)
+        core = open_core(
+            policy,
+            max_sequences=len(requests),
+            max_context=longest,
+            kv_positions=len(requests) * longest,
+            prefill_tokens=_PLAIN_PREFILL if policy.path.name == "plain" else _PREFILL,
+            recompute=True,
+        )
+        by_slot = {core.add(request, ()): request for request in requests}
+        ended: list[tuple[GenerationRequest, Int64Array, Tensor]] = []
+        decoded = 0
+        while len(ended) < len(requests):
+            while core.behind:
+                core.prefill()
+            step = core.decode()
+            decoded += bool(step.rows)
+            for slot in step.ended:
+                generation, request = core.sequences.generation(slot, FinishReason.LENGTH), by_slot[slot]
+                row = np.concatenate([request.prompt_ids, generation.token_ids]).astype(np.int64)
+                ended.append((request, row, torch.from_numpy(generation.logprobs)))
+                core.remove(slot, keep_prefix=False)
+            if decoded == _NEW_VERSION:
+                policy.version += 1  # the same weights under a new name: what is cached is computed again
+        return ended
+
+    def _distance(
+        self,
+        policy: PolicyModel,
+        logp_S: Tensor,
+        sampled: list[tuple[GenerationRequest, Int64Array, Tensor]],
+        *,
+        alone: bool,
+    ) -> Distance:
+        """From the eager model. `logp_S`, `sampled`: of `_train` and `_sample`."""
+        expected_S, gradients = self.eager(alone)
         found = dict(policy.flat.named_grads())
         pairs = (
             {name: (found[name], gradients[name]) for name in found}
@@ -204,40 +267,17 @@ class Trial:
             for name, (own, wanted) in pairs.items()
         }
         worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
-        return _largest(logp_S.detach().cpu() - expected_S), errors[worst], worst
+        sampler = self._sampler_distance(sampled, alone) if sampled else 0.0
+        return Distance(_largest(logp_S - expected_S), errors[worst], sampler, worst)
 
-    def _sampler(self, policy: PolicyModel) -> float:
-        requests = self._make_requests()
-        longest = max(int(request.prompt_ids.size) + request.sampling.max_tokens for request in requests)
-        rows = len(requests)
-        core = open_core(
-            policy,
-            max_sequences=rows,
-            max_context=longest,
-            kv_positions=rows * longest,
-            prefill_tokens=_PLAIN_PREFILL if policy.path.name == "plain" else _PREFILL,
-            recompute=True,
-        )
-        slots = [core.add(request, ()) for request in requests]
-        ended: dict[int, tuple[Int64Array, Tensor]] = {}
-        decoded = 0
-        while len(ended) < len(slots):
-            while core.behind:
-                core.prefill()
-            step = core.decode()
-            decoded += bool(step.rows)
-            for slot in step.ended:
-                generation = core.sequences.generation(slot, FinishReason.LENGTH)
-                ended[slot] = generation.token_ids.astype(np.int64), torch.from_numpy(generation.logprobs)
-                core.remove(slot, keep_prefix=False)
-            if decoded == _NEW_VERSION:
-                policy.version += 1  # the same weights under a new name: what is cached is computed again
+    @torch.no_grad()
+    def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]], alone: bool) -> float:
+        rows = [row for _, row, _ in sampled]
+        apart = alone or not self._knows_batches
+        logits = [self._logits([row])[0] for row in rows] if apart else self._logits(rows)
         worst = 0.0
-        for slot, request in zip(slots, requests, strict=True):
-            tokens, logprobs = ended[slot]
-            row = np.concatenate([request.prompt_ids.astype(np.int64), tokens])
-            with torch.no_grad():
-                expected = self._logprobs(row, request.prompt_ids.size)
+        for (request, row, logprobs), logits_LV in zip(sampled, logits, strict=True):
+            expected = self._logprobs(row, int(request.prompt_ids.size), logits_LV)
             worst = _larger(worst, _largest(logprobs - expected.cpu()))
         return worst
 
