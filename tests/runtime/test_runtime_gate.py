@@ -170,6 +170,33 @@ def test_a_cache_that_forgets_is_not_used() -> None:
     assert any("each token costs a forward over its whole row" in line for line in verdict.lines())
 
 
+class MixingModel(LlamaModel):
+    """Right with one row. In a batch each row is given the tokens of another one; `batches`: it has none at all."""
+
+    batches = True
+
+    def forward(self, input_ids: Any = None, **given: Any) -> Any:
+        if input_ids.shape[0] > 1 and not self.batches:
+            raise ValueError("one row at a time")
+        return super().forward(input_ids=input_ids.roll(1, 0), **given)
+
+
+class MixingForCausalLM(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = MixingModel(config)
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_rows_alone_have_the_last_word(monkeypatch: pytest.MonkeyPatch, batches: bool) -> None:
+    monkeypatch.setattr(MixingModel, "batches", batches)
+    model = MixingForCausalLM(LlamaConfig(**GATED))
+    for paths, taken in (((FUSED, PACKED), FUSED), (PLAIN, PLAIN[2])):
+        verdict = check_model(model, paths=paths)
+        assert verdict.path == taken and verdict.chosen is not None
+        assert verdict.layers == 2 and str(verdict.chosen.distance).count("e-0") == 3, str(verdict.chosen)
+
+
 class ShiftedForCausalLM(LlamaForCausalLM):
     """Its decoder is not given the tokens that the model is given."""
 
