@@ -273,8 +273,8 @@ class Trial:
     @torch.no_grad()
     def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]], alone: bool) -> float:
         rows = [row for _, row, _ in sampled]
-        apart = alone or not self._knows_batches
-        logits = [self._logits([row])[0] for row in rows] if apart else self._logits(rows)
+        alone = alone or not self._knows_batches
+        logits = [self._logits([row])[0] for row in rows] if alone else self._logits(rows)
         worst = 0.0
         for (request, row, logprobs), logits_LV in zip(sampled, logits, strict=True):
             expected = self._logprobs(row, int(request.prompt_ids.size), logits_LV)

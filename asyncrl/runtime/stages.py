@@ -17,8 +17,7 @@ class Stages:
     """
 
     def __init__(self) -> None:
-        self._now = ""  # "": nothing is starting or ending
-        self._pumps = False  # they run
+        self._now = ""  # "": nothing is starting or ending, the pumps run
         self._told = 0  # how often something was said: it moves
         self._show: Callable[[str], None] | None = None
         self.lanes: list[Any] = []
@@ -31,19 +30,19 @@ class Stages:
     def say(self, text: str) -> None:
         """A stage begins, or one that goes on has moved: a stage, a colon and counts. While the pumps run it is none, as of a
         worker that is started again: nobody would end it."""
-        if not self._pumps:
+        if self._now:
             self.begin(text)
         if self._show is not None:
             self._show(text)
 
     def begin(self, text: str) -> None:
         """As `say`, for the watchdog alone."""
-        self._now, self._pumps = text, False
+        self._now = text
         self._told += 1
 
     def end(self) -> None:
         """From now on it is for the pumps to move."""
-        self._now, self._pumps = "", True
+        self._now = ""
 
     def silent_ranks(self, longest_s: float | None) -> list[str]:
         """A few words for each; `longest_s`: only for those that were silent for longer than that."""
