@@ -16,6 +16,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from placing import needs_placing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.concurrency.lane import ThreadLane
@@ -25,10 +26,8 @@ from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.opening import attach_copies
 from asyncrl.generation.worker.server import Move, Server
 from asyncrl.generation.worker.serving import EmbeddedServing
-from asyncrl.models.native import library as native
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.parameters.packed import packing_works
-from asyncrl.models.parameters.placed import placing_works
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
@@ -277,18 +276,10 @@ async def test_where_there_is_no_room_they_are_packed_after_the_move(boards: lis
         assert all(product._other is None for product in made.engine.policy.products)
 
 
-def needs_copies(dtype: str) -> None:
-    """As on the machine that we have, where it is so for float32."""
-    kind = torch.float32 if dtype == "float32" else torch.bfloat16
-    packs = native.available() and packing_works(kind, torch.device("cpu"))
-    if not packs or not placing_works(kind):
-        pytest.skip(f"this torch packs no {dtype} weights here, or reads none that others have packed")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_where_the_trainer_has_packed_the_weights_a_move_is_one_closure(dtype: str, boards: list[Board]) -> None:
     """After the decode step that it is announced in, whatever runs; its tokens come from the new weights, and nothing is packed."""
-    needs_copies(dtype)
+    needs_placing(DTYPES[dtype])
     async with opened(boards, dtype, copies=True) as made:
         running = [made.ask(seed, 300) for seed in range(3)]
         for version in (1, 2, 3, 4):
@@ -311,7 +302,7 @@ async def test_where_the_trainer_has_packed_the_weights_a_move_is_one_closure(dt
 
 
 async def test_packed_weights_that_were_not_written_are_told(boards: list[Board]) -> None:
-    needs_copies("float32")
+    needs_placing(torch.float32)
     async with opened(boards, copies=True) as made:
         assert made.copies is not None
         copies, made.copies = made.copies, None
@@ -325,7 +316,7 @@ async def test_packed_weights_that_were_not_written_are_told(boards: list[Board]
 
 async def test_a_byte_of_the_packed_weights_that_is_another_one_is_found(boards: list[Board]) -> None:
     """In the last of their buckets, by the checks that go on beside the tokens."""
-    needs_copies("float32")
+    needs_placing(torch.float32)
     async with opened(boards, copies=True) as made:
         assert made.copies is not None
         made.write(1, 1)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from models_served import logprobs
+from placing import needs_placing
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.models.native import library as native
 from asyncrl.models.parameters import placed
-from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.parameters.placed import PackedLayout, placing_works
-from asyncrl.models.policy import PolicyModel
+from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.served import read_copies, read_from_board
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights.copies import PackedCopies
@@ -32,15 +31,6 @@ def llama(seed: int = 3, **changed: Any) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**SIZES | changed, tie_word_embeddings=True))
-
-
-def needs_placing(dtype: str) -> None:
-    """As on the machine that we have, where it is so for float32."""
-    kind = torch.float32 if dtype == "float32" else torch.bfloat16
-    if not native.available() or not packing_works(kind, CPU) or not placing_works(kind):
-        pytest.skip(
-            f"no native code, or this torch packs no {dtype} weights here, or reads none that others have packed"
-        )
 
 
 class Sides:
@@ -84,7 +74,7 @@ class Sides:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("biases", [False, True], ids=["llama", "biases"])
 def test_readers_compute_with_them_where_they_lie(dtype: str, biases: bool, boards: list[Board]) -> None:
-    needs_placing(dtype)
+    needs_placing(DTYPES[dtype])
     sides = Sides(dtype, boards, llama(attention_bias=biases), llama(seed=9, attention_bias=biases))
     trainer, served = sides.trainer, sides.served
     logprobs(served)  # as a worker does while it starts: it packs what it has then
@@ -108,7 +98,7 @@ def test_readers_compute_with_them_where_they_lie(dtype: str, biases: bool, boar
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_trainer_reads_what_it_wrote_until_its_weights_change(dtype: str, boards: list[Board]) -> None:
     """And then copies of its own: what others read stays as it is."""
-    needs_placing(dtype)
+    needs_placing(DTYPES[dtype])
     sides = Sides(dtype, boards)
     trainer, layout = sides.trainer, sides.layout
 
@@ -130,7 +120,7 @@ def test_the_trainer_reads_what_it_wrote_until_its_weights_change(dtype: str, bo
 
 
 def test_what_the_trainer_reads_outlives_the_board(boards: list[Board]) -> None:
-    needs_placing("float32")
+    needs_placing(torch.float32)
     sides = Sides("float32", boards)
     before = logprobs(sides.trainer)
     sides.publish(0)
@@ -140,7 +130,7 @@ def test_what_the_trainer_reads_outlives_the_board(boards: list[Board]) -> None:
 
 
 def test_every_copy_is_the_one_that_torch_makes(boards: list[Board]) -> None:
-    needs_placing("float32")
+    needs_placing(torch.float32)
     sides = Sides("float32", boards)
     sides.publish(0)
     x = torch.randn(5, 128)
@@ -157,7 +147,7 @@ def test_every_copy_is_the_one_that_torch_makes(boards: list[Board]) -> None:
 def test_a_process_that_lays_copies_out_otherwise_makes_its_own(
     boards: list[Board], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_placing("float32")
+    needs_placing(torch.float32)
     sides = Sides("float32", boards)
     described = placed._describe
     monkeypatch.setattr(placed, "_describe", lambda packed: described(packed)[:-2] + "ff")
@@ -170,7 +160,7 @@ def test_a_process_that_lays_copies_out_otherwise_makes_its_own(
 
 @pytest.mark.parametrize("changed", [{"num_hidden_layers": 1}, {"intermediate_size": 320}])
 def test_copies_of_another_model_are_refused(changed: dict[str, int], boards: list[Board]) -> None:
-    needs_placing("float32")
+    needs_placing(torch.float32)
     sides = Sides("float32", boards)
     other = PolicyModel(llama(**changed), "float32", served=True)
     with pytest.raises(ValueError, match="of another model"):
@@ -197,7 +187,7 @@ def test_a_torch_without_that_interface_places_nothing(monkeypatch: pytest.Monke
 
 def test_products_that_only_torch_can_write_are_packed_by_everybody(boards: list[Board]) -> None:
     """The rows of a padded head fill no whole blocks: its copy is made by each process, those of the layers lie on the board."""
-    needs_placing("float32")
+    needs_placing(torch.float32)
     sides = Sides("float32", boards, llama(vocab_size=61), llama(seed=9, vocab_size=61))
     trainer, served = sides.trainer, sides.served
     assert None in sides.layout.places and any(sides.layout.places)

@@ -10,15 +10,13 @@ from functools import partial
 
 import pytest
 import torch
+from placing import needs_placing
 from torch import Tensor
 from weights_helpers import Trained, own_lane, trained
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.errors import DivergenceError
-from asyncrl.models.native import library as native
 from asyncrl.models.parameters import packed
-from asyncrl.models.parameters.packed import packing_works
-from asyncrl.models.parameters.placed import placing_works
 from asyncrl.models.parameters.reordered import reorder
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board
@@ -80,9 +78,7 @@ class Case:
 async def opened(kind: str = "float32") -> AsyncIterator[Case]:
     case = trained(kind)
     policy, weights = case.policy, case.policy.weights
-    packs = native.available() and packing_works(policy.dtype, policy.device)
-    if not packs or not placing_works(policy.dtype):
-        pytest.skip(f"this torch packs no {policy.dtype} weights here, or reads none that others have packed")
+    needs_placing(policy.dtype)
     board = await asyncio.to_thread(Board.create, weights.size, policy.dtype, weights.layout_digest())
     async with own_lane() as lane:
         copies = await lane.run(lambda: PackedCopies.of(policy), name="copies")
