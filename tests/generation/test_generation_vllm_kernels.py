@@ -14,7 +14,9 @@ from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_curr
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-from asyncrl.generation.vllm.v0_32_kernels import use_kernels
+with warnings.catch_warnings():  # of modules that vLLM's attention imports
+    warnings.simplefilter("ignore")
+    from asyncrl.generation.vllm.v0_32_kernels import use_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,20 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from asyncrl.errors import ConfigError
 
 from .recording import Recorded
 
+_PRODUCTS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallelLinear.forward)
 _COUNTS = {3: "three", 4: "four", 5: "five"}
 # Where vLLM's loader knows the names of the checkpoints on the hub alone, which transformers has others for: (ours, vLLM's).
 _NAMES = {
@@ -57,6 +64,16 @@ def linear_layers(model: nn.Module) -> dict[nn.Module, bool]:
         else:
             module.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
     return found
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether all that it computes is the product with its weight, and its bias beside."""
+    return (
+        type(module).forward in _PRODUCTS
+        and type(module.quant_method) is UnquantizedLinearMethod
+        and getattr(module, "tp_size", 1) == 1
+        and not module.skip_bias_add
+    )
 
 
 def kernel_of(experts: RoutedExperts) -> Any:

@@ -22,7 +22,7 @@ from asyncrl.models.parameters.packed import packing_works, product
 from asyncrl.models.parameters.reordered import Reordered
 
 from .recording import Recorded
-from .v0_32_layers import kernel_of, linear_layers
+from .v0_32_layers import is_product, kernel_of, linear_layers
 
 _EXPERTS = ("w13_weight", "w2_weight")
 _BIASES = ("w13_bias", "w2_bias")
@@ -119,9 +119,11 @@ class _Linear:
     """A linear layer that reads a packed copy."""
 
     def __init__(self, module: nn.Module, weight: _Parameter, ahead: bool) -> None:
-        self._module, self._weight = module, weight
+        self._module: Any = module  # its attributes are no tensors and modules alone, as the type of Module says
+        self._weight = weight
         self._count = 2 if ahead else 1
         self._copies: list[Reordered] = []  # the last one is written next
+        self._is_product = is_product(module)
 
     @property
     def pieces(self) -> int:
@@ -137,12 +139,16 @@ class _Linear:
             yield
 
     def take_up(self) -> None:
-        packed = self._copies[-1].tensor
+        packed, module = self._copies[-1].tensor, self._module
 
         def linear(x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
             return product(x, packed, bias)
 
-        self._module.cpu_linear = linear  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
+        module.cpu_linear = linear
+        if self._is_product:  # in the place of four calls, for every product of a step
+            bias = module.bias
+            alone, beside = (lambda x: product(x, packed, bias)), (lambda x: (product(x, packed, bias), None))
+            module.forward = beside if module.return_bias else alone
         self._copies.reverse()
 
 
