@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +41,14 @@ class Entry:
 
 
 def inventory() -> list[Entry]:
-    """Every segment of this user, by name. Looks only: it takes no lock that could disturb an owner."""
+    """Every segment of this user, by name. Looks only: it takes no lock that could disturb an owner. What is no file is no segment:
+    a link is not followed."""
     check_platform()
     found = []
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
         with contextlib.suppress(FileNotFoundError):  # it ended while we looked
-            if path.stat().st_uid == os.geteuid():
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 found.append(_entry(path.name.removeprefix(PREFIX), path))
     return found
 

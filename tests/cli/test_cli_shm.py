@@ -102,3 +102,20 @@ def test_a_file_that_is_no_segment_is_said_and_can_be_cleared(name: str, capsys:
     assert found is not None and "no segment of asyncrl" in str(found["problem"])
     assert main(["shm", "clear", name]) == 0
     assert not path.exists()
+
+
+def test_what_is_no_file_is_passed_over(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is opened through a link, and one of them hides no segment."""
+    (tmp_path / "file").write_bytes(b"mine")
+    link, folder, beside = (Path(f"/dev/shm/asyncrl.{name}{end}") for end in ("", ".folder", ".beside"))
+    link.symlink_to(tmp_path / "file")
+    folder.mkdir()
+    beside.write_bytes(b"x" * 10)
+    try:
+        assert entry(name, capsys) is None and entry(f"{name}.folder", capsys) is None
+        assert entry(f"{name}.beside", capsys) is not None
+        assert link.is_symlink() and (tmp_path / "file").read_bytes() == b"mine"
+    finally:
+        link.unlink()
+        folder.rmdir()
+        beside.unlink()
