@@ -409,7 +409,11 @@ async def test_the_recorder_hears_of_each_closure() -> None:
 async def test_overhead_per_closure_is_small() -> None:
     async with ThreadLane("x") as lane:
         await lane.run(lambda: None, name="warm")
-        best = min([await _time_closures(lane) for _ in range(5)])
+        best = await _time_closures(lane)
+        for _ in range(50):  # others may have the cores for a while: one quiet moment is enough
+            if best < 500e-6:
+                break
+            best = min(best, await _time_closures(lane))
     # About 30 us on an idle core, of which most is two thread switches; the limit is for a machine shared with others.
     assert best < 500e-6, f"{best * 1e6:.0f} us per closure"
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.distributed.sealed import SealedStore
 
-EVERY_S = 0.05
+EVERY_S = 0.25  # after three of these a rank is silent: no thread should have to wait so long, on a busy machine either
+
+Said = TypeVar("Said")
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true: Callable[[], Said]) -> Said:
+    """What it said when that was true for the first time: asked again, it may say something else."""
     deadline = time.monotonic() + 20
-    while not true():
+    while not (said := true()):
         assert time.monotonic() < deadline
         time.sleep(0.01)  # signs of life are heard on a thread that tells nobody
+    return said
+
+
+def one_each(*found: list[str]) -> list[str]:
+    """What each of them names, once each names one."""
+    return [said for each in found for said in each] if all(len(each) == 1 for each in found) else []
 
 
 def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
@@ -34,11 +44,9 @@ def test_the_rank_that_falls_silent_is_named_until_it_is_heard_again() -> None:
         assert first.silent() == []  # rank 2 has not been there yet: nobody knows when it would have to
         connect().set("2", "1")  # and never again
         until(lambda: first._heard.keys() == {1, 2} and second._heard.keys() == {0, 2})
-        until(lambda: len(first.silent()) == 1 and len(second.silent()) == 1)
-        for said in (*first.silent(), *second.silent()):
+        for said in until(lambda: one_each(first.silent(), second.silent())):
             assert said.startswith("rank 2 has given no sign of life for ")
-        until(lambda: first.lost(1.0) != [])
-        assert first.lost(1.0)[0].startswith("rank 2 has been silent for ") and first.lost(100.0) == []
+        assert until(lambda: first.lost(1.0))[0].startswith("rank 2 has been silent for ") and first.lost(100.0) == []
         with Heartbeat(connect(), 2, 3, EVERY_S):
             until(lambda: first.silent() == second.silent() == first.lost(1.0) == [])
         until(lambda: first._heard[2][0] == b"bye")
@@ -57,10 +65,9 @@ def test_a_store_that_does_not_answer_is_named() -> None:
 
     released = False
     with Heartbeat(Deaf(), 0, 2, EVERY_S) as heartbeat:  # type: ignore[arg-type]  # a store that never answers
-        until(lambda: heartbeat.silent() != [])
-        assert heartbeat.silent()[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
+        assert until(heartbeat.silent)[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
         assert heartbeat.lost(1.0) == []  # of what was before this look nobody knows whether this process ran
-        until(lambda: heartbeat.lost(1.0) != [])
-        assert heartbeat.lost(1.0)[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
+        said = until(lambda: heartbeat.lost(1.0))
+        assert said[0].startswith("the ranks' store, which rank 0 holds, has not answered for ")
         assert heartbeat.lost(100.0) == []
         released = True

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# The goal is 0.9 (tools/quickstart_curves.py); arrival order differs from run to run, so a test leaves room.
+# The goal is 0.9 (tools/quickstart_curves.py); arrival order differs from run to run, so a test leaves room. Recorded runs end
+# between 0.908 and 0.990 over their last 20 steps; over the last 5, between 0.854 and 0.991.
 LEARNED = 0.85
 
 
@@ -26,7 +27,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
 
 def test_the_reward_rises(lines: list[dict[str, float]]) -> None:
-    first, last = (sum(line["reward/mean"] for line in part) / 5 for part in (lines[:5], lines[-5:]))
+    first, last = (sum(line["reward/mean"] for line in part) / len(part) for part in (lines[:5], lines[-20:]))
     assert first < 0.7
     assert last >= LEARNED
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from transport_helpers import line, living
 
+from asyncrl.generation.worker import names
 from asyncrl.generation.worker.names import segment_name, sweep
+from asyncrl.transport.memory import segment
 from asyncrl.transport.memory.arena import Arena
-from asyncrl.transport.memory.segment import DIRECTORY, PREFIX
+from asyncrl.transport.memory.segment import path_of
 
 NODE = """
 import asyncio, sys
+from asyncrl.generation.worker import names
+from asyncrl.transport.memory import segment
+names.DIRECTORY = segment.DIRECTORY = sys.argv.pop(1)
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.transport.memory.arena import Arena
 from asyncrl.transport.queues.tensor_queue import share_queue
@@ -46,22 +54,35 @@ asyncio.run(main(sys.argv[1] or segment_name("results", 0)))
 """
 
 
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every run with workers on this machine sweeps /dev/shm as it starts: here is another folder of the same file system."""
+    own = f"/dev/shm/names-of-{os.getpid()}"
+    os.mkdir(own)
+    monkeypatch.setattr(names, "DIRECTORY", own)
+    monkeypatch.setattr(segment, "DIRECTORY", own)
+    yield own
+    shutil.rmtree(own)
+
+
 @pytest.fixture
-def user_ring() -> Iterator[str]:
+def user_ring() -> str:
     """A name that a user might have given to a ring."""
-    name = f"worker-{uuid.uuid4().hex[:8]}"
-    yield name
-    Path(f"{DIRECTORY}/{PREFIX}{name}").unlink(missing_ok=True)
+    return f"worker-{uuid.uuid4().hex[:8]}"
 
 
-def there(*names: str) -> list[bool]:
-    return [Path(f"{DIRECTORY}/{PREFIX}{name}").exists() for name in names]
+def node(*arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return living(NODE, segment.DIRECTORY, *arguments)
+
+
+def there(*asked: str) -> list[bool]:
+    return [Path(path_of(name)).exists() for name in asked]
 
 
 def test_names_differ_and_say_whose_they_are() -> None:
-    names = {segment_name("requests", 1) for _ in range(100)}
-    assert len(names) == 100
-    assert all(name.startswith(f"worker-requests-1.{os.getpid()}.") for name in names)
+    made = {segment_name("requests", 1) for _ in range(100)}
+    assert len(made) == 100
+    assert all(name.startswith(f"worker-requests-1.{os.getpid()}.") for name in made)
     for kind, number in (("Requests", 0), ("", 0), ("a-b", 0), ("requests", -1)):
         with pytest.raises(ValueError, match="small letters and a number from 0"):
             segment_name(kind, number)
@@ -69,9 +90,9 @@ def test_names_differ_and_say_whose_they_are() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_segments_of_a_killed_node_go_and_those_of_one_that_lives_stay(how: signal.Signals) -> None:
-    with living(NODE, "") as dead, living(NODE, "") as alive:
+    with node("") as dead, node("") as alive:
         left, used = line(dead).split(), line(alive).split()
-        assert not set(sweep()) & {*left, *used}
+        assert not sweep()
         assert there(*left, *used) == [True] * 4
         dead.kill()
         dead.wait()
@@ -86,7 +107,7 @@ def test_the_segments_of_a_killed_node_go_and_those_of_one_that_lives_stay(how: 
 
 def test_a_users_ring_with_records_that_nobody_took_stays(user_ring: str) -> None:
     """Its owner is dead as well, and its name begins as ours do."""
-    with living(NODE, user_ring, "take") as dead:
+    with node(user_ring, "take") as dead:
         results, requests = line(dead).split()
         assert results == user_ring
         dead.kill()
@@ -98,23 +119,19 @@ def test_a_users_ring_with_records_that_nobody_took_stays(user_ring: str) -> Non
 
 
 def test_what_is_damaged_goes_too_and_links_stay(tmp_path: Path) -> None:
-    damaged, link = (Path(f"{DIRECTORY}/{PREFIX}{segment_name('results', number)}") for number in (0, 1))
+    gone, kept = (segment_name("results", number) for number in (0, 1))
+    damaged, link = Path(path_of(gone)), Path(path_of(kept))
     other = tmp_path / "file"
     other.write_bytes(b"mine")
     damaged.write_bytes(b"\xff" * 100_000)
     link.symlink_to(other)
-    try:
-        swept = sweep()
-        assert [damaged.exists(), link.is_symlink(), other.read_bytes()] == [False, True, b"mine"]
-        assert damaged.name.removeprefix(PREFIX) in swept
-    finally:
-        damaged.unlink(missing_ok=True)
-        link.unlink()
+    assert sweep() == [gone]
+    assert [damaged.exists(), link.is_symlink(), other.read_bytes()] == [False, True, b"mine"]
 
 
 def test_two_sweeps_at_once_remove_everything_once() -> None:
     arenas = [Arena.create(segment_name("requests", number), 4096) for number in range(20)]
-    names = {arena.segment.name for arena in arenas}
+    made = {arena.segment.name for arena in arenas}
     for arena in arenas:
         arena.close(keep=True)
 
@@ -122,6 +139,6 @@ def test_two_sweeps_at_once_remove_everything_once() -> None:
         return list(await asyncio.gather(asyncio.to_thread(sweep), asyncio.to_thread(sweep)))
 
     first, second = asyncio.run(both())
-    assert names <= {*first, *second}
+    assert made == {*first, *second}
     assert not set(first) & set(second)
-    assert there(*names) == [False] * 20
+    assert there(*made) == [False] * 20

@@ -57,10 +57,10 @@ def bound(engine: Engine) -> dict[int, int]:
 async def test_one_stays_while_the_others_go_on_and_follows_at_the_end() -> None:
     async with serving(Engine(workers=3, token_s=0.004)) as engine:
         pin = await pinned(engine)
+        engine.kill(pin.worker, signal.SIGSTOP)  # it answers nothing before the others have moved
         held_out = evaluate(pin, [request(n, max_tokens=50) for n in range(9)])
         rollouts = Asked(engine, [request(50 + n, max_tokens=30) for n in range(12)])
         await until(lambda: engine._router.sent > 12)
-        engine.kill(pin.worker, signal.SIGSTOP)
         assert all(job.pinned for job in engine._router._loads[pin.worker].jobs.values())
         async with asyncio.timeout(SOON):
             await engine.update_weights(1, 1, None)
@@ -91,10 +91,12 @@ async def test_one_stays_while_the_others_go_on_and_follows_at_the_end() -> None
 
 async def test_a_move_waits_for_what_the_pinned_worker_had_before() -> None:
     async with serving(Engine(workers=2)) as engine:
+        for number in (0, 1):  # else one may have answered before it is pinned
+            engine.kill(number, signal.SIGSTOP)
         old = Asked(engine, [request(n, max_tokens=40) for n in range(2)])  # one for each
         await until(lambda: engine._router.sent == 2)
         pin = await pinned(engine)
-        engine.kill(pin.worker, signal.SIGSTOP)
+        engine.kill(1 - pin.worker, signal.SIGCONT)
         moving = asyncio.ensure_future(engine.update_weights(1, 1, None))
         await until(lambda: bound(engine)[1 - pin.worker] == 1)
         await asyncio.wait_for(old.tasks[1 - pin.worker], SOON)

@@ -15,7 +15,7 @@ from rewards_helpers import only_worker, pool, prompt, trajectories
 from warm import children
 
 from asyncrl.errors import RewardCrash
-from asyncrl.rewards import guard, leftovers
+from asyncrl.rewards import leftovers
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "attack_rewards.py"
 GOES_ON, ENDED, KILLED = [], [0], [-signal.SIGKILL]
@@ -47,6 +47,12 @@ def test_nothing_outlives_its_worker(end):
 # ---- whose process is whose
 
 
+@pytest.fixture
+def own_mark(monkeypatch):
+    """Every pool that opens on this machine looks for the usual name and ends what it finds: another test's would be first."""
+    monkeypatch.setattr(leftovers, "MARK", f"ASYNCRL_REWARD_WORKER_OF_{os.getpid()}")
+
+
 def ended_number():
     process = subprocess.Popen(["true"])
     process.wait()
@@ -56,7 +62,7 @@ def ended_number():
 @contextlib.contextmanager
 def marked(mark):
     """A process in a session of its own with this mark in its environment."""
-    process = subprocess.Popen(["sleep", "600"], env={**os.environ, guard.MARK: mark}, start_new_session=True)
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, leftovers.MARK: mark}, start_new_session=True)
     try:
         yield process
     finally:
@@ -84,31 +90,32 @@ SPARED = {
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_what_a_dead_run_left_is_killed_by_the_next(case):
+def test_what_a_dead_run_left_is_killed_by_the_next(own_mark, case):
     with marked(LEFT[case]()) as process:
         assert f"{process.pid} (sleep)" in leftovers.end_of_dead_runs()
         assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("case", SPARED)
-def test_what_belongs_to_others_is_left_alone(case):
+def test_what_belongs_to_others_is_left_alone(own_mark, case):
     with marked(SPARED[case]()) as process:
         assert not any(text.startswith(f"{process.pid} ") for text in leftovers.end_of_dead_runs())
         assert process.poll() is None
 
 
-def test_a_run_that_a_reward_function_started_does_not_end_itself():
+def test_a_run_that_a_reward_function_started_does_not_end_itself(own_mark):
     """It carries the mark of a run that is dead by now, and so do its own processes."""
     program = "import os, subprocess, sys; from asyncrl.rewards import leftovers\n"
+    program += f"leftovers.MARK = {leftovers.MARK!r}\n"
     program += "child = subprocess.Popen(['sleep', '600'])\n"
     program += "print(any(text.startswith(f'{child.pid} ') for text in leftovers.end_of_dead_runs())); child.kill()"
-    environment = {**os.environ, guard.MARK: LEFT["its run has ended"](), "PYTHONPATH": str(TOOL.parents[1])}
+    environment = {**os.environ, leftovers.MARK: LEFT["its run has ended"](), "PYTHONPATH": str(TOOL.parents[1])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
 @pytest.fixture
-def leftover():
+def leftover(own_mark):
     with marked(LEFT["its run has ended"]()) as process:
         yield process
 

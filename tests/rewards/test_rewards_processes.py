@@ -126,7 +126,7 @@ async def test_every_moment_of_a_cancellation():
     """Cancel after 0, 1, 2, ... turns of the loop: the pool serves the next caller every time."""
     async with pool("by_order") as rewards:
         for turns in range(25):
-            task = asyncio.ensure_future(rewards.score(prompt(), trajectories("nap")))
+            task = asyncio.ensure_future(rewards.score(prompt(), trajectories("sleep")))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
