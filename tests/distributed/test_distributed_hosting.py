@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
-from test_distributed_world import free_port, start_rank
+from ports import reserved_port
+from test_distributed_world import start_rank
 
 from asyncrl.distributed import hosting, world
 from asyncrl.distributed.hosting import Place, RanksStore, open_store
@@ -45,12 +46,12 @@ print("rank", world.rank, "ok", flush=True)
 
 
 def test_nothing_of_a_rank_listens_on_every_interface() -> None:
-    port = free_port()
-    ranks = [start_rank(LISTENS, rank, 2, port) for rank in range(2)]
-    for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
-        assert f"rank {rank} ok" in out
+    with reserved_port() as port:
+        ranks = [start_rank(LISTENS, rank, 2, port) for rank in range(2)]
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            assert f"rank {rank} ok" in out
 
 
 ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint")
@@ -84,9 +85,9 @@ def opened(
     *given: dict[str, str], one_machine: bool = True, address: str = "127.0.0.1"
 ) -> list[RanksStore | BaseException]:
     """What `open_store` returned or raised for each rank; `given`: their environments."""
-    port, results = free_port(), dict[int, RanksStore | BaseException]()
+    results = dict[int, RanksStore | BaseException]()
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int, port: int) -> None:
         try:
             place = Place(rank, len(given), one_machine, address, port, 0)
             results[rank] = made = open_store(place, PATIENCE, given[rank])
@@ -95,11 +96,12 @@ def opened(
             if rank or rank not in results:
                 results[rank] = error
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with reserved_port() as port:
+        threads = [threading.Thread(target=rank_main, args=(rank, port)) for rank in range(len(given))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return [results[rank] for rank in range(len(given))]
 
 

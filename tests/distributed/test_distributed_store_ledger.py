@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import anyio
 import pytest
 import torch.distributed as dist
 import warm
+from ports import reserved_port
 
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.distributed.store_ledger import StoreLedger
@@ -296,12 +296,6 @@ sys.stdin.read()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def start(program: str, *args: object) -> subprocess.Popen[str]:
     return warm.Popen(
         [sys.executable, "-c", program, *map(str, args)],
@@ -315,17 +309,17 @@ def start(program: str, *args: object) -> subprocess.Popen[str]:
 
 
 def test_a_store_that_goes_away_is_heard_by_those_who_wait() -> None:
-    port = free_port()
-    host = start(HOST, port)
-    assert host.stdout is not None and host.stdout.readline() == "up\n"
-    rank = start(STORE_DIES, port)
-    assert rank.stdout is not None
-    assert rank.stdout.readline() == "waiting\n", rank.communicate()
-    host.kill()
-    host.communicate()
-    out, err = rank.communicate(timeout=60)
-    assert "heard: rank 0 lost the shared ledger" in out, err
-    assert rank.returncode == 0, err
+    with reserved_port() as port:
+        host = start(HOST, port)
+        assert host.stdout is not None and host.stdout.readline() == "up\n"
+        rank = start(STORE_DIES, port)
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "waiting\n", rank.communicate()
+        host.kill()
+        host.communicate()
+        out, err = rank.communicate(timeout=60)
+        assert "heard: rank 0 lost the shared ledger" in out, err
+        assert rank.returncode == 0, err
 
 
 PROCESS = """
@@ -380,15 +374,15 @@ asyncio.run(main())
 
 
 def test_two_processes_train_every_group_once() -> None:
-    port, groups = free_port(), 12
-    processes = [start(PROCESS, rank, port, groups) for rank in range(2)]
-    total = 0
-    for process in processes:
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
-        words = out.split()
-        assert words[3] == str(2 * groups), out
-        total += int(words[1])
+    groups, total = 12, 0
+    with reserved_port() as port:
+        processes = [start(PROCESS, rank, port, groups) for rank in range(2)]
+        for process in processes:
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            words = out.split()
+            assert words[3] == str(2 * groups), out
+            total += int(words[1])
     assert total == 2 * groups
 
 

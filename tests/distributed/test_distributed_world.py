@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+from ports import reserved_port
 
 from asyncrl.distributed.world import World
 from asyncrl.errors import LifecycleError, PlatformError
@@ -104,12 +104,6 @@ print("rank", world.rank, "ok", flush=True)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def start_rank(program: str, rank: int, size: int, port: int) -> subprocess.Popen[str]:
     env = {
         "RANK": str(rank),
@@ -150,21 +144,21 @@ with world.open(torch.device("cpu"), timeout_s=60):
 
 
 def test_a_rank_whose_partner_is_gone_hears_of_it_in_a_gathering() -> None:
-    port = free_port()
-    ranks = [start_rank(LEAVES, rank, 2, port) for rank in range(2)]
-    for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
-        assert f"rank {rank} ok" in out
+    with reserved_port() as port:
+        ranks = [start_rank(LEAVES, rank, 2, port) for rank in range(2)]
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            assert f"rank {rank} ok" in out
 
 
 def test_two_ranks() -> None:
-    port = free_port()
-    ranks = [start_rank(PROGRAM, rank, 2, port) for rank in range(2)]
-    for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
-        assert f"rank {rank} ok" in out
+    with reserved_port() as port:
+        ranks = [start_rank(PROGRAM, rank, 2, port) for rank in range(2)]
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            assert f"rank {rank} ok" in out
 
 
 def test_a_rank_leaves_its_group_whatever_its_holders_do() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -16,6 +15,7 @@ import torch
 import warm
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import reserved_port
 from pumps_house import live
 from pumps_plan import Plan
 
@@ -47,15 +47,12 @@ def test_any_split_over_ranks_gives_the_advantages_of_one_rank(seed: int, groups
         assert found == alone(name, rows)
 
 
-def start(out: str, shares: str) -> list[subprocess.Popen[str]]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
+def start(port: int, out: str, shares: str) -> list[subprocess.Popen[str]]:
     size = len(shares.split(","))
     environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     return [
         warm.Popen(
-            [sys.executable, pumps_rank.__file__, str(rank), str(size), port, out, shares],
+            [sys.executable, pumps_rank.__file__, str(rank), str(size), str(port), out, shares],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -65,19 +62,21 @@ def start(out: str, shares: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def ended(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit code and output of each; none is left, whatever happens."""
-    try:
-        return [(process.wait(), output) for process in ranks for output, _ in [process.communicate(timeout=120)]]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+def ended(out: str, shares: str) -> list[tuple[int, str]]:
+    """Exit code and output of each rank; none is left, whatever happens."""
+    with reserved_port() as port:
+        ranks = start(port, out, shares)
+        try:
+            return [(process.wait(), output) for process in ranks for output, _ in [process.communicate(timeout=120)]]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
 
 
 @pytest.mark.parametrize("shares", ["3,4", "5,0,1"])
 def test_real_ranks_give_the_advantages_of_one_rank(tmp_path: Path, shares: str) -> None:
-    outcomes = ended(start(str(tmp_path), shares))
+    outcomes = ended(str(tmp_path), shares)
     assert [code for code, _ in outcomes] == [0] * len(outcomes), outcomes
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(len(outcomes))]
     groups = sum(int(share) for share in shares.split(","))
@@ -87,7 +86,7 @@ def test_real_ranks_give_the_advantages_of_one_rank(tmp_path: Path, shares: str)
 
 
 def test_a_rank_that_leaves_before_the_rewards_are_told_ends_the_other(tmp_path: Path) -> None:
-    (code, output), (_, _) = ended(start("leave", "2,2"))
+    (code, output), (_, _) = ended("leave", "2,2")
     assert code != 0 and "RankLost" in output and "rank 0 of 2" in output
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import warm
 import yaml
+from ports import reserved_port
 
 import asyncrl.runtime.runtime  # noqa: F401  # else `main` would load it while its event loop runs, and that blocks
 from asyncrl.client import Scored
@@ -174,19 +174,23 @@ def lines_at_least(run: Path, count: int) -> Callable[[], bool]:
     return lambda: len(metrics_of(run)) >= count
 
 
+@contextlib.contextmanager
 def start_two(
     folder: Path, tree: dict[str, Any], program: Sequence[str] = PROGRAM, own: Sequence[str] = ("", ""), **more: str
-) -> list[Process]:
-    """Without torchrun, which would stop the one when the other has ended. `own`: of each rank, an override of its own."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    ranks = []
-    for rank in (0, 1):
-        place = folder / str(rank)
-        place.mkdir(exist_ok=True)
-        environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
-        settings = str(write_yaml(place, tree)), f"run.dir={folder}/runs", *([own[rank]] if own[rank] else [])
-        ranks.append(Process(place, *settings, program=program, **environ))
-    return ranks
+) -> Iterator[list[Process]]:
+    """Without torchrun, which would stop the one when the other has ended. `own`: of each rank, an override of its own. Neither
+    outlives the block."""
+    ranks = list[Process]()
+    with reserved_port() as port:
+        try:
+            for rank in (0, 1):
+                place = folder / str(rank)
+                place.mkdir(exist_ok=True)
+                environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+                environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+                settings = str(write_yaml(place, tree)), f"run.dir={folder}/runs", *([own[rank]] if own[rank] else [])
+                ranks.append(Process(place, *settings, program=program, **environ))
+            yield ranks
+        finally:
+            for each in ranks:
+                each.kill()

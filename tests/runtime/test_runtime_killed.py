@@ -28,11 +28,6 @@ def trained(run: Path) -> tuple[int, set[int]]:
     return state["version"], passed
 
 
-def end(ranks: list[Process]) -> None:
-    for each in ranks:
-        each.kill()
-
-
 @pytest.mark.parametrize(
     ("moment", "sharding", "version"),
     [
@@ -49,8 +44,7 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     tree: dict[str, Any] = ENDLESS | {"checkpoint": {"every": 2}, "distributed": {"sharding": sharding}}
     tree["watchdog"] = {"abort_grace_s": 15.0}  # less than torchrun's 30: a part that never comes is waited for 9 s
     run = tmp_path / "runs/run"
-    first, other = ranks = start_two(tmp_path, tree, (KILLED,), KILLED=f"1 {STEP} {moment}")
-    try:
+    with start_two(tmp_path, tree, (KILLED,), KILLED=f"1 {STEP} {moment}") as (first, other):
         assert other.wait() == -signal.SIGKILL, other.output
         if moment == "say":  # rank 0 waits for its groups, and is stopped, as torchrun does
             first.send(signal.SIGTERM)
@@ -58,8 +52,6 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
         code = 5 if part_lost else 143 if moment == "say" else 12
         assert first.wait() == code, first.output
         assert ("waited for [1]: nothing came" in first.output) is part_lost
-    finally:
-        end(ranks)
     found, before = trained(run)
     assert found == version and len(before) == GROUPS * version, first.output
     lines = metrics_of(run)
@@ -68,11 +60,8 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     assert lines[-1].get("train/ranks_reported") == (None if moment == "say" else 1)
 
     tree["train"] = tree["train"] | {"max_steps": version + 3}
-    ranks = start_two(tmp_path, tree | {"resume": True}, (RANK,), RANK_WEIGHTS=str(tmp_path))
-    try:
+    with start_two(tmp_path, tree | {"resume": True}, (RANK,), RANK_WEIGHTS=str(tmp_path)) as ranks:
         assert [each.wait() for each in ranks] == [0, 0], ranks[0].output + ranks[1].output
-    finally:
-        end(ranks)
     dumps = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
     since = [group for dump in dumps for step in dump["groups"] for group in step]
     assert len(since) == len(set(since)) == GROUPS * 3 and before.isdisjoint(since)

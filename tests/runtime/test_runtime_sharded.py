@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from runtime_helpers import (
     lines_at_least,
     metrics_of,
     rollouts_of,
+    start_two,
     unclocked,
     weights_of,
     write_yaml,
@@ -173,23 +173,13 @@ def reward(completions, **columns):
 def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: str) -> None:
     """Without torchrun, which would end the other one itself: the connection is gone, or, where no collective is under way, the
     signs of life are."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     tree = SHARDED | FAST | {"checkpoint": {"save_final": False}}
     tree["train"] = tree["train"] | {"max_steps": 100_000}
     tree["watchdog"] = {"loop_timeout_s": 10}
     (tmp_path / "rewards.py").write_text(REWARD)
     if end == "raises":
         tree["reward"] = f"{tmp_path}/rewards.py:reward"
-    ranks = []
-    for rank in (0, 1):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(Process(folder, str(write_yaml(folder, tree)), f"run.dir={tmp_path}/runs", **environ))
-    try:
+    with start_two(tmp_path, tree) as ranks:
         if end == "killed":
             ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step", 300)
             ranks[1].kill()
@@ -197,10 +187,6 @@ def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: s
             assert ranks[1].wait(300) == 6, ranks[1].output
             assert "this rank has had enough" in ranks[1].output
         assert ranks[0].wait(200) not in (0, None)  # a time-out would take 600 s
-    finally:
-        for process in ranks:
-            if process._popen.poll() is None:
-                process.kill()
 
 
 @pytest.mark.parametrize(

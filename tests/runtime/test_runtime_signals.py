@@ -231,14 +231,10 @@ def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path, stopped:
     """The first one holds the ranks' store, which then answers nobody."""
     limits = {"interval_s": 0.2, "lane_timeout_s": 9.0, "stall_timeout_s": 15.0, "abort_grace_s": 2.0}
     reward = {"functions": [REAL["reward"]], "timeout_s": 12.0}  # has to be less than the limit of a standstill
-    ranks = start_two(tmp_path, endless(watchdog=limits, reward=reward))
-    try:
+    with start_two(tmp_path, endless(watchdog=limits, reward=reward)) as ranks:
         ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 3), "third step")
         ranks[stopped].send(signal.SIGSTOP)
         assert ranks[1 - stopped].wait(60) == 4, ranks[1 - stopped].output
-    finally:
-        for rank in ranks:
-            rank.kill()
     output = ranks[1 - stopped].output
     [headline] = [line for line in output.splitlines() if line.startswith("=== asyncrl watchdog: rank ")][:1]
     assert f"watchdog: rank {1 - stopped}: " in headline
@@ -253,12 +249,8 @@ def test_an_episode_of_one_rank_that_stands_still_is_named_by_both(tmp_path: Pat
     tree = endless(watchdog=limits, rollout=REAL["rollout"] | {"environment": f"{MODEL}:Pondering"})
     tree["reward"] = {"functions": [REAL["reward"]], "timeout_s": 9.0}  # a standstill takes longer than a reward may
     own = [f"watchdog.stall_timeout_s={10 if rank == looks else 600}" for rank in (0, 1)]
-    ranks = start_two(tmp_path, tree, own=own)
-    try:
+    with start_two(tmp_path, tree, own=own) as ranks:
         ranks[looks].wait_until(lambda: "=== asyncrl watchdog: " in ranks[looks].output, "standstill")
-    finally:
-        for rank in ranks:
-            rank.kill()
     [headline] = [line for line in ranks[looks].output.splitlines() if line.startswith("=== asyncrl watchdog: ")][:1]
     assert f"watchdog: rank {looks}: nothing was generated" in headline
     if looks == 0:
@@ -272,17 +264,13 @@ def test_a_rank_that_goes_first_takes_no_checkpoint_with_it(tmp_path: Path, numb
     """Rank 0 writes what every rank trained and did not train until then. One that is stopped gives its groups back, so that
     rank 0 goes on to the next collective and hears of it there; one that is killed keeps them, so that rank 0 may wait for
     them: then it is stopped, as torchrun does."""
-    first, other = start_two(tmp_path, endless(telemetry={"live": "plain"}))
     run = tmp_path / "runs/run"
-    try:
+    with start_two(tmp_path, endless(telemetry={"live": "plain"})) as (first, other):
         first.wait_until(lines_at_least(run, 3), "third step")
         assert stop(other, number) == (143 if number is signal.SIGTERM else -number), other.output
         if number is signal.SIGKILL:
             first.send(signal.SIGTERM)
         code = first.wait(SECONDS + 30)
-    finally:
-        first.kill()
-        other.kill()
     assert code == 143 or (code == 12 and number is signal.SIGKILL), first.output  # a stop in progress is no error
     assert ("RankLost: rank 0 of 2: a collective failed" in first.output) == (code == 12)
     assert ("another rank was stopped by SIGTERM" in first.output) == (number is signal.SIGTERM)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import torch.distributed as dist
+from ports import reserved_port
 from runtime_helpers import REAL, Process, lines_at_least, write_yaml
 
 ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}}
@@ -22,20 +22,19 @@ def store_of_the_ranks(port: int) -> dist.TCPStore:
 
 
 def test_a_ledger_that_somebody_overwrites_ends_the_run_with_the_name_of_the_key(tmp_path: Path) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    program = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "-m", "asyncrl.main")
-    process = Process(tmp_path, str(write_yaml(tmp_path, ENDLESS)), program=program)
-    try:
-        process.wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step")
-        attacker = store_of_the_ranks(port)
-        [books] = [key for key in attacker.list_keys() if key.endswith("ledger/books")]  # type: ignore[attr-defined]
-        there = attacker.get(books)
-        attacker.set(books, (there[:32] + there[32:].replace(b'"turn":', b'"turn":1')).decode())
-        assert process.wait(60) != 0
-    finally:
-        process.kill()
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+    with reserved_port() as port:
+        program = (*torchrun, str(port), "-m", "asyncrl.main")
+        process = Process(tmp_path, str(write_yaml(tmp_path, ENDLESS)), program=program)
+        try:
+            process.wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step")
+            attacker = store_of_the_ranks(port)
+            [books] = [key for key in attacker.list_keys() if key.endswith("ledger/books")]  # type: ignore[attr-defined]
+            there = attacker.get(books)
+            attacker.set(books, (there[:32] + there[32:].replace(b'"turn":', b'"turn":1')).decode())
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
     assert (
         "StoreForged: the value of ranks/0/ledger/books in the ranks' store was not written by a rank" in process.output
     )

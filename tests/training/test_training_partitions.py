@@ -16,7 +16,7 @@ import training_partition
 import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_training_ranks import free_port
+from ports import reserved_port
 from training_helpers import STREAMED
 
 import asyncrl
@@ -27,9 +27,15 @@ Ask = Callable[[str, int, list[list[int]]], list[dict]]
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+def port() -> Iterator[int]:
+    with reserved_port() as reserved:
+        yield reserved
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Ask]:
     """Trains one partition over all ranks; what each of them found."""
-    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
+    folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     logs = [(folder / f"{rank}.log").open("w") for rank in range(RANKS)]
     script = str(Path(training_partition.__file__))

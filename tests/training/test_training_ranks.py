@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +11,11 @@ import pytest
 import torch
 import training_rank
 import warm
+from ports import reserved_port
 from training_helpers import STREAMED
 
 import asyncrl
 from asyncrl.training.reducer import OneRank
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
 
 # Every streamable loss with every term on, an idle rank and a fully masked row; then what a survey makes possible.
 STREAMED_WITH_ALL = ",".join(f"{name}+" for name in STREAMED)
@@ -50,27 +43,28 @@ def test_a_rank_that_skips_all_its_groups_equals_one_that_runs_them(tmp_path: Pa
 
 def over_ranks(tmp_path: Path, shares: str, names: str) -> list[list[dict]]:
     """By rank, the result of every loss."""
-    size, port = len(shares.split(",")), free_port()
+    size = len(shares.split(","))
     script = Path(training_rank.__file__)
     environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        warm.Popen(
-            [sys.executable, str(script), str(rank), str(size), str(port), str(tmp_path), shares, names],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(size)
-    ]
-    try:
-        for process in ranks:
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, output
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    with reserved_port() as port:
+        ranks = [
+            warm.Popen(
+                [sys.executable, str(script), str(rank), str(size), str(port), str(tmp_path), shares, names],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
+            for rank in range(size)
+        ]
+        try:
+            for process in ranks:
+                output, _ = process.communicate(timeout=300)
+                assert process.returncode == 0, output
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
     return [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
 
 

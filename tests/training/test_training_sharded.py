@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import training_sharded
 import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_training_ranks import free_port
+from ports import reserved_port
 from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module
 from training_partition import SEQUENCES
 from training_sharded import Case
@@ -38,14 +38,14 @@ from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 class Ranks:
     """Living processes, each of them one rank of a world."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, port: int) -> None:
         self.folder, self.size = folder, size
         environment = {**os.environ, "PYTHONPATH": str(Path(asyncrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        port, script = str(free_port()), str(Path(training_sharded.__file__))
+        script = str(Path(training_sharded.__file__))
         self.logs = [(folder / f"{rank}.log").open("w") for rank in range(size)]
         self.processes = [
             warm.Popen(
-                [sys.executable, "-W", "error", script, str(rank), str(size), port, str(folder)],
+                [sys.executable, "-W", "error", script, str(rank), str(size), str(port), str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.logs[rank],
@@ -86,11 +86,8 @@ class Ranks:
 
 @contextmanager
 def ranks_in(folder: Path, size: int) -> Iterator[Ranks]:
-    ranks = Ranks(folder, size)
-    try:
+    with reserved_port() as port, closing(Ranks(folder, size, port)) as ranks:
         yield ranks
-    finally:
-        ranks.close()
 
 
 @pytest.fixture(scope="module")
