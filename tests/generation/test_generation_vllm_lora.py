@@ -60,6 +60,12 @@ class Worker:
     async def update_weights(self, version: int, half: int, outputs: Any) -> None:
         await self.server.move(version, half, outputs)
 
+    def reads(self, half: int) -> bool:
+        return False
+
+    async def left(self, half: int) -> None:
+        raise AssertionError("nobody is pinned")
+
 
 def batch_of(asked: list[GenerationRequest], answers: list[Generation]) -> Microbatch:
     """One group of all answers, which have one prompt, with random advantages."""

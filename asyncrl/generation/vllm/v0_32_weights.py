@@ -147,8 +147,10 @@ class _Linear:
         module.cpu_linear = linear
         if self._is_product:  # in the place of four calls, for every product of a step
             bias = module.bias
-            alone, beside = (lambda x: product(x, packed, bias)), (lambda x: (product(x, packed, bias), None))
-            module.forward = beside if module.return_bias else alone
+            if module.return_bias:
+                module.forward = lambda x: (product(x, packed, bias), None)
+            else:
+                module.forward = lambda x: product(x, packed, bias)
         self._copies.reverse()
 
 
