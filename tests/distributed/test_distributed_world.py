@@ -126,6 +126,16 @@ def start_rank(program: str, rank: int, size: int, port: int) -> subprocess.Pope
     )
 
 
+def two_ranks(program: str) -> None:
+    """Both run it to its end, and say so."""
+    with reserved_port() as port:
+        ranks = [start_rank(program, rank, 2, port) for rank in range(2)]
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            assert f"rank {rank} ok" in out
+
+
 LEAVES = """
 import torch
 from asyncrl.distributed.world import World
@@ -144,21 +154,11 @@ with world.open(torch.device("cpu"), timeout_s=60):
 
 
 def test_a_rank_whose_partner_is_gone_hears_of_it_in_a_gathering() -> None:
-    with reserved_port() as port:
-        ranks = [start_rank(LEAVES, rank, 2, port) for rank in range(2)]
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=60)
-            assert process.returncode == 0, err
-            assert f"rank {rank} ok" in out
+    two_ranks(LEAVES)
 
 
 def test_two_ranks() -> None:
-    with reserved_port() as port:
-        ranks = [start_rank(PROGRAM, rank, 2, port) for rank in range(2)]
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=60)
-            assert process.returncode == 0, err
-            assert f"rank {rank} ok" in out
+    two_ranks(PROGRAM)
 
 
 def test_a_rank_leaves_its_group_whatever_its_holders_do() -> None:
