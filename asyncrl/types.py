@@ -9,10 +9,10 @@ T packed tokens of a microbatch, S scored tokens (loss mask 1) of a microbatch, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -230,6 +230,15 @@ class StepResult:
     sequences: int
     microbatches: int  # of this rank
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class PostedVersion(NamedTuple):
+    """Weights on the weight board, and the half that they lie in. `outputs`: what the trainer computes with them
+    (models/outputs.py); None: it does not say so this time."""
+
+    version: int
+    half: int
+    outputs: Sequence[float] | None
 
 
 class ClaimState(StrEnum):

@@ -32,7 +32,7 @@ from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import ModelConfig
 from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.opening import attach_copies
-from asyncrl.generation.worker.server import Move, Server
+from asyncrl.generation.worker.server import Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.loading import load_policy
 from asyncrl.models.native import library
@@ -41,7 +41,7 @@ from asyncrl.models.reading import Outline, describe_rest, open_reader
 from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
-from asyncrl.types import GenerationRequest, SamplingParams
+from asyncrl.types import GenerationRequest, PostedVersion, SamplingParams
 from asyncrl.weights.copies import PackedCopies
 
 SEQUENCES, TOKENS, CONTEXT, BETWEEN, AFTER = 8, 2000, 2048, 12, 4
@@ -110,7 +110,7 @@ async def measure(config: ModelConfig, way: str, moves: int) -> list[dict[str, f
         found = []
         async with engine, plain_task_group() as tasks:
             tasks.start_soon(server.follow)
-            server.tell(Move(0, 0, None))
+            server.tell(PostedVersion(0, 0, None))
             await node.receive()
             for number in range(SEQUENCES):
                 sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -119,7 +119,7 @@ async def measure(config: ModelConfig, way: str, moves: int) -> list[dict[str, f
                 await lane.reach(lane.steps() + BETWEEN)
                 first = len(lane.closures)
                 packed = write(version)
-                server.tell(Move(version, version % 2, None))
+                server.tell(PostedVersion(version, version % 2, None))
                 await node.receive()
                 await lane.reach(lane.steps() + AFTER)
                 found.append(

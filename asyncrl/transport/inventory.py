@@ -105,6 +105,12 @@ def clear(name: str, *, drop_records: bool = False) -> int:
     `drop_records` is not set; FileNotFoundError.
     """
     check_platform()
+    path = path_of(name)
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise TransportError(
+            f"{path} is a link or a folder, or of another user: no segment of yours; remove it by hand"
+        )
     try:
         arena = Arena.adopt(name)
     except ArenaOwned:

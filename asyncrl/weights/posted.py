@@ -23,7 +23,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from asyncrl.errors import DivergenceError, LifecycleError
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board
+from asyncrl.types import PostedVersion
 
 from .copies import PackedCopies
 from .proof import Proof, Shards
@@ -58,14 +59,6 @@ class BoardReaders(Protocol):
         ...
 
 
-class Posted(NamedTuple):
-    """A version, and the half of the board that it lies in."""
-
-    version: int
-    half: int
-    outputs: Sequence[float] | None
-
-
 class PostedWeights:
     """A `WeightSink`. `post_first` before any reader starts."""
 
@@ -89,8 +82,8 @@ class PostedWeights:
         self._engine, self._lane = engine, lane
         self._proof = Proof(policy, shards)
         self._copies = copies
-        self._current: Posted | None = None  # all readers have left the other half
-        self._announced: Posted | None = None  # told, and not yet answered by all
+        self._current: PostedVersion | None = None  # all readers have left the other half
+        self._announced: PostedVersion | None = None  # told, and not yet answered by all
         in_place = policy.flat is policy.weights and policy.flat.has_working_copy
         self._halves = {half: board.half(half) for half in (0, 1)} if in_place else {}
         # The half that a refresh may write; None: there is none. The lane takes it back before a version is named, and only a move
@@ -100,13 +93,13 @@ class PostedWeights:
         self._asked, self._cost = -math.inf, 0.0  # the last time that outputs were computed, and how long that took
 
     @property
-    def current(self) -> Posted:
+    def current(self) -> PostedVersion:
         """What a reader that starts now begins with: what all others have. Errors: LifecycleError before `post_first`."""
         if self._current is None:
             raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first reader")
         return self._current
 
-    async def post_first(self) -> Posted:
+    async def post_first(self) -> PostedVersion:
         """The policy's present version, for readers that start afterwards. Errors: DivergenceError, LifecycleError (twice)."""
         async with self._one_at_a_time:
             if self._current is not None:
@@ -141,17 +134,17 @@ class PostedWeights:
             await self._engine.left(half)
             self._free = half
 
-    async def _move(self, to: Posted) -> None:
+    async def _move(self, to: PostedVersion) -> None:
         self._announced = to
         await self._engine.update_weights(*to)
         self._current, self._announced = to, None
         self._free = None if self._engine.reads(1 - to.half) else 1 - to.half
 
-    async def _write(self, version: int, half: int) -> Posted:
+    async def _write(self, version: int, half: int) -> PostedVersion:
         """What was written: the policy may be further than what is asked for, and the board must not lie."""
         return await self._lane.run(lambda: self._write_on_lane(version, half), name="publish/write", priority=1)
 
-    def _post_first_on_lane(self) -> Posted:
+    def _post_first_on_lane(self) -> PostedVersion:
         flat = self._policy.flat
         first = self._write_on_lane(self._policy.version, 0)
         if self._halves:
@@ -168,7 +161,7 @@ class PostedWeights:
             return self._halves[half]
         return torch.empty_like(working) if any(working is each for each in self._halves.values()) else working
 
-    def _write_on_lane(self, version: int, half: int) -> Posted:
+    def _write_on_lane(self, version: int, half: int) -> PostedVersion:
         policy, board = self._policy, self._board
         self._proof.prove(version)
         self._free = None
@@ -189,7 +182,7 @@ class PostedWeights:
         except BaseException:
             board.clear(half)
             raise
-        return Posted(policy.version, half, self._outputs())
+        return PostedVersion(policy.version, half, self._outputs())
 
     def _write_copies(self, copies: PackedCopies, half: int) -> None:
         version = self._policy.version

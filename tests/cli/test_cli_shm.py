@@ -114,6 +114,9 @@ def test_what_is_no_file_is_passed_over(name: str, tmp_path: Path, capsys: pytes
     try:
         assert entry(name, capsys) is None and entry(f"{name}.folder", capsys) is None
         assert entry(f"{name}.beside", capsys) is not None
+        for what in (name, f"{name}.folder"):
+            assert main(["shm", "clear", what]) == 1
+            assert "no segment of yours" in capsys.readouterr().err
         assert link.is_symlink() and (tmp_path / "file").read_bytes() == b"mine"
     finally:
         link.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # A rank without torch. It asks to hear of its launcher's end, says so, and waits; FIRST may come before.
@@ -116,11 +116,7 @@ def test_a_shutdown_in_progress_is_not_cut_short(tmp_path: Path) -> None:
 
 def test_without_torchruns_store_where_it_was_nobody_is_there() -> None:
     """In a process of its own: what is asked of the kernel stays."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     code = "from asyncrl.distributed.launcher import tied; print(tied())"
-    there = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def ask(**more: str) -> subprocess.CompletedProcess[str]:
@@ -128,7 +124,8 @@ def test_without_torchruns_store_where_it_was_nobody_is_there() -> None:
 
     assert ask().stdout == "None\n"
     assert f"Launcher(pid={os.getpid()})" in ask(TORCHELASTIC_RUN_ID="x").stdout
-    refused = ask(TORCHELASTIC_RUN_ID="x", **there)
-    assert (
-        refused.returncode == 1 and f"nobody listens any more where its store was (127.0.0.1:{port})" in refused.stderr
-    )
+    with reserved_port() as port:
+        there = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        refused = ask(TORCHELASTIC_RUN_ID="x", **there)
+    assert refused.returncode == 1
+    assert f"nobody listens any more where its store was (127.0.0.1:{port})" in refused.stderr

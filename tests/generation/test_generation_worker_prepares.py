@@ -24,14 +24,14 @@ from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.generation.worker import server
 from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.opening import attach_copies
-from asyncrl.generation.worker.server import Move, Server
+from asyncrl.generation.worker.server import Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
-from asyncrl.types import Generation, GenerationRequest, SamplingParams
+from asyncrl.types import Generation, GenerationRequest, PostedVersion, SamplingParams
 from asyncrl.weights.copies import PackedCopies
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Made:
             self.copies.write(half, version)
 
     def tell(self, version: int, half: int) -> None:
-        self.server.tell(Move(version, half, fixed_logprobs(self.trainer)))
+        self.server.tell(PostedVersion(version, half, fixed_logprobs(self.trainer)))
 
     async def answer(self) -> dict[str, Any]:
         with anyio.fail_after(30):

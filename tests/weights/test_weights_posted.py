@@ -26,8 +26,8 @@ from asyncrl.models.served import read_from_board
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import SlabHalves
-from asyncrl.types import Microbatch
-from asyncrl.weights.posted import Posted, PostedWeights
+from asyncrl.types import Microbatch, PostedVersion
+from asyncrl.weights.posted import PostedWeights
 
 name = pytest.fixture(own_name, name="name")
 
@@ -70,7 +70,7 @@ class Readers:
         self.error: Exception | None = None
         self.waiting = asyncio.Event()
 
-    def start(self, posted: Posted) -> None:
+    def start(self, posted: PostedVersion) -> None:
         self.at = [posted.half, posted.half]
         self._look(posted.version, posted.half)
         self.outputs = [posted.outputs]

@@ -33,11 +33,11 @@ from asyncrl.generation.vllm.scratch import sweep_scratch
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
-from asyncrl.types import Generation, GenerationRequest
+from asyncrl.types import Generation, GenerationRequest, PostedVersion
 
 from .names import remove, segment_name, sweep
 from .peer import Peer, Setup
-from .pin import Pin, Pins, Weights
+from .pin import Pin, Pins
 from .router import Job, Router
 from .wire import abort_item, check_size, read_sequence, request_item
 
@@ -143,7 +143,7 @@ class WorkerEngine(EngineLife):
 
     def begin_with(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Before it is opened: the weights that lie on the board already. As `update_weights`."""
-        self._pins.newest = Weights(version, half, outputs)
+        self._pins.newest = PostedVersion(version, half, outputs)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Returns once every worker computes with this version, which lies in that half of the board; those that are still
@@ -155,7 +155,7 @@ class WorkerEngine(EngineLife):
         self._require_open()
         pinned = self._pins.reads(half)
         assert not pinned or self._pins.newest == (version, half, outputs), "a half that is read is not written"
-        self._pins.newest = Weights(version, half, outputs)
+        self._pins.newest = PostedVersion(version, half, outputs)
         update = _Update(version, asyncio.get_running_loop().create_future())
         self._updates.append(update)
         for peer in self._peers.values():

@@ -8,25 +8,15 @@ pin ──▶ pinned requests alone, and what it had before ──▶ end ──
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from asyncrl.errors import DivergenceError
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import Generation, GenerationRequest
+from asyncrl.types import Generation, GenerationRequest, PostedVersion
 
 from .peer import Peer
 from .router import Router
-
-
-class Weights(NamedTuple):
-    """A version on the board. `outputs`: what the trainer computes with it, if it says so."""
-
-    version: int
-    half: int
-    outputs: Sequence[float] | None
-
 
 Sample = Callable[[GenerationRequest, bool], Awaitable[Generation]]  # the flag: a pinned request
 
@@ -36,7 +26,7 @@ class Pin:
     """Implements `ports.PinnedVersion`."""
 
     worker: int  # its number: a successor takes its place
-    weights: Weights
+    weights: PostedVersion
     sample: Sample
     on_end: Callable[[], None]
     ended: bool = False
@@ -68,7 +58,7 @@ class Pins:
         self._router, self._peers, self._recorder, self._moved_on = router, peers, recorder, moved_on
         self._pin: Pin | None = None  # until its worker has moved on
         self._leaving: list[asyncio.Future[None]] = []  # who waits for that
-        self.newest: Weights | None = None  # what the other workers were told of last
+        self.newest: PostedVersion | None = None  # what the other workers were told of last
 
     async def begin(self, version: int, sample: Sample) -> Pin | None:
         """As `ports.PinsVersions.pin`: of the workers that have bound it, that with the fewest reserved tokens."""
@@ -80,7 +70,7 @@ class Pins:
         self._pin = Pin(self._router.pin(able), self.newest, sample, self._end)
         return self._pin
 
-    def of(self, worker: int) -> Weights | None:
+    def of(self, worker: int) -> PostedVersion | None:
         """What that worker stays at; None: it goes where the others go."""
         pin = self._pin
         return pin.weights if pin is not None and pin.worker == worker and not pin.ended else None

@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import anyio
 import torch
@@ -43,7 +42,7 @@ from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import Looked, Passing
 from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
 from asyncrl.transport.rings.producer import AsyncProducer
-from asyncrl.types import Generation, GenerationRequest
+from asyncrl.types import Generation, GenerationRequest, PostedVersion
 
 from .control import ControlLine
 from .opening import open_serving, passed
@@ -56,14 +55,6 @@ _END = object()
 _MOST_SLICES = (
     12  # of the preparation of a move: where one of `_SLICE_S` is too little for that, they are longer, if they may
 )
-
-
-class Move(NamedTuple):
-    """Weights that the node has told of. `outputs`: what the trainer computes with them, if it says so."""
-
-    version: int
-    half: int
-    outputs: Sequence[float] | None
 
 
 class Server:
@@ -91,8 +82,8 @@ class Server:
         self._halves = [board.half(0), board.half(1)]
         self._half = -1  # what the modules read
         self._moved = anyio.Event()
-        self._moving: Move | None = None
-        self._next: Move | None = None  # newer than that
+        self._moving: PostedVersion | None = None
+        self._next: PostedVersion | None = None  # newer than that
         self._told = anyio.Event()
         self._prepared = anyio.Event()  # nothing is under way: checks wait for that, so that slices come one at a time
         self._prepared.set()
@@ -125,7 +116,7 @@ class Server:
             with contextlib.suppress(RingFull):  # the node is late: its own watchdog knows
                 return await self._producer.put(plan)
 
-    def tell(self, move: Move) -> None:
+    def tell(self, move: PostedVersion) -> None:
         """The weights are these now; `follow` goes there. Told again what it is at: that is answered once."""
         if self._moving is None or self._moving[:2] != move[:2]:
             self._next = move
@@ -234,7 +225,7 @@ class Server:
             while True:
                 message = await self._control.receive()
                 if "weights" in message:
-                    self.tell(Move(int(message["weights"]), int(message["half"]), message["outputs"]))
+                    self.tell(PostedVersion(int(message["weights"]), int(message["half"]), message["outputs"]))
 
 
 def _go_on(pieces: Iterator[None], least: int, longest_s: float) -> bool:
