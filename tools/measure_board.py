@@ -7,8 +7,11 @@
     bind       the modules of a reader move to a half
     pack       copies of all weights in oneDNN's layout: fresh ones by torch, and in the place of older ones (reordered.py)
     proof      what the trainer compares at every version before it writes, and in the half behind it
-    refresh    bfloat16: from the masters to a half with its checksums, over a working copy (cast, then write), and with the working
-               copy in the half (cast into it, then complete), as a run does it
+    refresh    bfloat16: what the optimizer's closure does with the masters: cast by torch into a working copy; and, as a run does
+               it, cast into a half with its checksums
+    hand-over  a version, from the optimizer's end until a reader's modules have it, as a run does it (weights/posted.py): proofs,
+               the copy (float32 alone), and the reader's bind. Before that the optimizer's closure writes the packed copies for all
+               products, the trainer's own too, with their checksums (weights/copies.py)
 
 All sides take turns in one process; what is printed are medians, and of ratios the median of those of a turn. ASYNCRL_NATIVE=0
 measures what runs without the native copy.
@@ -17,16 +20,20 @@ measures what runs without the native copy.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ctypes
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.generation.worker.opening import attach_copies
 from asyncrl.models.native import library
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.parameters.reordered import reorder
@@ -35,6 +42,8 @@ from asyncrl.models.served import read_from_board
 from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.transport.memory import checksum
 from asyncrl.transport.memory.board import BUCKET_BYTES, Board
+from asyncrl.weights.copies import PackedCopies
+from asyncrl.weights.posted import PostedWeights
 from asyncrl.weights.proof import Proof
 
 MS = 1e3
@@ -85,8 +94,7 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
             if trainer.flat.has_working_copy:
                 sides |= {
                     "cast": lambda: source.copy_(master),
-                    "cast into": lambda target=target: target.copy_(master),
-                    "complete": lambda half=half, turn=turn: board.complete(half, turn),
+                    "cast into": lambda half=half, turn=turn: board.complete(half, turn, board.cast(half, master)),
                 }
             order = list(sides) if turn % 2 else sorted(sides, reverse=True)
             for name in order:
@@ -110,13 +118,70 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
         share = median(a / b for a, b in zip(found["pack ahead"], found["pack"], strict=True))
         print(f"  pack   {anew:8.2f} ms   by torch; {ahead:.2f} ms in place, {share:.2f} of it")
     if "cast" in found:
-        show_refresh({name: median(times) for name, times in found.items()})
+        print(
+            f"  refresh {median(found['cast']):7.2f} ms   by torch; {median(found['cast into']):.2f} ms into the half"
+        )
 
 
-def show_refresh(took: dict[str, float]) -> None:
-    copied, in_place = took["cast"] + took["write"], took["cast into"] + took["complete"]
-    print(f"  refresh {copied:7.2f} ms   over a working copy: {took['cast']:.2f} and {took['write']:.2f}")
-    print(f"          {in_place:7.2f} ms   into the half: {took['cast into']:.2f} and {took['complete']:.2f}")
+class Reader:
+    """As an engine reads the board: its modules, and the packed copies beside it."""
+
+    def __init__(self, policy: PolicyModel, board: Board, copies: PackedCopies | None) -> None:
+        self.policy, self.board = policy, Board.attach(board.description, os.dup(board.fd), board.layout)
+        self.packed: Board | None = None
+        if copies is not None:
+            halves, fd = [self.board.half(0), self.board.half(1)], os.dup(copies.board.fd)
+            self.packed = attach_copies(policy, halves, json.loads(json.dumps(copies.message())), fd)
+
+    def reads(self, half: int) -> bool:
+        return False
+
+    async def left(self, half: int) -> None:
+        raise AssertionError("nothing is pinned")
+
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        read_from_board(self.policy, self.board.half(half), version)
+
+
+async def hand_over(dtype: str, layers: int, repeat: int) -> None:
+    """In turns with a plain copy of as many bytes, by the same thread."""
+    trainer = PolicyModel(module_of(layers), dtype)
+    weights, found = trainer.weights, dict[str, list[float]]()
+    async with ThreadLane("cpu", on_start=lambda: torch.set_num_threads(1)) as lane:
+        with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
+            copies = await lane.run(lambda: PackedCopies.of(trainer), name="copies")
+            reader = Reader(PolicyModel(module_of(layers), dtype, served=True), board, copies)
+            posted = PostedWeights(trainer, board, reader, lane, copies=copies)
+            await posted.post_first()
+            source, target = weights.working.clone(), torch.empty_like(weights.working)
+
+            def optimize() -> float:
+                trainer.flat.master.mul_(1.001)
+                trainer.version += 1
+                return timed(trainer.flat.refresh)
+
+            for turn in range(repeat + 1):
+                took = {"refresh": await lane.run(optimize, name="optimize")}
+                began = time.perf_counter()
+                await posted.update_weights(trainer.version)
+                took["hand-over"] = (time.perf_counter() - began) * MS
+                for name, call in (
+                    ("memcpy", lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)),
+                    ("copy_", lambda: target.copy_(source)),
+                ):
+                    took[name] = await lane.run(lambda call=call: timed(call), name="copy")
+                for name, milliseconds in took.items():
+                    if turn:  # the first warms up
+                        found.setdefault(name, []).append(milliseconds)
+            posted.close()
+    total, ratios = median(found["hand-over"]), []
+    for name in ("memcpy", "copy_"):
+        ratio = median(a / b for a, b in zip(found["hand-over"], found[name], strict=True))
+        ratios.append(f"{ratio:.2f} x {name} ({median(found[name]):.2f})")
+    kind = "with packed copies" if reader.packed is not None else "without packed copies"
+    print(
+        f"  hand-over {total:5.2f} ms   {', '.join(ratios)}; before it the refresh, {kind}: {median(found['refresh']):.2f}"
+    )
 
 
 def main() -> int:
@@ -129,6 +194,7 @@ def main() -> int:
     print(f"{describe_cpu()}; board: {checksum.build()}, kernels: {library.build()}, one thread")
     for dtype in options.dtype:
         measure(dtype, options.layers, options.repeat)
+        asyncio.run(hand_over(dtype, options.layers, options.repeat))
     return 0
 
 

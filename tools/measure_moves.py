@@ -81,7 +81,7 @@ async def measure(config: ModelConfig, way: str, moves: int) -> list[dict[str, f
         owner.write(version % 2, version, weights.working)
         began = time.thread_time()
         if copies is not None:
-            copies.write(version % 2, version)
+            copies.complete(version % 2, version)
         return 1e3 * (time.thread_time() - began)
 
     write(0)

@@ -78,7 +78,7 @@ async def by_async_llm(options: argparse.Namespace) -> None:
 
 async def by_us(options: argparse.Namespace, pack: bool) -> None:
     async with ours(options, pack) as made:
-        halves = [made.flat.working, made.flat.working.clone()]
+        halves = [made.flat.working, await made.lane.run(made.flat.working.clone, name="half")]
         for version, turn in enumerate(turns()):
             began = time.perf_counter()
             bind = await made.move(halves[version % 2], version)

@@ -124,11 +124,13 @@ async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[
     from asyncrl.models.parameters.flat import ServedParameters
     from asyncrl.telemetry.recorder import Recorder
 
-    dtype, module = getattr(torch, options.dtype[0]), module_of(options)
+    dtype = getattr(torch, options.dtype[0])
     sequences, context, positions = longest(options)
-    flat = ServedParameters(module, dtype)
-    config = json.loads(module.config.to_json_string(use_diff=False)) | {"architectures": [type(module).__name__]}
     recorder, ends = Recorder(max_events=0), list[float]()
+
+    def weights() -> tuple[Any, Any]:
+        module = module_of(options)
+        return module, ServedParameters(module, dtype)
 
     def make(choose: Any) -> Any:
         adapter = load_adapter()
@@ -146,6 +148,10 @@ async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[
         return core
 
     async with ThreadLane("worker", recorder, lambda: torch.set_num_threads(options.threads)) as lane:
+        # As in a worker: an operation that torch shares among threads, run once on another thread, leaves threads there, and with
+        # more of them than cores libgomp's no longer spin: each of some hundred operations a step then waits for one to wake.
+        module, flat = await lane.run(weights, name="weights")
+        config = json.loads(module.config.to_json_string(use_diff=False)) | {"architectures": [type(module).__name__]}
         made = Made(dtype, int(module.config.vocab_size), ())
         numbers = {"max_sequences": sequences, "max_context": context, "kv_positions": positions}
         async with VllmEngine(make, made, None, lane, recorder, **numbers) as engine:

@@ -2,19 +2,20 @@
 there; then the readers are told.
 
     lane: proof of the modules -> copy with checksums into the free half -> that half against the masters
-          -> packed copies of them (copies.py)
+          -> packed copies of it (copies.py), and their proof
     readers: (version, half) -> all of them have left the other half, which is free from then on
 
 A half is free only while no reader can look at it. A move that was not seen to its end (cancelled, or an error of the readers)
 leaves some on one half and some on the other: nothing is written then, and the next update first asks for that move again.
 A pinned reader stays on the older half when the others move: that half is free once it has left, and the next update waits.
 
-Where the trainer has a working copy (bfloat16), that copy *is* a half. The optimizer's closure casts the masters into the free one
-and lets the modules read it there, as often as steps follow each other without an update; an update then computes the checksums
-of what lies there. After a move that was not seen to its end there is no free half: the closure casts into memory of its own,
-and the next update copies that. (So it would while a reader is pinned; who waits for `settled` first saves that memory.) It is
-copied always in float32, where the modules read the masters; with adapters, whose merge writes a part of the weights alone; and of
-a cut model, whose ranks gather into one place.
+Where the trainer has a working copy (bfloat16), that copy *is* a half. The optimizer's closure casts the masters into the free one,
+with the checksums of what it puts there, and lets the modules read it there, as often as steps follow each other without an
+update. It writes the packed copies, which the trainer's own next product needs, into their free half, too. After a move that was
+not seen to its end there is no free half: the closure casts into memory of its own, the products make copies of their own, and the
+next update copies that. (So it would while a reader is pinned; who waits for `settled` first saves that memory.) It is copied
+always in float32, where the modules read the masters; with adapters, whose merge writes a part of the weights alone; and of a cut
+model, whose ranks gather into one place.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -33,6 +35,7 @@ from asyncrl.errors import DivergenceError, LifecycleError
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.checksum import Sums
 from asyncrl.types import PostedVersion
 
 from .copies import PackedCopies
@@ -89,6 +92,7 @@ class PostedWeights:
         # The half that a refresh may write; None: there is none. The lane takes it back before a version is named, and only a move
         # that all readers have answered gives one: a closure never sees one that is not free.
         self._free: int | None = None
+        self._sums: Callable[[], Sums]  # of what `_cast` has put into a half last
         self._one_at_a_time = asyncio.Lock()
         self._asked, self._cost = -math.inf, 0.0  # the last time that outputs were computed, and how long that took
 
@@ -109,7 +113,7 @@ class PostedWeights:
 
     def close(self) -> None:
         """Once no reader is left: the trainer goes on in the half where its weights are, which lasts as long as they do."""
-        self._policy.flat.next_working = None
+        self._policy.flat.cast = self._policy.flat.refreshed = None
         self._halves.clear()
 
     async def update_weights(self, version: int) -> None:
@@ -149,27 +153,36 @@ class PostedWeights:
         first = self._write_on_lane(self._policy.version, 0)
         if self._halves:
             flat.move_to(self._halves[0])
-            flat.next_working = self._next_working
+            flat.cast = self._cast
+        if self._copies is not None and flat is self._policy.weights:
+            flat.refreshed = partial(self._pack, self._copies)
         self._free = 1
         return first
 
-    def _next_working(self) -> Tensor:
-        """Where the optimizer's closure casts the masters to."""
+    def _cast(self, master: Tensor) -> Tensor:
+        """What the optimizer's closure does with the masters."""
         half, working = self._free, self._policy.weights.working
         if half is not None:
-            self._board.clear(half)
+            self._sums = self._board.cast(half, master, torch.get_num_threads())
             return self._halves[half]
-        return torch.empty_like(working) if any(working is each for each in self._halves.values()) else working
+        if any(working is each for each in self._halves.values()):
+            working = torch.empty_like(working)
+        return working.copy_(master)
+
+    def _pack(self, copies: PackedCopies) -> None:
+        """What the optimizer's closure does then; else the trainer's products would have copies of their own."""
+        if self._free is not None:
+            copies.write(self._free)
 
     def _write_on_lane(self, version: int, half: int) -> PostedVersion:
         policy, board = self._policy, self._board
-        self._proof.prove(version)
+        self._proof.modules(version)
         self._free = None
-        working, threads = policy.weights.working, torch.get_num_threads()
+        working = policy.weights.working
         if working is self._halves.get(half):
-            board.complete(half, policy.version, threads)
+            board.complete(half, policy.version, self._sums)
         else:
-            board.write(half, policy.version, working, threads)
+            board.write(half, policy.version, working, torch.get_num_threads())
         try:
             self._proof.compare(board.half(half), policy.version)
             if board.version(half) != policy.version:
@@ -178,21 +191,14 @@ class PostedWeights:
                     f"{board.version(half)}"
                 )
             if self._copies is not None:
-                self._write_copies(self._copies, half)
+                self._copies.complete(half, policy.version)
+            self._proof.packed(policy.version)
         except BaseException:
             board.clear(half)
+            if self._copies is not None:
+                self._copies.clear(half)
             raise
         return PostedVersion(policy.version, half, self._outputs())
-
-    def _write_copies(self, copies: PackedCopies, half: int) -> None:
-        version = self._policy.version
-        try:
-            copies.write(half, version)
-            if not self._policy.packed_agrees(version):
-                raise DivergenceError(f"publish of version {version}: its packed copies are not those of the weights")
-        except BaseException:
-            copies.clear(half)
-            raise
 
     def _outputs(self) -> list[float] | None:
         """At every version where that takes less than `OUTPUTS_SHARE` of the time between them, else as often as it does."""

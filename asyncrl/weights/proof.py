@@ -65,14 +65,34 @@ class Proof:
     @torch.no_grad()
     def prove(self, version: int) -> None:
         """The modules compute with `version`, or a later one that the policy names."""
+        self.modules(version)
+        self.compare(self._policy.weights.working, version)
+        self.packed(version)
+
+    def modules(self, version: int) -> None:
+        """They read the flat buffer, and the policy says that this is `version`, or a later one."""
         policy = self._policy
         if policy.version < version:
             raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
-        self._modules_read(version)
-        self.compare(policy.weights.working, version)
-        if not policy.packed_agrees(version):
+        found = _identities(policy.module)
+        strays = [name for name, identity in self._parameters.items() if found.get(name) != identity]
+        strays += [name for name in found if name not in self._parameters]
+        strays += policy.weights.strays()
+        if policy.flat is not policy.weights:
+            strays += policy.flat.strays()
+        if strays:
             raise DivergenceError(
-                f"publish of version {version}: a packed copy of the weights is older than the weights"
+                f"publish of version {version}: {strays[0]} ({len(strays)} in all) no longer reads the flat buffer; somebody "
+                "replaced or rebound the modules' parameters"
+            )
+
+    @torch.no_grad()
+    def packed(self, version: int) -> None:
+        """Packed copies of the weights are copies of these. Once they have been compared: of what is no number they never are."""
+        if not self._policy.packed_agrees(version):
+            raise DivergenceError(
+                f"publish of version {version}: its packed copies are not those of the weights; something has changed these, or "
+                "those, by a way of its own"
             )
 
     @torch.no_grad()
@@ -92,20 +112,6 @@ class Proof:
         if not policy.lora.merged_agrees(version, served):
             raise DivergenceError(
                 f"publish of version {version}: merged weights of the engine are not the base with the trainer's adapters"
-            )
-
-    def _modules_read(self, version: int) -> None:
-        policy = self._policy
-        found = _identities(policy.module)
-        strays = [name for name, identity in self._parameters.items() if found.get(name) != identity]
-        strays += [name for name in found if name not in self._parameters]
-        strays += policy.weights.strays()
-        if policy.flat is not policy.weights:
-            strays += policy.flat.strays()
-        if strays:
-            raise DivergenceError(
-                f"publish of version {version}: {strays[0]} ({len(strays)} in all) no longer reads the flat buffer; somebody "
-                "replaced or rebound the modules' parameters"
             )
 
     def _compare_rows(self, shards: Shards, served: Tensor, version: int) -> None:

@@ -108,7 +108,7 @@ class Made:
         self.trainer.version = version
         self.owner.write(half, version, self.trainer.weights.working)
         if self.copies is not None:
-            self.copies.write(half, version)
+            self.copies.complete(half, version)
 
     def tell(self, version: int, half: int) -> None:
         self.server.tell(PostedVersion(version, half, fixed_logprobs(self.trainer)))

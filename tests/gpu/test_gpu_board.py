@@ -97,8 +97,7 @@ def test_a_version_is_named_only_once_it_is_there(board: Board, in_place: bool, 
             torch.cuda._sleep(LATE)
             source.add_(0.5)
             if in_place:
-                board.half(half).copy_(source)
-                board.complete(half, version)
+                board.complete(half, version, board.cast(half, source.double()))
             else:
                 board.write(half, version, source)
             say(process, str(half))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -18,6 +20,7 @@ from asyncrl.models.native.kernels import Scratch
 from asyncrl.models.parameters.flat import add_wider_
 from asyncrl.models.parameters.packed import packing_works, product
 from asyncrl.models.parameters.reordered import Blocks, Reordered, reorder
+from asyncrl.transport.memory import checksum
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built here")
 
@@ -286,6 +289,39 @@ def test_a_packed_weight_is_written_anew_as_torch_would_pack_it(
         assert copy.blocks is None or torch.ops.mkldnn.data_ptr(copy.tensor) == address
     if copy.blocks is not None and rows == 960:
         assert copy.pieces > 10
+
+
+@given(
+    st.sampled_from((16, 32, 48, 64)),
+    st.sampled_from((16, 32)),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(1, 80),
+    st.integers(0, 20),
+    st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=80)
+def test_blocks_are_written_with_the_checksums_of_the_board(
+    rows: int, words: int, down: int, across: int, bucket: int, lines: int, threads: int
+) -> None:
+    """Those of what lies there then: in any bucket, over the bounds of two, by threads that meet in one."""
+    weight = torch.randint(-(2**31), 2**31, (rows * down, words * across), dtype=torch.int32).view(torch.float32)
+    memory = np.zeros((64 * lines + weight.nbytes) // 4096 * 4096 + 8192, np.uint8)
+    start = -memory.ctypes.data % 64
+    board = memory[start : start + 64 * lines + weight.nbytes]
+    sums = np.zeros((-(-board.nbytes // (64 * bucket)), 2), np.uint64)
+    into = native.BlockSums(sums, 64 * lines, 64 * bucket)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        native.reorder(weight, board.ctypes.data + 64 * lines, (rows, words), 0, down, into)
+    finally:
+        torch.set_num_threads(before)
+    assert np.array_equal(sums, checksum.sums(board, 64 * bucket))
+    expected = weight.view(down, rows, across, words).permute(0, 2, 3, 1)
+    assert np.array_equal(board[64 * lines :].view(np.uint32), expected.contiguous().numpy().view(np.uint32).ravel())
+    assert not memory[:start].any() and not board[: 64 * lines].any()
+    assert not memory[start + board.nbytes :].any()
 
 
 def test_rows_that_pad_do_not_hide_the_layout() -> None:

@@ -67,7 +67,7 @@ class Sides:
         """The half."""
         half = version % 2
         self.owner.write(half, version, self.trainer.weights.working)
-        self.copies.write(half, version)
+        self.copies.complete(half, version)
         return half
 
 

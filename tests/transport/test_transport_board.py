@@ -260,20 +260,21 @@ def test_a_reader_in_this_process_sees_the_same_and_changes_nothing(board: Board
         with pytest.raises(LifecycleError, match="created"):
             other.clear(0)
         with pytest.raises(LifecycleError, match="created"):
-            other.complete(0, 2)
+            other.complete(0, 2, lambda: board._sums[0])
+        with pytest.raises(LifecycleError, match="created"):
+            other.cast(0, values(2).double())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_the_owner_puts_there_by_itself_is_as_if_it_was_written(backend: str, board: Board, threads: int) -> None:
+def test_what_the_owner_casts_into_it_is_as_if_it_was_written(backend: str, board: Board, threads: int) -> None:
     put(board, 0, 3, values(1))
     put(board, 1, 4, values(2))
     with reader(board) as child:
         line(child)
-        board.clear(1)
-        board.half(1).copy_(values(1))
+        sums = board.cast(1, values(1).double().to(board.half(1).device), threads)
         say(child, "look")
         assert line(child).split()[3:5] == ["None", "0"]  # nobody takes it for version 4 any more
-        board.complete(1, 5, threads)
+        board.complete(1, 5, sums)
         say(child, "look")
         assert line(child).split()[3:5] == ["5", str(board.buckets)]
         say(child, "end")
@@ -282,7 +283,14 @@ def test_what_the_owner_puts_there_by_itself_is_as_if_it_was_written(backend: st
     board.half(1)[-3] += 1
     assert not board.check(1, board.buckets - 1)
     with pytest.raises(ValueError, match="negative"):
-        board.complete(1, -1)
+        board.complete(1, -1, sums)
+
+
+def test_what_changes_between_the_cast_and_the_name_is_found(board: Board) -> None:
+    sums = board.cast(0, values(1).double().to(board.half(0).device))
+    board.half(0)[3] += 1
+    board.complete(0, 1, sums)
+    assert [board.check(0, bucket) for bucket in range(board.buckets)] == [False] + [True] * (board.buckets - 1)
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------
@@ -386,6 +394,27 @@ def test_native_and_numpy_copy_the_same_and_find_the_same_sums(
                 part = source[bucket * 64 * size : (bucket + 1) * 64 * size]
                 assert checksum.sums_of(part) == tuple(map(int, sums))
     assert np.array_equal(found[0], found[1])
+
+
+@given(st.integers(1, 100), st.integers(1, 40), st.integers(0, 1000), st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_bfloat16_is_made_as_torch_makes_it_and_has_its_sums(steps: int, size: int, seed: int, threads: int) -> None:
+    """Of any bits: also what has no value between, what overflows, and what is no number."""
+    if "native" not in BACKENDS:
+        pytest.skip("the native copy was not built")
+    bits = torch.randint(-(2**31), 2**31, (32 * steps,), generator=torch.Generator().manual_seed(seed))
+    edges = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x00000001, 0x00008000]
+    bits[: len(edges)] = torch.tensor(edges)
+    source = bits.to(torch.int32).view(torch.float32)
+    memory = np.zeros(64 * steps + 128, np.uint8)
+    start = -memory.ctypes.data % 64
+    target = memory[start : start + 64 * steps]
+    found = checksum.narrow(source.numpy(), target, 64 * size, threads)
+    assert np.array_equal(found, checksum.sums(target, 64 * size))
+    made, expected = torch.from_numpy(target).view(torch.bfloat16), source.bfloat16()
+    assert torch.equal(made.isnan(), expected.isnan())
+    assert torch.equal(made.view(torch.int16)[~made.isnan()], expected.view(torch.int16)[~made.isnan()])
+    assert not memory[:start].any() and not memory[start + 64 * steps :].any()
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 1000), st.booleans())

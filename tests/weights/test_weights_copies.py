@@ -130,8 +130,29 @@ async def test_copies_of_other_weights_end_the_update_before_anybody_is_told(mon
         assert [case.copies.board.version(half) for half in (0, 1)] == [None, 1]
 
 
-async def test_an_error_in_the_middle_of_them_leaves_a_half_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copy_that_only_says_that_it_is_of_these_weights_ends_the_update() -> None:
+    """Of each product in turn, after a second step that is too small to be seen in an output, and did not write them."""
     async with opened() as case:
+        policy = case.trained.policy
+        for product in policy.products:
+            await case.step()
+            policy.flat.refreshed, pack = None, policy.flat.refreshed
+            version = await case.lane.run(lambda: case.trained.step(1e-5), name="step")
+            policy.flat.refreshed = pack
+            for each in policy.products:
+                each._stamp = each.flat.stamp(each._copied)
+                if each is not product:
+                    each._sample = each._sampled(each.flat.bound)
+            with pytest.raises(DivergenceError, match="its packed copies are not those of the weights"):
+                await case.sink.update_weights(version)
+            await case.step()
+            await case.sink.update_weights(policy.version)
+        told = [version for version, _ in case.readers.asked]
+        assert told == [3 * turn for turn in range(1, len(policy.products) + 1)]
+
+
+async def test_an_error_in_the_middle_of_them_leaves_a_half_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened("lora float32") as case:  # of merged weights they are made when these are published
         write, calls = packed.write_blocks, 0
 
         def third(*arguments: object) -> None:

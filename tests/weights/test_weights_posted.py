@@ -25,6 +25,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.models.served import read_from_board
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.checksum import Sums
 from asyncrl.transport.memory.halves import SlabHalves
 from asyncrl.types import Microbatch, PostedVersion
 from asyncrl.weights.posted import PostedWeights
@@ -41,9 +42,9 @@ class Guarded(Board):
         self.require_unread(index)
         super().write(index, version, source, threads)
 
-    def complete(self, index: int, version: int, threads: int = 1) -> None:
+    def complete(self, index: int, version: int, sums: Callable[[], Sums]) -> None:
         self.require_unread(index)
-        super().complete(index, version, threads)
+        super().complete(index, version, sums)
 
     def clear(self, index: int) -> None:
         """Whoever writes into a half by itself does this first."""

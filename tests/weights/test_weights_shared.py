@@ -161,7 +161,7 @@ async def test_a_packed_copy_of_the_version_before_ends_the_run(kind: str) -> No
         assert product._packed is not None
         version = case.step(scale)
         product._stamp = product.flat.stamp(product._copied)
-        with pytest.raises(DivergenceError, match="packed copy"):
+        with pytest.raises(DivergenceError, match="its packed copies are not"):
             proof.prove(version)
         product._stamp = None
         proof.prove(version)

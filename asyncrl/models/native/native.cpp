@@ -347,30 +347,115 @@ void decode_rows(const T* query, long ldq, const T* key, long ldk, const T* valu
 #define TURNED_2 18, 19, 2, 3, 22, 23, 6, 7, 26, 27, 10, 11, 30, 31, 14, 15
 #define TURNED_1 17, 1, 19, 3, 21, 5, 23, 7, 25, 9, 27, 11, 29, 13, 31, 15
 
-inline void turn(const uint32_t* in, long ld, uint32_t* out, long to) {
-  u16 r[W];
+inline void turn(const uint32_t* in, long ld, u16* r) {
   for (int i = 0; i < W; ++i) std::memcpy(r + i, in + i * ld, sizeof r[i]);
   EXCHANGE(8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
   EXCHANGE(4, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
   EXCHANGE(2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
   EXCHANGE(1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
-  for (int i = 0; i < W; ++i) std::memcpy(out + i * to, r + i, sizeof r[i]);
 }
 
-// A weight of `width` words a row -> blocks of `tall` rows and `wide` words; those of the rows of blocks [first..last).
-void reorder_rows(const uint32_t* words, long width, uint32_t* out, long tall, long wide, long first, long last,
-                  int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long b = first; b < last; ++b) {
-    const uint32_t *in = words + b * tall * width, *following = in + tall * width;  // `tall` streams are too many for hardware
-    uint32_t* to = out + b * tall * width;
-    for (long c = 0; c < width; c += wide, to += tall * wide)
-      for (long row = 0; row < tall; row += W)
-        for (long k = 0; k < wide; k += W) {
-          if (b + 1 < last)
-            for (int i = 0; i < W; ++i, following += W) __builtin_prefetch(following, 0, 2);
-          turn(in + row * width + c + k, width, to + k * tall + row, tall);
+// Past the caches, where the address lets it: a copy is read again when it has long left them, and a plain store would read each
+// line before it overwrites it.
+inline void put_aside(uint32_t* to, u16 x, bool aligned) {
+  if (!aligned) {
+    std::memcpy(to, &x, sizeof x);
+    return;
+  }
+#ifdef __AVX512F__
+  _mm512_stream_si512((__m512i*)to, (__m512i)x);
+#else
+  __m256i halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  _mm256_stream_si256((__m256i*)to, halves[0]);
+  _mm256_stream_si256((__m256i*)to + 1, halves[1]);
+#endif
+}
+
+// The checksums of the weight board (transport/memory/checksum.py) of what one thread writes: two numbers modulo 2^64 for each bucket
+// of `size` words, the sum of its words and that of each word times its place in it, which begins with 1.
+struct Summing {
+  uint64_t* sums;  // [buckets, 2], added to
+  long size, bucket = -1;
+  u64x8 plain[2] = {}, placed[2] = {};  // of even words and of odd ones: their sums, and those of each times the place of its vector
+
+  // Vectors that are `apart` words from each other, the first at word `at` of the bucket.
+  void add(const u16* r, uint64_t at, uint64_t apart) {
+    u64x8 sum[2] = {}, times[2] = {};  // `times`: each times the number of its vector
+    for (int i = W - 1; i >= 0; --i) {
+      u64x8 pairs = (u64x8)r[i];
+      sum[0] += pairs & 0xffffffff;
+      sum[1] += pairs >> 32;
+      if (i > 0) times[0] += sum[0], times[1] += sum[1];
+    }
+    for (int odd = 0; odd < 2; ++odd) {
+      plain[odd] += sum[odd];
+      placed[odd] += sum[odd] * at + times[odd] * apart;
+    }
+  }
+
+  void go_to(long other) {
+    if (other == bucket) return;
+    if (bucket >= 0) {
+      uint64_t sum = 0, of_places = 0;
+      for (int odd = 0; odd < 2; ++odd)
+        for (int lane = 0; lane < W / 2; ++lane) {
+          sum += plain[odd][lane];
+          of_places += placed[odd][lane] + (2 * lane + odd + 1) * plain[odd][lane];
         }
+#pragma omp atomic
+      sums[2 * bucket] += sum;  // two threads may write into one bucket
+#pragma omp atomic
+      sums[2 * bucket + 1] += of_places;
+      for (int odd = 0; odd < 2; ++odd) plain[odd] = placed[odd] = u64x8{};
+    }
+    bucket = other;
+  }
+
+  // The first vector at word `place` of the first bucket; the last one may lie in the next bucket.
+  void add_at(const u16* r, long place, long apart) {
+    long from = place / size;
+    if ((place + (W - 1) * apart) / size == from) {
+      go_to(from);
+      add(r, place - from * size, apart);
+      return;
+    }
+    for (int i = 0; i < W; ++i, place += apart) {
+      u16 alone[W] = {r[i]};  // zeros add nothing
+      go_to(place / size);
+      add(alone, place % size, 0);
+    }
+  }
+};
+
+// A weight of `width` words a row -> blocks of `tall` rows and `wide` words; those of the rows of blocks [first..last). `sums`
+// [buckets, 2], where it is not null: checksums of buckets of `size` words, added to; `out` is word `place` of the first.
+void reorder_rows(const uint32_t* words, long width, uint32_t* out, long tall, long wide, long first, long last,
+                  uint64_t* sums, long place, long size, int threads) {
+  bool aligned = (uintptr_t)out % sizeof(u16) == 0;
+#pragma omp parallel num_threads(threads)
+  {
+    Summing summing{sums, size};
+#pragma omp for schedule(static)
+    for (long b = first; b < last; ++b) {
+      const uint32_t *in = words + b * tall * width, *following = in + tall * width;  // `tall` streams: too many for hardware
+      uint32_t* to = out + b * tall * width;
+      for (long c = 0; c < width; c += wide, to += tall * wide) {
+        __builtin_prefetch(to + 2 * tall * wide, 1, 2);  // where its page is, not what lies there: it is past the caches
+        for (long row = 0; row < tall; row += W)
+          for (long k = 0; k < wide; k += W) {
+            if (b + 1 < last)
+              for (int i = 0; i < W; ++i, following += W) __builtin_prefetch(following, 0, 3);
+            u16 r[W];
+            turn(in + row * width + c + k, width, r);
+            uint32_t* at = to + k * tall + row;
+            for (int i = 0; i < W; ++i) put_aside(at + i * tall, r[i], aligned);
+            if (sums) summing.add_at(r, place + (at - out), tall);
+          }
+      }
+    }
+    if (sums) summing.go_to(-1);
+    _mm_sfence();  // whoever sees a later store sees these
   }
 }
 
@@ -441,8 +526,9 @@ void asyncrl_add_widened(float* into, const void* from, long size, int threads) 
   add_widened_range(into, (const bf16*)from, size, threads);
 }
 
-void asyncrl_reorder(const void* words, long width, void* out, long tall, long wide, long first, long last, int threads) {
-  reorder_rows((const uint32_t*)words, width, (uint32_t*)out, tall, wide, first, last, threads);
+void asyncrl_reorder(const void* words, long width, void* out, long tall, long wide, long first, long last,
+                     uint64_t* sums, long place, long size, int threads) {
+  reorder_rows((const uint32_t*)words, width, (uint32_t*)out, tall, wide, first, last, sums, place, size, threads);
 }
 
 void asyncrl_decode_attention(int narrow, const void* query, long ldq, const void* key, long ldk, const void* value,

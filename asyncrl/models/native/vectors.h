@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -11,6 +13,7 @@ constexpr int W = 16;  // lanes of a vector, whatever the registers hold
 typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));
 typedef uint32_t u16 __attribute__((vector_size(64)));
+typedef uint64_t u64x8 __attribute__((vector_size(64)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
 
 struct bf16 {

@@ -5,7 +5,7 @@
   gradient buffer, so autograd accumulates in place.
 * matmul dtype narrower (bfloat16): module parameters are views of one working buffer, refreshed once per version; a hook
   adds each gradient to the float32 buffer as soon as autograd has accumulated it, and frees it. Where other processes read
-  the weights, the working copy lies in memory that they see, and each refresh may go to another place (`next_working`).
+  the weights, the working copy lies in memory that they see, and each refresh may go to another place (`cast`).
 
 Parameters lie in registration order, so q/k/v and gate/up are adjacent and can be read as one matrix each.
 """
@@ -156,7 +156,8 @@ class FlatParameters(FlatWeights):
     """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
 
     grad: Tensor
-    next_working: Callable[[], Tensor] | None = None  # the buffer that a refresh writes and moves to; None: in place
+    cast: Callable[[Tensor], Tensor] | None = None  # master -> the buffer that it was cast into; None: in place
+    refreshed: Callable[[], None] | None = None  # called once the modules read what the masters say
 
     def __init__(self, module: nn.Module | Sequence[tuple[str, nn.Parameter]], matmul_dtype: torch.dtype) -> None:
         """`module`, or its parameters by name."""
@@ -193,11 +194,12 @@ class FlatParameters(FlatWeights):
     def refresh(self) -> None:
         """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
         if self.has_working_copy:
-            buffer = self.working if self.next_working is None else self.next_working()
-            buffer.copy_(self.master)
+            buffer = self.working.copy_(self.master) if self.cast is None else self.cast(self.master)
             if buffer is not self.working:
                 self.move_to(buffer)
         self._generation += 1
+        if self.refreshed is not None:
+            self.refreshed()
 
     def zero_grad(self) -> None:
         """Zero the buffer; where the modules hold the masters, bind their `.grad` to it again."""

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..native.library import BlockSums
 from .flat import FlatWeights, add_wider_
 from .placed import Form, Placed, form_of
 from .reordered import Reordered, reorder, write_blocks
@@ -159,12 +160,16 @@ class JoinedLinear:
         self._placed = copies
         self._packed = self._copy = self._other = self._ahead = self._stamp = None
 
-    def write_placed(self, placed: Placed, form: Form) -> None:
-        """Make the copy of the weights, as the modules read them now, in that place; products read it until they change. Who
-        calls knows that nobody reads it."""
-        self._packed = self._ahead = None
+    def reads(self, placed: Placed) -> bool:
+        """Whether the next product reads the copy in that place, of the weights as they are."""
+        return self._packed is placed.tensor and self._stamp == self.flat.stamp(self._copied)
+
+    def write_placed(self, placed: Placed, form: Form, into: BlockSums) -> None:
+        """Make the copy of the weights, as the modules read them now, in that place, with its checksums; products read it until
+        they change. Who calls knows that nobody reads it."""
+        self._packed = self._copy = self._other = self._ahead = None  # of its own it has none any more
         bound = self.flat.bound
-        write_blocks(self.weight(), placed.tensor, form.blocks)
+        write_blocks(self.weight(), placed.tensor, form.blocks, into)
         self._bias = self._join(bound, self.biases) if self.biases else None
         self._packed, self._written, self._sample = placed.tensor, placed, self._sampled(bound)
         self._stamp = self.flat.stamp(self._copied)

@@ -73,14 +73,16 @@ class Reordered:
             yield
 
 
-def write_blocks(weight_OI: Tensor, tensor: Tensor, blocks: Blocks) -> None:
-    """`tensor`, which lies in these blocks wherever that is, becomes a copy of the weight."""
-    _write(weight_OI, tensor, blocks, 0, weight_OI.shape[0] // blocks.rows)
+def write_blocks(weight_OI: Tensor, tensor: Tensor, blocks: Blocks, into: native.BlockSums | None = None) -> None:
+    """`tensor`, which lies in these blocks wherever that is, becomes a copy of the weight. `into`: its checksums, too."""
+    _write(weight_OI, tensor, blocks, 0, weight_OI.shape[0] // blocks.rows, into)
 
 
-def _write(weight_OI: Tensor, tensor: Tensor, blocks: Blocks, first: int, last: int) -> None:
+def _write(
+    weight_OI: Tensor, tensor: Tensor, blocks: Blocks, first: int, last: int, into: native.BlockSums | None = None
+) -> None:
     address: int = torch.ops.mkldnn.data_ptr(tensor)
-    native.reorder(weight_OI, address, blocks.rows, blocks.words, first, last)
+    native.reorder(weight_OI, address, blocks, first, last, into)
 
 
 def _blocks_of(tensor: Tensor, weight_OI: Tensor) -> Blocks | None:
@@ -106,7 +108,7 @@ def _holds(tensor: Tensor, weight_OI: Tensor, blocks: Blocks) -> bool:
         return False
     address: int = torch.ops.mkldnn.data_ptr(tensor)
     for row in (0, last):
-        native.reorder(parts[row], expected.ctypes.data, blocks.rows, blocks.words, 0, 1)
+        native.reorder(parts[row], expected.ctypes.data, blocks, 0, 1)
         if ctypes.string_at(address + row * size, size) != expected.tobytes():
             return False
     return True

@@ -176,10 +176,17 @@ class Board:
             raise ValueError("the weights for the board must be contiguous")
         self._name(index, version, lambda: self._halves.copy(index, source.detach(), threads))
 
-    def complete(self, index: int, version: int, threads: int = 1) -> None:
-        """As `write`, of weights that the owner has put into `half(index)` by itself, after `clear`: nothing is copied. Blocks."""
+    def cast(self, index: int, source: Tensor, threads: int = 1) -> Callable[[], Sums]:
+        """Cast a flat buffer of another dtype into a half that nobody reads, and says that it holds no version. Returns what gives
+        its checksums, for `complete`. Blocks; on a device it is launched."""
+        self.clear(index)
+        return self._halves.cast(index, source.detach(), threads)
+
+    def complete(self, index: int, version: int, sums: Callable[[], Sums]) -> None:
+        """As `write`, of weights that the owner has put into `half(index)` by itself, since `clear`: nothing is copied. `sums`
+        gives the checksums [buckets, 2] of what was put there: those of what lies there now prove nothing of the time between."""
         self._require_owner("complete")
-        self._name(index, version, lambda: self._halves.sums(index, threads))
+        self._name(index, version, sums)
 
     def _name(self, index: int, version: int, fill: Callable[[], Sums]) -> None:
         if version < 0:

@@ -59,6 +59,37 @@ __attribute__((target("avx2"))) static void bucket(const char *source, char *tar
   gather(&second, (uint64_t)bytes / STEP, 8, sums);
 }
 
+// Eight floats -> bfloat16 in the low halves of eight words: to nearest, ties to even; NaN stays NaN.
+__attribute__((target("avx2"))) static inline __m256i rounded(const float *from) {
+  __m256 x = _mm256_loadu_ps(from);
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0), nan);
+}
+
+__attribute__((target("avx2"))) static inline __m256i narrowed(const float *from) {
+  __m256i pairs = _mm256_packus_epi32(rounded(from), rounded(from + 8));  // of 128 bits each, from both in turn
+  return _mm256_permute4x64_epi64(pairs, 0xd8);
+}
+
+// As `bucket`, of `bytes` that are made of twice as many.
+__attribute__((target("avx2"))) static void cast_bucket(const float *source, char *target, long bytes, uint64_t *sums) {
+  Lanes first = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+  Lanes second = first;
+  for (long at = 0; at < bytes; at += STEP, source += STEP / 2) {
+    __m256i a = narrowed(source), b = narrowed(source + STEP / 4);
+    _mm256_stream_si256((__m256i *)(target + at), a);
+    _mm256_stream_si256((__m256i *)(target + at + 32), b);
+    add(&first, a);
+    add(&second, b);
+  }
+  sums[0] = sums[1] = 0;
+  gather(&first, (uint64_t)bytes / STEP, 0, sums);
+  gather(&second, (uint64_t)bytes / STEP, 8, sums);
+}
+
 int asyncrl_runs(void) { return __builtin_cpu_supports("avx2") != 0; }
 
 uint32_t asyncrl_source(void) { return ASYNCRL_SOURCE; }
@@ -72,6 +103,17 @@ void asyncrl_copy(const char *source, char *target, long bytes, long size, uint6
   for (long at = 0; at < bytes; at += size) {
     long some = bytes - at < size ? bytes - at : size;
     bucket(source + at, target ? target + at : 0, some, sums + at / size * 2);
+    _mm_sfence();
+  }
+}
+
+// As `asyncrl_copy`, of bfloat16 that are made of floats; `bytes` and `size` are those of the target.
+void asyncrl_narrow(const float *source, char *target, long bytes, long size, uint64_t *sums, int threads) {
+  _mm_sfence();
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long at = 0; at < bytes; at += size) {
+    long some = bytes - at < size ? bytes - at : size;
+    cast_bucket(source + at / 2, target + at, some, sums + at / size * 2);
     _mm_sfence();
   }
 }

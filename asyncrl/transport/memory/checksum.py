@@ -38,6 +38,7 @@ def _load() -> ctypes.CDLL | None:
             library.asyncrl_sums.argtypes, library.asyncrl_sums.restype = (pointer, size, pointer), None
             library.asyncrl_copy.argtypes = (pointer, pointer, size, size, pointer, ctypes.c_int)
             library.asyncrl_copy.restype = None
+            library.asyncrl_narrow.argtypes, library.asyncrl_narrow.restype = library.asyncrl_copy.argtypes, None
         except (OSError, AttributeError):  # built for another machine
             continue
         if of_this_source(path.name, library.asyncrl_source(), [here / "checksum.c"]) and library.asyncrl_runs():
@@ -66,6 +67,15 @@ def copy(source: Bytes, target: Bytes, size: int, threads: int = 1) -> Sums:
     """Copy `source` to `target`, both contiguous, `target` at a multiple of 64 bytes; the checksum of what was read, for each
     `size` bytes: [buckets, 2]. `size` and the whole are multiples of 64. Whoever sees a later store sees the whole copy."""
     return _through(source, target, size, threads)
+
+
+def narrow(source: npt.NDArray[np.float32], target: Bytes, size: int, threads: int = 1) -> Sums:
+    """As `copy`, of bfloat16 made of `source`: rounded to nearest, ties to even, as torch does; NaN stays NaN. The checksum is that
+    of what was written. Native code alone."""
+    assert _library is not None
+    found = np.empty((-(-target.nbytes // size), 2), np.uint64)
+    _library.asyncrl_narrow(source.ctypes.data, target.ctypes.data, target.nbytes, size, found.ctypes.data, threads)
+    return found
 
 
 def sums(data: Bytes, size: int, threads: int = 1) -> Sums:

@@ -99,9 +99,14 @@ class HostHalves:
         who sees a later store."""
         return checksum.copy(source.view(torch.uint8).numpy(), self._halves[index], BUCKET_BYTES, threads)
 
-    def sums(self, index: int, threads: int) -> Sums:
-        """The checksums of what lies there."""
-        return checksum.sums(self._halves[index], BUCKET_BYTES, threads)
+    def cast(self, index: int, source: Tensor, threads: int) -> Callable[[], Sums]:
+        """See `Board.cast`."""
+        if (source.dtype, self._dtype) == (torch.float32, torch.bfloat16) and checksum.build() != "numpy":
+            sums = checksum.narrow(source.numpy(), self._halves[index], BUCKET_BYTES, threads)
+        else:
+            self.tensor(index).copy_(source)
+            sums = checksum.sums(self._halves[index], BUCKET_BYTES, threads)
+        return lambda: sums
 
     def inspect(self, index: int, first: int, most: int, expected: Sums, seconds: float) -> Looked:
         """See `Board.inspect`."""
@@ -187,9 +192,11 @@ class SlabHalves:
         self._lying[index].copy_(source)
         return _on_the_host(device_sums(source.view(torch.uint8), BUCKET_BYTES))
 
-    def sums(self, index: int, threads: int) -> Sums:
-        """As `copy`, of what was launched into the half on this stream."""
-        return _on_the_host(device_sums(self._lying[index].view(torch.uint8), BUCKET_BYTES))
+    def cast(self, index: int, source: Tensor, threads: int) -> Callable[[], Sums]:
+        """See `Board.cast`; who asks for the checksums waits for the device."""
+        self._lying[index].copy_(source)
+        sums = device_sums(self._lying[index].view(torch.uint8), BUCKET_BYTES)
+        return lambda: _on_the_host(sums)
 
     def inspect(self, index: int, first: int, most: int, expected: Sums, seconds: float) -> Looked:
         """See `Board.inspect`; so many that telling the device takes about a tenth of a millisecond."""
