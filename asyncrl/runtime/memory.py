@@ -91,9 +91,9 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
-        # Its packed weights, or at first its plain ones; and those of the next version.
+        # Its plain weights while it starts, or packed ones of its own; and those of the next version, or the trainer's of two.
         each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
-        ahead = placement.workers * board // 2
+        ahead = max(2 * parts["packed_weights"], placement.workers * board // 2)
     return {
         "weight_board": board,
         "workers": placement.workers * each,

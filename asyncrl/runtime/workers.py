@@ -94,10 +94,10 @@ def _create_board(policy: PolicyModel) -> Board:
 
 
 async def _create_copies(site: Site, sampler: Sampler) -> PackedCopies | None:
-    """Where workers find packed weights, if there is memory for them. A cut model's trainer has no use for packed weights, and
-    vLLM's layers pack theirs: there the workers do it. Errors: OutOfMemory, PlatformError."""
-    policy, wanted = sampler.policy, sampler.packs_ahead and sampler.shards is None
-    if not wanted or policy.device.type != "cpu" or site.config.generation.engine == "vllm":
+    """Where workers find packed weights, if there is memory for them. A cut model's trainer has no use for packed weights: there
+    the workers make them. Errors: OutOfMemory, PlatformError."""
+    policy = sampler.policy
+    if not sampler.packs_ahead or sampler.shards is not None or policy.device.type != "cpu":
         return None
     copies = await sampler.lane.run(lambda: PackedCopies.of(policy), name="publish/copies")
     if copies is not None:

@@ -33,7 +33,8 @@ class PackedCopies:
     @classmethod
     def of(cls, policy: PolicyModel) -> Self | None:
         """None: no copy of this model can lie there. Errors: OutOfMemory, PlatformError."""
-        layout = PackedLayout.of([product.form() for product in policy.products])
+        products = policy.products
+        layout = PackedLayout.of([each.form() for each in products], [each.origin for each in products])
         if not layout.size:
             return None
         return cls(policy, layout, Board.create(layout.size, torch.uint8, layout.digest(policy.dtype)))

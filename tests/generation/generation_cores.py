@@ -210,9 +210,10 @@ async def opened_core(
     tokenizer: Any = None,
     pack: bool = True,
     routes: RoutesShape | None = None,
+    copies: Any = None,
     **options: Any,
 ) -> AsyncIterator[OpenedCore]:
-    """With version 0 of the policy's weights. `plain`: an untouched copy of the policy's module."""
+    """With version 0 of the policy's weights. `plain`: an untouched copy of the policy's module. `copies`: as of vLLM's core."""
     numbers = {"max_sequences": 8, "max_context": 96} | options
     positions = numbers["max_sequences"] * numbers["max_context"]
     cores: list[Any] = []
@@ -221,7 +222,7 @@ async def opened_core(
         sizes = dict(sequences=numbers["max_sequences"], context=numbers["max_context"], positions=positions)
         core = PlainCore(policy, plain, choose)
         if kind != "plain":
-            core = vllm_core(policy, choose, **sizes, pack=pack, routes=routes)
+            core = vllm_core(policy, choose, **sizes, pack=pack, routes=routes, copies=copies)
         cores.append(core)
         return core
 

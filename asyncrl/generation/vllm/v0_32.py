@@ -40,7 +40,7 @@ from .scratch import scratch_folder
 from .v0_32_kernels import use_kernels
 from .v0_32_layers import names_for, refuse
 from .v0_32_routes import CachedRoutes
-from .v0_32_weights import Weights
+from .v0_32_weights import CopiesOf, Weights
 from .versions import BLOCK
 
 _FORMAT = "asyncrl"
@@ -95,10 +95,11 @@ class Core:
         pack: bool = True,
         ahead: bool = True,
         routes: RoutesShape | None = None,
+        copies: CopiesOf | None = None,
     ) -> None:
         """`pack`: linear layers read packed copies, written at each version anew; else the buffer where it lies. `ahead`: there is
         memory for two versions of what is packed, so that the next one can be laid out beside steps. `routes`: of the trainer's
-        model, where it is recorded which experts each token goes to.
+        model, where it is recorded which experts each token goes to. `copies`: those of the trainer, for buffers that have some.
         Errors: ConfigError where vLLM cannot run this model, or cannot be handed its weights."""
         ops._supports_onednn = False  # the copies are ours: what it packs while it loads would be thrown away
         loader = _loader(form)
@@ -129,7 +130,9 @@ class Core:
         refuse(self.model, loader.recorded)
         use_kernels(self.model)
         dtype = form.buffer.dtype
-        self._weights = Weights(self.model, loader.recorded, loader.owners, dtype, pack=pack, ahead=ahead)
+        self._weights = Weights(
+            self.model, loader.recorded, loader.owners, dtype, pack=pack, ahead=ahead, copies=copies or {}
+        )
         _require_cache(self._core, room)
         self._routes: CachedRoutes | None = None
         if routes is not None:

@@ -1,8 +1,9 @@
 """vLLM 0.32, the weights of a model: each version is laid out beside the one in use, in pieces between steps, and taken up at once.
 
 On a CPU vLLM packs every linear layer for oneDNN and the experts of a layer for a kernel of its own, whole and into fresh memory: a
-head alone is a tenth of a second in which nobody is served. So linear layers read copies of ours here, in the same layout, that are
-written in place and a little at a time (models/parameters/reordered.py); experts are packed by vLLM, one by one.
+head alone is a tenth of a second in which nobody is served. So linear layers read copies of ours here, in the same layout: those of
+the trainer, which packs the same matrices for itself (weights/copies.py), and where it has none of a layer, copies that are written
+in place and a little at a time (models/parameters/reordered.py). Experts are packed by vLLM, one by one.
 
     a parameter that is read as it is     lies on the board, or has memory of its own, into which its pieces are copied
     one that is only packed               has no plain form beside: whatever wrote into that would change nothing
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from asyncrl.models.parameters.packed import packing_works, product
+from asyncrl.models.parameters.placed import Placed
 from asyncrl.models.parameters.reordered import Reordered
 
 from .recording import Recorded
@@ -27,6 +29,9 @@ from .v0_32_layers import is_product, kernel_of, linear_layers
 _EXPERTS = ("w13_weight", "w2_weight")
 _BIASES = ("w13_bias", "w2_bias")
 Places = Sequence[tuple[nn.Module, str]]  # that a parameter stands at: modules, and its name in each
+CopiesOf = Mapping[
+    int, Mapping[int, Placed]
+]  # address of a buffer -> packed copies, by where in it their weight begins
 
 
 class Weights:
@@ -41,9 +46,10 @@ class Weights:
         *,
         pack: bool,
         ahead: bool,
+        copies: CopiesOf,
     ) -> None:
         """`pack`: linear layers read packed copies, where torch packs this dtype here; else the weights as they lie. `ahead`: what
-        is in use stays as it is while the next version is laid out."""
+        is in use stays as it is while the next version is laid out. `copies`: those that others make."""
         linear = linear_layers(model)
         packed: set[tuple[nn.Module, str]] = set()
         if pack and packing_works(dtype, torch.device("cpu")):
@@ -55,11 +61,12 @@ class Weights:
             for name, each in recorded.items()
         }
         source = {place: self._parameters[name] for name, found in places.items() for place in found}
-        self._packed: list[_Linear | _Experts] = [
-            _Experts(module, [source[module, name] for name in _EXPERTS], ahead) for module in experts
-        ]
+        self._experts = [_Experts(module, [source[module, name] for name in _EXPERTS], ahead) for module in experts]
+        self._linear: list[_Linear] = []
         if packed:
-            self._packed += [_Linear(module, source[module, "weight"], ahead) for module in linear]
+            self._linear = [_Linear(module, source[module, "weight"], ahead) for module in linear]
+        self._packed: list[_Experts | _Linear] = [*self._experts, *self._linear]
+        self._copies = copies  # their memory lasts as long as this does
         for module in linear:
             module.cpu_linear = F.linear  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
 
@@ -76,8 +83,11 @@ class Weights:
         for parameter in self._parameters.values():
             yield from parameter.lay_out(buffer)
         yield
-        for each in self._packed:
-            yield from each.lay_out()
+        for experts in self._experts:
+            yield from experts.lay_out()
+        copies = self._copies.get(buffer.data_ptr(), {})
+        for linear in self._linear:
+            yield from linear.lay_out(copies)
 
     def take_up(self) -> None:
         """The model reads what `lay_out` has made, to its end, from here on."""
@@ -122,15 +132,22 @@ class _Linear:
         self._module: Any = module  # its attributes are no tensors and modules alone, as the type of Module says
         self._weight = weight
         self._count = 2 if ahead else 1
-        self._copies: list[Reordered] = []  # the last one is written next
+        self._copies: list[Reordered] = []  # of its own; the last one is written next
+        self._placed: Placed | None = None  # what is taken up in the place of that
         self._is_product = is_product(module)
 
     @property
     def pieces(self) -> int:
-        return self._copies[-1].pieces if self._copies else self._count
+        """Those of its own copies: it has none where it takes up others', from the first time on."""
+        return self._copies[-1].pieces if self._copies else 0 if self._placed else self._count
 
-    def lay_out(self) -> Iterator[None]:
-        weight = self._weight.laid_out
+    def lay_out(self, copies: Mapping[int, Placed]) -> Iterator[None]:
+        weight, origin = self._weight.laid_out, self._weight.recorded.alias
+        placed = None if origin is None else copies.get(origin)
+        if placed is not None and placed.tensor.shape == weight.shape:
+            self._placed, self._copies = placed, []
+            return
+        self._placed = None
         if self._copies:
             yield from self._copies[-1].write_in_pieces(weight)
             return
@@ -139,7 +156,8 @@ class _Linear:
             yield
 
     def take_up(self) -> None:
-        packed, module = self._copies[-1].tensor, self._module
+        packed = self._copies[-1].tensor if self._placed is None else self._placed.tensor
+        module = self._module
 
         def linear(x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
             return product(x, packed, bias)

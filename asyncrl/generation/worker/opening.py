@@ -19,7 +19,7 @@ from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
 from asyncrl.models.outputs import TOKENS
 from asyncrl.models.parameters.layout import Layout
-from asyncrl.models.parameters.placed import PackedLayout
+from asyncrl.models.parameters.placed import PackedLayout, Placed
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import Outline, open_reader
@@ -117,13 +117,32 @@ async def open_serving(
 def attach_copies(policy: PolicyModel, halves: Sequence[Tensor], packed: Mapping[str, Any], fd: int) -> Board | None:
     """The board of packed copies, which the policy reads whenever it is moved to a half; None: it makes its own. On the lane.
     Errors: ValueError, TransportError where they are another model's."""
-    layout = PackedLayout.from_message(packed["layout"])
-    board = Board.attach(packed["board"], fd, layout.digest(policy.dtype))
+    layout, board = _attach_packed(packed, fd, policy.dtype)
     if read_copies(policy, halves, [board.half(0), board.half(1)], layout):
         return board
+    _let_go(board)
+    return None
+
+
+def copies_for_vllm(
+    dtype: torch.dtype, halves: Sequence[Tensor], packed: Mapping[str, Any], fd: int
+) -> tuple[Board | None, dict[int, dict[int, Placed]]]:
+    """The same board, and the copies in it by the address of a half and where in that their weight begins. On the lane."""
+    layout, board = _attach_packed(packed, fd, dtype)
+    if not layout.is_native(dtype):
+        _let_go(board)
+        return None, {}
+    return board, {half.data_ptr(): layout.by_origin(board.half(index), dtype) for index, half in enumerate(halves)}
+
+
+def _attach_packed(packed: Mapping[str, Any], fd: int, dtype: torch.dtype) -> tuple[PackedLayout, Board]:
+    layout = PackedLayout.from_message(packed["layout"])
+    return layout, Board.attach(packed["board"], fd, layout.digest(dtype))
+
+
+def _let_go(board: Board) -> None:
     logger.warning("packed copies of the weights lie otherwise here than in the trainer's process: it makes its own")
     board.close()
-    return None
 
 
 async def _open_vllm(
@@ -152,11 +171,17 @@ async def _open_vllm(
     routes = None if form["routes"] is None else RoutesShape(**form["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     ahead = setup["packs_ahead"]
+    copies: Board | None = None
+    placed: dict[int, dict[int, Placed]] = {}
+    if setup["packed"] is not None:
+        halves = [board.half(0), board.half(1)]
+        copies, placed = await lane.run(
+            lambda: copies_for_vllm(dtype, halves, setup["packed"], setup["packed_fd"]), name="engine/copies"
+        )
 
     def open_core(choose: Choose) -> Any:
-        return adapter.Core(
-            adapter.Form(form["config"], layout, board.half(0)), room, choose, ahead=ahead, routes=routes
-        )
+        made_for = adapter.Form(form["config"], layout, board.half(0))
+        return adapter.Core(made_for, room, choose, ahead=ahead, routes=routes, copies=placed)
 
     engine = VllmEngine(
         open_core,
@@ -169,4 +194,4 @@ async def _open_vllm(
     )
     say("vLLM is building its model and cache")
     await lane.run(engine.open_on_lane, name="engine/open")
-    return Opened(engine, board)
+    return Opened(engine, board, copies)

@@ -149,6 +149,11 @@ class JoinedLinear:
         copied = self._packed is not None or len(self.biases) > 1
         self._sample = self._sampled(bound) if copied else None
 
+    @property
+    def origin(self) -> int | None:
+        """Where its weights begin in the flat buffer; None: they are no neighbours there."""
+        return self.flat.offsets[self.weights[0]] if self._adjacent else None
+
     def form(self) -> Form | None:
         """How its copy lies; None: it has none, or one that only torch can write."""
         self.renew()

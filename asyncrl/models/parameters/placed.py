@@ -45,26 +45,27 @@ class Placed(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
     """Where the copies of all products lie, one after the other. `places`: of each product the number of its form and its first
-    byte; None: it has no copy there."""
+    byte; None: it has no copy there. `origins`: where what it is a copy of begins in the flat buffer; None: it lies in parts."""
 
     forms: tuple[Form, ...]
     places: tuple[tuple[int, int] | None, ...]
+    origins: tuple[int | None, ...]
     size: int
 
     @classmethod
-    def of(cls, forms: Sequence[Form | None]) -> Self:
+    def of(cls, forms: Sequence[Form | None], origins: Sequence[int | None]) -> Self:
         """`forms`: of each product's copy; None: it has none that could lie elsewhere."""
         distinct = tuple(dict.fromkeys(form for form in forms if form is not None))
         places, size = list[tuple[int, int] | None](), 0
         for form in forms:
             places.append(None if form is None else (distinct.index(form), size))
             size += 0 if form is None else -(-form.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(distinct, tuple(places), size)
+        return cls(distinct, tuple(places), tuple(origins), size)
 
     def message(self) -> dict[str, Any]:
         """For `from_message` in another process, as JSON takes it."""
         forms = [[*form.shape, *form.blocks, form.nbytes, form.described] for form in self.forms]
-        return {"forms": forms, "places": self.places, "size": self.size}
+        return {"forms": forms, "places": self.places, "origins": self.origins, "size": self.size}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
@@ -74,7 +75,7 @@ class PackedLayout:
             for rows, columns, tall, wide, nbytes, described in message["forms"]
         ]
         places = [None if place is None else (place[0], place[1]) for place in message["places"]]
-        return cls(tuple(forms), tuple(places), message["size"])
+        return cls(tuple(forms), tuple(places), tuple(message["origins"]), message["size"])
 
     def digest(self, dtype: torch.dtype) -> str:
         """Two processes with the same one may read each other's copies."""
@@ -95,6 +96,11 @@ class PackedLayout:
             part = memory[start : start + form.nbytes]
             found.append(Placed(_tensor_over(part, form, dtype), part))
         return found
+
+    def by_origin(self, memory: Tensor, dtype: torch.dtype) -> dict[int, Placed]:
+        """As `place`, by what they are copies of, where that lies in one part."""
+        placed = zip(self.origins, self.place(memory, dtype), strict=True)
+        return {origin: each for origin, each in placed if origin is not None and each is not None}
 
 
 def form_of(copy: Reordered, weight_OI: Tensor) -> Form | None:
