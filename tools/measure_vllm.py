@@ -2,7 +2,8 @@
 
     .venv-vllm/bin/python tools/measure_vllm.py [--jobs 64x128 16x512] [--model DIR] [--dtype float32 bfloat16] [--threads 2]
 
-    packed     a version is bound and all linear layers are packed anew, then the step generates
+    packed     a version is bound, with the packed copies that the trainer has made for itself and all workers (it does so on a core
+               of its own, which is not counted), then the step generates
     unpacked   a version is bound where it lies, and linear layers read it there
     offline    `vllm.LLM` as it comes (its own process, compiled), the same cores, with `LLM.generate` and no new weights
     async      `AsyncLLM`, likewise, all requests at once
@@ -78,12 +79,11 @@ async def by_async_llm(options: argparse.Namespace) -> None:
 
 async def by_us(options: argparse.Namespace, pack: bool) -> None:
     async with ours(options, pack) as made:
-        halves = [made.flat.working, await made.lane.run(made.flat.working.clone, name="half")]
         for version, turn in enumerate(turns()):
+            bind = await made.move(version)
             began = time.perf_counter()
-            bind = await made.move(halves[version % 2], version)
             tokens = await made.generate(turn["sequences"], turn["tokens"], turn["number"])
-            answer(seconds=time.perf_counter() - began, tokens=tokens, bind=bind)
+            answer(seconds=bind + time.perf_counter() - began, tokens=tokens, bind=bind)
 
 
 def measure(dtype: str, options: argparse.Namespace) -> list[str]:

@@ -81,8 +81,7 @@ class Ours:
 
     engine: Any
     lane: Any
-    flat: Any
-    module: Any
+    trainer: Trainer
     ends: list[float]
 
     async def generate(self, sequences: int, tokens: int, turn: int) -> int:
@@ -100,16 +99,46 @@ class Ours:
         )
         return sum(len(each.token_ids) for each in found)
 
-    async def move(self, half: Any, version: int) -> float:
-        """Seconds of the closure that no step runs beside."""
+    async def move(self, version: int) -> float:
+        """Seconds of the closure that no step runs beside, once the trainer has published the version."""
 
         def closure() -> float:
             began = time.perf_counter()
-            self.engine.move_to(half, version)
+            self.engine.move_to(self.trainer.board.half(version % 2), version)
             return time.perf_counter() - began
+
+        await self.lane.run(lambda: self.trainer.publish(version), name="publish/write")
 
         found: float = await self.lane.run(closure, name="engine/bind", priority=1)
         return found
+
+
+class Trainer:
+    """A policy, the weight board, and its packed copies (`packed`) as a worker finds them. On the lane: an operation that torch
+    shares among threads, run once on another thread, leaves threads there, and with more of them than cores libgomp's no longer
+    spin: each of some hundred operations of a step then waits for one to wake."""
+
+    def __init__(self, options: argparse.Namespace, pack: bool) -> None:
+        from asyncrl.generation.worker.opening import copies_for_vllm
+        from asyncrl.models.policy import PolicyModel
+        from asyncrl.transport.memory.board import Board
+        from asyncrl.weights.copies import PackedCopies
+
+        self.policy = PolicyModel(module_of(options), options.dtype[0])
+        weights, dtype = self.policy.weights, self.policy.dtype
+        self.board = Board.create(weights.size, dtype, weights.layout_digest())
+        self.copies = PackedCopies.of(self.policy) if pack else None
+        self.packed: Any = {}
+        if self.copies is not None:
+            halves, fd = [self.board.half(0), self.board.half(1)], os.dup(self.copies.board.fd)
+            _, self.packed = copies_for_vllm(dtype, halves, json.loads(json.dumps(self.copies.message())), fd)
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        """What the trainer of a run does on a core of its own."""
+        self.board.write(version % 2, version, self.policy.weights.working)
+        if self.copies is not None:
+            self.copies.complete(version % 2, version)
 
 
 @asynccontextmanager
@@ -121,22 +150,17 @@ async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[
     from asyncrl.generation.embedded.engine import cache_shape
     from asyncrl.generation.vllm.engine import Made, VllmEngine
     from asyncrl.generation.vllm.versions import load_adapter
-    from asyncrl.models.parameters.flat import ServedParameters
     from asyncrl.telemetry.recorder import Recorder
 
-    dtype = getattr(torch, options.dtype[0])
     sequences, context, positions = longest(options)
     recorder, ends = Recorder(max_events=0), list[float]()
 
-    def weights() -> tuple[Any, Any]:
-        module = module_of(options)
-        return module, ServedParameters(module, dtype)
-
     def make(choose: Any) -> Any:
         adapter = load_adapter()
-        size = cache_shape(module.config, 1, 1).nbytes(dtype)
+        size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.Room(sequences + 1, context, positions + 17, 2048, size)
-        core = adapter.Core(adapter.Form(config, flat.layout(), flat.working), room, choose, pack=pack)
+        form = adapter.Form(config, policy.weights.layout(), trainer.board.half(0))
+        core = adapter.Core(form, room, choose, pack=pack, copies=trainer.packed)
         step = core.step
 
         def timed() -> Any:
@@ -148,15 +172,15 @@ async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[
         return core
 
     async with ThreadLane("worker", recorder, lambda: torch.set_num_threads(options.threads)) as lane:
-        # As in a worker: an operation that torch shares among threads, run once on another thread, leaves threads there, and with
-        # more of them than cores libgomp's no longer spin: each of some hundred operations a step then waits for one to wake.
-        module, flat = await lane.run(weights, name="weights")
-        config = json.loads(module.config.to_json_string(use_diff=False)) | {"architectures": [type(module).__name__]}
-        made = Made(dtype, int(module.config.vocab_size), ())
+        trainer = await lane.run(lambda: Trainer(options, pack), name="trainer")
+        policy = trainer.policy
+        config = json.loads(policy.config.to_json_string(use_diff=False))
+        config |= {"architectures": [type(policy.module).__name__]}
+        made = Made(policy.dtype, int(policy.config.vocab_size), ())
         numbers = {"max_sequences": sequences, "max_context": context, "kv_positions": positions}
         async with VllmEngine(make, made, None, lane, recorder, **numbers) as engine:
             await engine.update_weights(-1)
-            yield Ours(engine, lane, flat, module, ends)
+            yield Ours(engine, lane, trainer, ends)
 
 
 # -- vLLM by itself

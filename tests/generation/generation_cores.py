@@ -34,6 +34,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.vllm.engine import Made, VllmEngine
 from asyncrl.generation.vllm.versions import installed_version, load_adapter
+from asyncrl.generation.worker.server import Server
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.telemetry.recorder import Recorder
@@ -200,6 +201,22 @@ class OpenedCore:
 
     async def move(self, buffer: Tensor, version: int) -> None:
         await self.lane.run(lambda: self.engine.move_to(buffer, version), name="engine/bind", priority=1)
+
+
+class Worker:
+    """The end of a worker's control line that moves its engine, asked without the line between."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    async def update_weights(self, version: int, half: int, outputs: Any) -> None:
+        await self.server.move(version, half, outputs)
+
+    def reads(self, half: int) -> bool:
+        return False
+
+    async def left(self, half: int) -> None:
+        raise AssertionError("nobody is pinned")
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from generation_cores import OpenedCore, needs_vllm, opened_core
+from generation_cores import OpenedCore, Worker, needs_vllm, opened_core
 from generation_models import change_weights, generate_all, request
 from placing import needs_placing
 from test_generation_vllm_engine import SAME, policy_and_plain
@@ -33,22 +33,6 @@ from asyncrl.weights.posted import PostedWeights
 pytestmark = [needs_vllm, pytest.mark.filterwarnings("ignore")]
 
 ASKED = [request(9, seed, max_tokens=24, temperature=1.0) for seed in range(4)]
-
-
-class Worker:
-    """The end of a worker's control line that moves its engine, asked without the line between."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-
-    async def update_weights(self, version: int, half: int, outputs: Any) -> None:
-        await self.server.move(version, half, outputs)
-
-    def reads(self, half: int) -> bool:
-        return False
-
-    async def left(self, half: int) -> None:
-        raise AssertionError("nobody is pinned")
 
 
 @dataclass

@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from generation_cores import needs_vllm, opened_core, small_model
+from generation_cores import Worker, needs_vllm, opened_core, small_model
 from generation_models import generate_all, request
 from test_generation_vllm_engine import SAME, greedy
 
@@ -49,22 +49,6 @@ def boards(trainer_and_plain: tuple[TorchTrainer, Any]) -> Iterator[tuple[Board,
     with Board.create(weights.size, torch.float32, weights.layout_digest()) as owner:
         with Board.attach(owner.description, os.dup(owner.fd), owner.layout) as reader:
             yield owner, reader
-
-
-class Worker:
-    """The end of a worker's control line that moves its engine, asked without the line between."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-
-    async def update_weights(self, version: int, half: int, outputs: Any) -> None:
-        await self.server.move(version, half, outputs)
-
-    def reads(self, half: int) -> bool:
-        return False
-
-    async def left(self, half: int) -> None:
-        raise AssertionError("nobody is pinned")
 
 
 def batch_of(asked: list[GenerationRequest], answers: list[Generation]) -> Microbatch:
