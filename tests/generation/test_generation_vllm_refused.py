@@ -37,6 +37,17 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Of an engine that was not made vLLM keeps its groups of processes, which the next one takes for its own: in a run that
+    process ends."""
+    yield
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
 class Unheard(LlamaForCausalLM):
     """An architecture that vLLM has never heard of."""
 
