@@ -92,7 +92,7 @@ class PostedWeights:
         # The half that a refresh may write; None: there is none. The lane takes it back before a version is named, and only a move
         # that all readers have answered gives one: a closure never sees one that is not free.
         self._free: int | None = None
-        self._sums: Callable[[], Sums]  # of what `_cast` has put into a half last
+        self._sums: Callable[[], Sums] | None = None  # of what `_cast` has put into a half last
         self._one_at_a_time = asyncio.Lock()
         self._asked, self._cost = -math.inf, 0.0  # the last time that outputs were computed, and how long that took
 
@@ -179,7 +179,7 @@ class PostedWeights:
         self._proof.modules(version)
         self._free = None
         working = policy.weights.working
-        if working is self._halves.get(half):
+        if self._sums is not None and working is self._halves.get(half):
             board.complete(half, policy.version, self._sums)
         else:
             board.write(half, policy.version, working, torch.get_num_threads())

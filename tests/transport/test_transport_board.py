@@ -523,6 +523,9 @@ def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Bo
     for source in wrong:
         with pytest.raises(ValueError, match=r"weight board holds|contiguous"):
             board.write(0, 2, source)
+    for source in wrong[1:]:
+        with pytest.raises(ValueError, match=r"weight board holds|contiguous"):
+            board.cast(1, source)
     with pytest.raises(ValueError, match="negative"):
         put(board, 0, -1, values(1))
     with pytest.raises(ValueError, match="multiple of 64"):

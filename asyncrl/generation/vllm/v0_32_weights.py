@@ -29,9 +29,7 @@ from .v0_32_layers import is_product, kernel_of, linear_layers
 _EXPERTS = ("w13_weight", "w2_weight")
 _BIASES = ("w13_bias", "w2_bias")
 Places = Sequence[tuple[nn.Module, str]]  # that a parameter stands at: modules, and its name in each
-CopiesOf = Mapping[
-    int, Mapping[int, Placed]
-]  # address of a buffer -> packed copies, by where in it their weight begins
+CopiesOf = Mapping[int, Mapping[int, Placed]]  # address of a buffer -> copies, by where in it their weight begins
 
 
 class Weights:

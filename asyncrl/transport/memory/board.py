@@ -166,20 +166,14 @@ class Board:
     def write(self, index: int, version: int, source: Tensor, threads: int = 1) -> None:
         """Copy a flat buffer into a half that nobody reads, with its checksums; then the half is `version`. Blocks."""
         self._require_owner("write")
-        where = self._halves.device
-        if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != where:
-            raise ValueError(
-                f"the weight board holds {self.elements} x {self.dtype} on {where}; found {tuple(source.shape)} x "
-                f"{source.dtype} on {source.device}"
-            )
-        if not source.is_contiguous():
-            raise ValueError("the weights for the board must be contiguous")
+        self._require_fit(source, self.dtype)
         self._name(index, version, lambda: self._halves.copy(index, source.detach(), threads))
 
     def cast(self, index: int, source: Tensor, threads: int = 1) -> Callable[[], Sums]:
         """Cast a flat buffer of another dtype into a half that nobody reads, and says that it holds no version. Returns what gives
         its checksums, for `complete`. Blocks; on a device it is launched."""
         self.clear(index)
+        self._require_fit(source, source.dtype)
         return self._halves.cast(index, source.detach(), threads)
 
     def complete(self, index: int, version: int, sums: Callable[[], Sums]) -> None:
@@ -277,6 +271,16 @@ class Board:
     def _check_open(self) -> None:
         if self.fd < 0:
             raise LifecycleError("the weight board is closed")
+
+    def _require_fit(self, source: Tensor, dtype: torch.dtype) -> None:
+        where = self._halves.device
+        if source.shape != (self.elements,) or source.dtype != dtype or source.device != where:
+            raise ValueError(
+                f"the weight board holds {self.elements} x {self.dtype} on {where}; found {tuple(source.shape)} x "
+                f"{source.dtype} on {source.device}"
+            )
+        if not source.is_contiguous():
+            raise ValueError("the weights for the board must be contiguous")
 
     def _require_owner(self, what: str) -> None:
         self._check_open()
