@@ -194,7 +194,9 @@ def test_rows_alone_have_the_last_word(monkeypatch: pytest.MonkeyPatch, batches:
     for paths, taken in (((FUSED, PACKED), FUSED), (PLAIN, PLAIN[2])):
         verdict = check_model(model, paths=paths)
         assert verdict.path == taken and verdict.chosen is not None
-        assert verdict.layers == 2 and str(verdict.chosen.distance).count("e-0") == 3, str(verdict.chosen)
+        found = verdict.chosen.distance
+        assert found is not None and max(found.logprobs, found.gradients, found.sampler) < 1e-5, str(verdict.chosen)
+        assert verdict.layers == 2
 
 
 class ShiftedForCausalLM(LlamaForCausalLM):
