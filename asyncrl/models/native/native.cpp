@@ -334,7 +334,9 @@ void decode_rows(const T* query, long ldq, const T* key, long ldk, const T* valu
   }
 }
 
-// 16 rows of 16 words, `ld` apart -> 16 columns, `to` apart. Each step exchanges blocks of rows i and i + S.
+// 16 rows of 16 words, `ld` apart -> 16 columns.
+#ifdef __AVX512F__
+// Each step exchanges blocks of rows i and i + S.
 #define EXCHANGE(S, ...)                                          \
   for (int i = 0; i < W; ++i)                                     \
     if (!(i & S)) {                                               \
@@ -354,6 +356,31 @@ inline void turn(const uint32_t* in, long ld, u16* r) {
   EXCHANGE(2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
   EXCHANGE(1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
 }
+#else
+inline void turn_eight(const uint32_t* in, long ld, uint32_t* columns) {  // rows and words -> columns, 16 words apart
+  for (int half = 0; half < 8; half += 4) {
+    __m256i rows[4], pairs[4];
+    for (int i = 0; i < 4; ++i) {
+      __m128i low = _mm_loadu_si128((const __m128i*)(in + i * ld + half));
+      __m128i high = _mm_loadu_si128((const __m128i*)(in + (i + 4) * ld + half));
+      rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+    }
+    for (int i = 0; i < 2; ++i) {
+      pairs[2 * i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+      pairs[2 * i + 1] = _mm256_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      _mm256_store_si256((__m256i*)(columns + (half + 2 * i) * W), _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]));
+      _mm256_store_si256((__m256i*)(columns + (half + 2 * i + 1) * W), _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]));
+    }
+  }
+}
+
+inline void turn(const uint32_t* in, long ld, u16* r) {
+  for (int words = 0; words < W; words += 8)
+    for (int rows = 0; rows < W; rows += 8) turn_eight(in + rows * ld + words, ld, (uint32_t*)(r + words) + rows);
+}
+#endif
 
 // Past the caches, where the address lets it: a copy is read again when it has long left them, and a plain store would read each
 // line before it overwrites it.
