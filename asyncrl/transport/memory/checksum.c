@@ -40,25 +40,6 @@ __attribute__((target("avx2"))) static void gather(const Lanes *lanes, uint64_t 
     }
 }
 
-// `target`: where it is copied to, aligned to 64 bytes; null: nowhere.
-__attribute__((target("avx2"))) static void bucket(const char *source, char *target, long bytes, uint64_t *sums) {
-  Lanes first = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
-  Lanes second = first;
-  for (long at = 0; at < bytes; at += STEP) {
-    __m256i a = _mm256_loadu_si256((const __m256i *)(source + at));
-    __m256i b = _mm256_loadu_si256((const __m256i *)(source + at + 32));
-    if (target) {
-      _mm256_stream_si256((__m256i *)(target + at), a);
-      _mm256_stream_si256((__m256i *)(target + at + 32), b);
-    }
-    add(&first, a);
-    add(&second, b);
-  }
-  sums[0] = sums[1] = 0;
-  gather(&first, (uint64_t)bytes / STEP, 0, sums);
-  gather(&second, (uint64_t)bytes / STEP, 8, sums);
-}
-
 // Eight floats -> bfloat16 in the low halves of eight words: to nearest, ties to even; NaN stays NaN.
 __attribute__((target("avx2"))) static inline __m256i rounded(const float *from) {
   __m256 x = _mm256_loadu_ps(from);
@@ -74,20 +55,34 @@ __attribute__((target("avx2"))) static inline __m256i narrowed(const float *from
   return _mm256_permute4x64_epi64(pairs, 0xd8);
 }
 
-// As `bucket`, of `bytes` that are made of twice as many.
-__attribute__((target("avx2"))) static void cast_bucket(const float *source, char *target, long bytes, uint64_t *sums) {
+// `bytes` of the target, or, where that is null, of the source alone. `cast`: they are made of floats, twice as many.
+__attribute__((target("avx2"), always_inline)) static inline void pass(const char *source, char *target, long bytes,
+                                                                       uint64_t *sums, int cast) {
   Lanes first = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
   Lanes second = first;
-  for (long at = 0; at < bytes; at += STEP, source += STEP / 2) {
-    __m256i a = narrowed(source), b = narrowed(source + STEP / 4);
-    _mm256_stream_si256((__m256i *)(target + at), a);
-    _mm256_stream_si256((__m256i *)(target + at + 32), b);
+  for (long at = 0; at < bytes; at += STEP) {
+    const char *low = source + (cast ? 2 * at : at), *high = low + (cast ? STEP : STEP / 2);
+    __m256i a = cast ? narrowed((const float *)low) : _mm256_loadu_si256((const __m256i *)low);
+    __m256i b = cast ? narrowed((const float *)high) : _mm256_loadu_si256((const __m256i *)high);
+    if (target) {
+      _mm256_stream_si256((__m256i *)(target + at), a);
+      _mm256_stream_si256((__m256i *)(target + at + 32), b);
+    }
     add(&first, a);
     add(&second, b);
   }
   sums[0] = sums[1] = 0;
   gather(&first, (uint64_t)bytes / STEP, 0, sums);
   gather(&second, (uint64_t)bytes / STEP, 8, sums);
+}
+
+// `target`: where it is copied to, aligned to 64 bytes; null: nowhere.
+__attribute__((target("avx2"))) static void bucket(const char *source, char *target, long bytes, uint64_t *sums) {
+  pass(source, target, bytes, sums, 0);
+}
+
+__attribute__((target("avx2"))) static void cast_bucket(const char *source, char *target, long bytes, uint64_t *sums) {
+  pass(source, target, bytes, sums, 1);
 }
 
 int asyncrl_runs(void) { return __builtin_cpu_supports("avx2") != 0; }
@@ -108,12 +103,12 @@ void asyncrl_copy(const char *source, char *target, long bytes, long size, uint6
 }
 
 // As `asyncrl_copy`, of bfloat16 that are made of floats; `bytes` and `size` are those of the target.
-void asyncrl_narrow(const float *source, char *target, long bytes, long size, uint64_t *sums, int threads) {
+void asyncrl_narrow(const char *source, char *target, long bytes, long size, uint64_t *sums, int threads) {
   _mm_sfence();
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long at = 0; at < bytes; at += size) {
     long some = bytes - at < size ? bytes - at : size;
-    cast_bucket(source + at / 2, target + at, some, sums + at / size * 2);
+    cast_bucket(source + 2 * at, target + at, some, sums + at / size * 2);
     _mm_sfence();
   }
 }
