@@ -460,6 +460,7 @@ struct Summing {
 void reorder_rows(const uint32_t* words, long width, uint32_t* out, long tall, long wide, long first, long last,
                   uint64_t* sums, long place, long size, int threads) {
   bool aligned = (uintptr_t)out % sizeof(u16) == 0;
+  _mm_sfence();  // the word that says "not whole" is seen before any of these stores, which keep no order
 #pragma omp parallel num_threads(threads)
   {
     Summing summing{sums, size};

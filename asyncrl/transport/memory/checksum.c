@@ -76,7 +76,6 @@ __attribute__((target("avx2"), always_inline)) static inline void pass(const cha
   gather(&second, (uint64_t)bytes / STEP, 8, sums);
 }
 
-// `target`: where it is copied to, aligned to 64 bytes; null: nowhere.
 __attribute__((target("avx2"))) static void bucket(const char *source, char *target, long bytes, uint64_t *sums) {
   pass(source, target, bytes, sums, 0);
 }
@@ -85,30 +84,34 @@ __attribute__((target("avx2"))) static void cast_bucket(const char *source, char
   pass(source, target, bytes, sums, 1);
 }
 
+// All buckets of `size` bytes of the target, or of the source alone.
+static void all(const char *source, char *target, long bytes, long size, uint64_t *sums, int threads, int cast) {
+  _mm_sfence();
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long at = 0; at < bytes; at += size) {
+    long some = bytes - at < size ? bytes - at : size;
+    char *to = target ? target + at : 0;
+    uint64_t *own = sums + at / size * 2;
+    if (cast)
+      cast_bucket(source + 2 * at, to, some, own);
+    else
+      bucket(source + at, to, some, own);
+    _mm_sfence();
+  }
+}
+
 int asyncrl_runs(void) { return __builtin_cpu_supports("avx2") != 0; }
 
 uint32_t asyncrl_source(void) { return ASYNCRL_SOURCE; }
 
 void asyncrl_sums(const char *source, long bytes, uint64_t *sums) { bucket(source, 0, bytes, sums); }
 
-// `sums` [buckets, 2]. All sizes are multiples of 64. `target` null: the checksums alone.
+// `sums` [buckets, 2]. All sizes are multiples of 64. `target`: aligned to 64 bytes; null: the checksums alone.
 void asyncrl_copy(const char *source, char *target, long bytes, long size, uint64_t *sums, int threads) {
-  _mm_sfence();
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long at = 0; at < bytes; at += size) {
-    long some = bytes - at < size ? bytes - at : size;
-    bucket(source + at, target ? target + at : 0, some, sums + at / size * 2);
-    _mm_sfence();
-  }
+  all(source, target, bytes, size, sums, threads, 0);
 }
 
 // As `asyncrl_copy`, of bfloat16 that are made of floats; `bytes` and `size` are those of the target.
 void asyncrl_narrow(const char *source, char *target, long bytes, long size, uint64_t *sums, int threads) {
-  _mm_sfence();
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long at = 0; at < bytes; at += size) {
-    long some = bytes - at < size ? bytes - at : size;
-    cast_bucket(source + 2 * at, target + at, some, sums + at / size * 2);
-    _mm_sfence();
-  }
+  all(source, target, bytes, size, sums, threads, 1);
 }
