@@ -53,11 +53,12 @@ TORCH_FREE = {
     "rewards",
     "client",
 }
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 BARE_IGNORE = re.compile(r"# type: ignore(\[[\w, -]+\])?\s*$")
 MAX_TEST_FILE_LINES = 650  # a test file is a list: it is read entry by entry
 # Of arguments besides self, cls and an autograd function's ctx; and of options, which are keywords that may be left out.
+# Constructors are exempt: a struct that only shortens their signature hides what an object is made of.
 MAX_ARGUMENTS = 7
 # path or path:function -> reason
 SIZE_EXCEPTIONS: dict[str, str] = {
@@ -65,7 +66,6 @@ SIZE_EXCEPTIONS: dict[str, str] = {
 }
 # the same; more arguments than MAX_ARGUMENTS
 ARGUMENT_EXCEPTIONS: dict[str, str] = {
-    "asyncrl/data/stash.py:Stash.__init__": "what each door's stash is told; it goes when all doors share one",
     "asyncrl/models/attention/interface.py:_attention": "the signature that transformers calls",
     "asyncrl/models/head/logprobs.py:token_logprobs": "a function of tensors: its options are buffers and bounds, by name",
     "asyncrl/models/head/triton_kernels.py:gradient_kernel": "a kernel is told each pointer and stride by itself",
@@ -189,7 +189,7 @@ def check_arguments(module: Module) -> Iterator[str]:
         options = sum(default is not None for default in given.kw_defaults)
         count = len(names) - (names[:1] in (["self"], ["cls"], ["ctx"])) + len(given.kwonlyargs) - options
         name = f"{owner}.{function.name}" if owner else function.name
-        if f"{where}:{name}" in ARGUMENT_EXCEPTIONS:
+        if function.name == "__init__" or f"{where}:{name}" in ARGUMENT_EXCEPTIONS:
             continue
         if count > MAX_ARGUMENTS:
             yield f"{where}:{function.lineno}: {name} has {count} arguments; at most {MAX_ARGUMENTS}"
