@@ -1,6 +1,5 @@
-"""The optional native parts: the kernels (asyncrl/models/native/native.cpp), the records (asyncrl/records/native.c) and the copy of
-the weight board (asyncrl/transport/memory/checksum.c). Everything else of the package is in pyproject.toml, but the examples in a
-wheel.
+"""The optional native parts: the kernels (asyncrl/models/native/native.cpp) and the copy of the weight board
+(asyncrl/transport/memory/checksum.c). Everything else of the package is in pyproject.toml, but the examples in a wheel.
 
 Where there is no compiler, or none for x86-64, the build goes on without them: `optional` turns its errors into a warning,
 and the torch or Python code of their callers runs.
@@ -10,7 +9,6 @@ import shutil
 import zlib
 from pathlib import Path
 
-import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
@@ -18,14 +16,11 @@ FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math
 QUIET = ["-g0", "-Wno-psabi"]
 KERNELS = ["asyncrl/models/native/native.cpp", "asyncrl/models/native/vectors.h"]
 BOARD = ["asyncrl/transport/memory/checksum.c"]
-RECORDS = [
-    f"asyncrl/records/{name}" for name in ("native.c", "native_read.c", "native_slot.c", "native_write.c", "native.h")
-]
 
 
-def stamp(root: str, texts: list[str]) -> str:
+def stamp(texts: list[str]) -> str:
     """builds.py refuses what was built of another text."""
-    return f"-DASYNCRL_SOURCE={zlib.crc32(b''.join(Path(root, text).read_bytes() for text in texts))}u"
+    return f"-DASYNCRL_SOURCE={zlib.crc32(b''.join(Path(text).read_bytes() for text in texts))}u"
 
 
 def kernels(name: str, *machine: str) -> Extension:
@@ -33,7 +28,7 @@ def kernels(name: str, *machine: str) -> Extension:
         f"asyncrl.models.native.{name}",
         KERNELS[:1],
         depends=KERNELS[1:],
-        extra_compile_args=[*FLAGS, *QUIET, stamp(".", KERNELS), *machine],
+        extra_compile_args=[*FLAGS, *QUIET, stamp(KERNELS), *machine],
         extra_link_args=["-fopenmp"],
         language="c++",
         optional=True,
@@ -44,20 +39,8 @@ def board() -> Extension:
     return Extension(
         "asyncrl.transport.memory._checksum",
         BOARD,
-        extra_compile_args=["-O3", "-fopenmp", "-g0", stamp(".", BOARD)],
+        extra_compile_args=["-O3", "-fopenmp", "-g0", stamp(BOARD)],
         extra_link_args=["-fopenmp"],
-        optional=True,
-    )
-
-
-def records(root: str) -> Extension:
-    """`root`: the way to this folder. The client's distribution has it too."""
-    return Extension(
-        "asyncrl.records._native",
-        [f"{root}/{text}" for text in RECORDS if text.endswith(".c")],
-        depends=[f"{root}/{text}" for text in RECORDS],
-        include_dirs=[numpy.get_include()],
-        extra_compile_args=["-O2", "-g0", stamp(root, RECORDS)],
         optional=True,
     )
 
@@ -81,7 +64,6 @@ if __name__ == "__main__":
         ext_modules=[
             kernels("_native_avx2", "-march=x86-64-v3"),
             kernels("_native_avx512", "-march=x86-64-v4", "-mprefer-vector-width=512"),
-            records("."),
             board(),
         ],
     )

@@ -28,7 +28,6 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 import anyio
 
 from asyncrl.errors import DataError, StallError
-from asyncrl.records.quick import quick
 from asyncrl.records.trajectories import whole_group
 from asyncrl.types import RoutesArray, Trajectory
 
@@ -110,7 +109,6 @@ class Arrival(Generic[C]):
     ended: tuple[StashedGroup[C], ...] = ()
 
 
-_stashed_group = quick(StashedGroup)
 _WAITING: Arrival[Any] = Arrival(Status.WAITING)
 
 
@@ -228,7 +226,7 @@ class Stash(Generic[C]):
         self._accepted += size
         self._together += 1
         self._bury(key)
-        return _stashed_group(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
+        return StashedGroup(key, Ending.WHOLE, context, size, tuple(trajectories), (lease,) * size)
 
     def _too_old(self, trajectory: Trajectory) -> bool:
         return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed

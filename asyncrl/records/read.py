@@ -25,8 +25,6 @@ from .layout import (
     Axis,
     Section,
 )
-from .native import records
-from .quick import quick
 
 _ROWS, _ROW_BYTES, _BYTES = int(Axis.ROWS), int(Axis.ROW_BYTES), int(Axis.BYTES)  # enum look-ups are slow here
 _LENGTHS, _MEMBERS, _TOKENS = int(Section.LENGTHS), int(Section.MEMBERS), int(Section.TOKENS)
@@ -80,20 +78,12 @@ class Record:
         return bytes(raw[base + start : base + int(ends[position])])
 
 
-_record = quick(Record)
-if records is not None:
-    records.set_record(Record)
-
-
 def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None) -> Record:
     """The record at the start of `buffer`.
 
     `sequence`: what the ring expects there.
     Errors: RecordError that says what is wrong: torn, damaged, of another sequence, or for a newer reader.
     """
-    usual: Record | None = None if records is None else records.read(buffer, sequence)
-    if usual is not None:
-        return usual
     view = memoryview(buffer).toreadonly()
     if len(view) < HEADER.size:
         raise RecordError(f"a record has at least {HEADER.size} bytes, found {len(view)}")
@@ -125,7 +115,7 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
         entries = (ENTRY.unpack_from(head, at) for at in range(header_bytes, table_end, entry_bytes))
     arrays, strings, skipped = _sections(view[:record_bytes], entries, n, tokens)
     members, lengths, bounds = _members(arrays, n, group_size, tokens)
-    return _record(
+    return Record(
         group, epoch, group_size, policy_version, producer, found, written_ns, version, members, lengths, bounds,
         arrays, strings, skipped,
     )  # fmt: skip

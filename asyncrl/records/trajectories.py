@@ -5,6 +5,7 @@ Texts travel as JSON. Non-finite rewards are refused (NaN means "not scored" in 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,6 @@ import numpy as np
 from ..errors import RecordError
 from ..types import FinishReason, Trajectory
 from .layout import Section
-from .native import records
-from .quick import quick_rows
 from .read import Record
 
 _REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ABORT}
@@ -28,7 +27,6 @@ _ROUTED_EXPERTS = int(Section.ROUTED_EXPERTS)
 _COMPONENTS, _COMPONENT_NAMES = int(Section.COMPONENTS), int(Section.COMPONENT_NAMES)
 _BOOL = np.dtype(np.bool_)
 _WIDER: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
-_trajectories = quick_rows(Trajectory)
 
 
 def trajectories_of(record: Record, *, copy: bool = True, group: int | None = None) -> list[Trajectory]:
@@ -41,31 +39,38 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
     """
     arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)
-    columns = (
-        record.group if group is None else group,
+    n, group = record.size, record.group if group is None else group
+    pieces = [slice(*ends) for ends in itertools.pairwise(record.bounds)]
+
+    def parts(column: Any) -> list[Any]:
+        if isinstance(column, list):  # of a column that the record lacks
+            return column
+        return [column[piece].copy() if copy else column[piece] for piece in pieces]
+
+    log_parts = parts(logprobs)
+    # In the order of the fields of `Trajectory`.
+    values = zip(
         record.members.tolist(),
-        record.group_size,
-        arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else 0,
-        tokens,
-        masks,
-        logprobs,
-        sampled,
-        versions,
-        arrays[_TEMPERATURES].tolist() if _TEMPERATURES in arrays else 1.0,
-        _reasons(arrays[_FINISH_REASONS]) if _FINISH_REASONS in arrays else FinishReason.STOP,
-        _texts(record, _MESSAGES, str, list) if _MESSAGES in strings else "",
-        _rewards(arrays[_REWARDS]) if _REWARDS in arrays else None,
-        _components(record) if _COMPONENTS in arrays else dict,  # an empty one for each
-        _texts(record, _METADATA, dict) if _METADATA in strings else dict,
-        _routes(record, copy) if _ROUTED_EXPERTS in arrays else None,
+        arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else [0] * n,
+        parts(tokens),
+        parts(masks),
+        log_parts,
+        log_parts if sampled is logprobs else parts(sampled),
+        parts(versions),
+        arrays[_TEMPERATURES].tolist() if _TEMPERATURES in arrays else [1.0] * n,
+        _reasons(arrays[_FINISH_REASONS]) if _FINISH_REASONS in arrays else [FinishReason.STOP] * n,
+        _texts(record, _MESSAGES, str, list) if _MESSAGES in strings else [""] * n,
+        _rewards(arrays[_REWARDS]) if _REWARDS in arrays else [None] * n,
+        _components(record) if _COMPONENTS in arrays else [{} for _ in range(n)],
+        _texts(record, _METADATA, dict) if _METADATA in strings else [{} for _ in range(n)],
+        _routes(record, copy) if _ROUTED_EXPERTS in arrays else [None] * n,
+        strict=True,
     )
-    return _trajectories(record.bounds, columns, copy)
+    return [Trajectory(group, member, record.group_size, *rest) for member, *rest in values]
 
 
 def whole_group(trajectories: Sequence[Trajectory]) -> bool:
     """Whether these are all members of one group, in order. Errors: ValueError for several groups."""
-    if records is not None and records.whole(Trajectory, trajectories):
-        return True
     groups = {t.group_id for t in trajectories}
     if len(groups) > 1:
         raise ValueError(f"{sorted(groups)} are several groups")
@@ -134,10 +139,10 @@ def _json(raw: bytes, section: int, *kinds: type) -> Any:
     return value
 
 
-def _components(record: Record) -> list[dict[str, float | None]] | type[dict[str, float | None]]:
+def _components(record: Record) -> list[dict[str, float | None]]:
     values, raw = record.arrays[_COMPONENTS], record.strings.get(_COMPONENT_NAMES)
     if raw is None or not (names := _json(bytes(raw), _COMPONENT_NAMES, dict)):
-        return dict
+        return [{} for _ in range(record.size)]
     try:
         rows = [dict(zip(names["names"], row, strict=True)) for row in values.tolist()]
         return [

@@ -21,6 +21,7 @@ from .layout import (
     ALIGNMENT,
     CODES,
     CRC_OFFSET,
+    DTYPES,
     ENTRY,
     HEADER,
     MAGIC,
@@ -32,11 +33,11 @@ from .layout import (
     Spec,
     aligned,
 )
-from .native import USER_BYTES, records
 
 _PER_TOKEN, _PER_ROW, _ROW_BYTES = Axis.TOKENS, Axis.ROWS, Axis.ROW_BYTES  # enum look-ups are slow here
 _TOKENS, _LENGTHS, _MEMBERS = int(Section.TOKENS), int(Section.LENGTHS), int(Section.MEMBERS)
 _I4 = np.dtype("<i4")
+_USER_BYTES = Spec(Axis.BYTES, (DTYPES[1],))  # of a user's own section
 _FLAT = (1, 1)  # inner dimensions where there are none
 
 
@@ -88,8 +89,6 @@ class Plan:
 
         `fault(where)` is called between the stores: tests crash there.
         """
-        if records is not None and records.write(self, buffer, sequence, fault):
-            return
         entries: list[int] = []
         offset = _body(len(self.parts))
         for section, spec, dtype, data, inner, size in self.parts:
@@ -124,9 +123,6 @@ class Plan:
 
 def plan(draft: Draft) -> Plan:
     """Check a draft. Errors: RecordError that names the section, what it should be and what it is."""
-    usual: Plan | None = None if records is None else records.plan(draft)
-    if usual is not None:
-        return usual
     members, given = list(draft.members), draft.sections
     n = len(members)
     _check_members(draft, members)
@@ -142,7 +138,7 @@ def plan(draft: Draft) -> Plan:
         if spec is None:
             if section not in USER_SECTIONS:
                 raise RecordError(f"section {section} is reserved; your own start at {USER_SECTIONS.start}")
-            spec = USER_BYTES
+            spec = _USER_BYTES
         elif section in (_LENGTHS, _MEMBERS):
             raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
         axis = spec.axis
@@ -259,7 +255,3 @@ def _integers(count: int) -> struct.Struct:
 def _body(parts: int) -> int:
     """Where the sections begin."""
     return aligned(HEADER.size + ENTRY.size * parts)
-
-
-if records is not None:
-    records.set_plan(Plan, Draft, _rows, _row_bytes)

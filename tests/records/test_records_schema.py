@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 import struct
 import zlib
 from typing import Any
@@ -17,11 +15,9 @@ from transport_records import draft_of, written
 
 from asyncrl.errors import RecordError
 from asyncrl.records.layout import CODES, CRC_OFFSET, ENTRY, HEADER, Section
-from asyncrl.records.quick import quick, quick_rows
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import group_metadata, trajectories_of
 from asyncrl.records.write import Draft, plan
-from asyncrl.types import Trajectory
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -286,40 +282,6 @@ def test_version_1_says_why_it_cannot_read_a_record() -> None:
         read(forge(2, 1, 900, 1))
 
 
-@pytest.mark.parametrize("copy", [True, False])
-def test_columns_of_rows_are_cut_listed_made_anew_or_the_same_for_all(copy: bool) -> None:
-    names, numbers, one = list(Trajectory.__dataclass_fields__), np.arange(5, dtype=np.int32), object()
-    columns: dict[str, Any] = dict.fromkeys(names, one)
-    columns |= {"tokens": numbers, "member": [7, 8], "metadata": dict, "logprobs": numbers, "sampled_logprobs": numbers}
-    first, second = quick_rows(Trajectory)((0, 2, 5), tuple(columns[name] for name in names), copy)
-    assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1], [2, 3, 4])
-    assert all(
-        np.shares_memory(row.tokens, numbers) is not copy and row.tokens.flags.writeable for row in (first, second)
-    )
-    assert first.sampled_logprobs is first.logprobs and first.logprobs is not first.tokens
-    assert (first.member, second.member, first.group_id, second.reward) == (7, 8, one, one)
-    assert first.metadata == second.metadata == {} and first.metadata is not second.metadata
-
-
 def test_the_wrong_sequence_is_a_stale_block() -> None:
     with pytest.raises(RecordError, match="sequence 5 expected here, found 4"):
         read(written(plan(draft_of([trajectory(0, 3)])), sequence=4), sequence=5)
-
-
-def test_quickly_made_values_are_what_their_constructor_makes() -> None:
-    given = trajectory(3, 5)
-    values = [getattr(given, name) for name in Trajectory.__dataclass_fields__]
-    rows, pairs = quick_rows(Trajectory), tuple([value, value] for value in values)
-    (one, other), single = rows((0, 1, 2), pairs, False), quick(Trajectory)(*values)
-    for made in (one, other, single):
-        assert type(made) is Trajectory
-        same(made, given)
-        same(pickle.loads(pickle.dumps(made)), given)
-        same(dataclasses.replace(made, reward=0.5), dataclasses.replace(given, reward=0.5))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            made.reward = 1.0  # type: ignore[misc]  # frozen: what is tested
-    with pytest.raises(ValueError, match="2 rows, but column 3 has 1"):
-        rows((0, 1, 2), tuple([value] * (2 - (i == 3)) for i, value in enumerate(values)), False)
-    for unfit in (RecordError, dataclasses.make_dataclass("WithDict", ["a"])):
-        with pytest.raises(TypeError, match=r"with slots|must be called with a dataclass"):
-            quick(unfit)

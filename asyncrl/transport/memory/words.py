@@ -1,4 +1,4 @@
-"""Aligned 64-bit words in shared memory: the only stores that other processes act upon, here and in records/native_slot.c.
+"""Aligned 64-bit words in shared memory: the only stores that other processes act upon.
 
 A store through a memoryview of format "Q" is one aligned 8-byte move, so a reader sees the old or the new value, never
 a mixture. x86-64 makes stores visible in program order (and the C library ends its streaming copies with a fence), so

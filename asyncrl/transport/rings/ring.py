@@ -31,7 +31,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import RecordError, RecordTooLarge, TransportError
-from ...records.native import records
 from ...records.read import Record, read
 from ...records.write import Plan
 from ..memory import words
@@ -48,8 +47,6 @@ _WHO_AT, _RELEASES_AT = 56, 200
 _HEAD_AT, _READ_AT, _STATE_AT, _ARRAYS_AT = 128, 192, 256, 320
 _CHECK = struct.Struct("<QQQ")
 _FEW = 8  # slots that are looked at sooner one by one than all at once
-if records is not None:
-    records.set_ring(_HEAD_AT, _STATE_AT, _ARRAYS_AT)
 
 
 def block_bytes(slots: int, payload: int) -> int:
@@ -99,8 +96,6 @@ class RingMemory:
         if not good or payload_at != _payload_at(slots) or payload_at + payload != len(buffer):
             raise TransportError(f"a block of {len(buffer)} bytes is no ring of version {VERSION}, or damaged")
         self.who: int = int.from_bytes(buffer[_WHO_AT : _WHO_AT + 8], "little")
-        self.block = buffer[:]
-        self.readable = buffer.toreadonly()
         self.slots: int = slots
         self.payload_at: int = payload_at
         self.producer: bytes = producer
@@ -132,8 +127,7 @@ class RingMemory:
         """Let go of the memory, so that its mapping can close."""
         for name in ("head", "read", "releases", "state", "sequences", "released", "offsets", "sizes", "checks"):
             getattr(self, name).release()
-        for view in (self.payload, self.block, self.readable):
-            view.release()
+        self.payload.release()
 
 
 def who_matches(memory: RingMemory) -> bool:
@@ -215,10 +209,6 @@ class RingWriter:
 
     def _publish(self, plan: Plan, slot: int, start: int, sequence: int) -> None:
         memory, size, hook = self.memory, plan.size, words.FAULT
-        if records is not None and records.publish(
-            plan, memory.block, memory.slots, memory.payload_at, slot, start, size, sequence, hook
-        ):
-            return
         memory.state.store(3, sequence)
         into = memory.payload[start : start + size]
         plan.write(into, sequence=sequence, fault=hook)
@@ -310,11 +300,6 @@ class RingReader:
     def take(self, slot: int, sequence: int) -> Record:
         """The record, as views of the payload. Errors: RecordError, after which `release` is all that is left to do."""
         memory, payload = self.memory, self.memory.payload
-        if records is not None:
-            record: Record | None = records.take(memory.readable, memory.slots, memory.payload_at, slot, sequence)
-            if record is not None:
-                self.counts.records += 1
-                return record
         start, size = memory.offsets.view[slot], memory.sizes.view[slot]
         check = zlib.crc32(_CHECK.pack(sequence, start, size))
         if check != memory.checks.view[slot] or start + size > len(payload):

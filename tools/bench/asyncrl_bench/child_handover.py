@@ -26,7 +26,6 @@ import numpy as np
 
 from asyncrl.client import Client, Scored
 from asyncrl.records.layout import Section
-from asyncrl.records.native import records
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
 from asyncrl.transport.rings.delivery import Delivery
@@ -265,4 +264,4 @@ def run_handover(job: HandoverJob) -> dict[str, Any]:
     else:
         with asyncio.Runner(loop_factory=partial(new_loop, job.loop or "uvloop")) as runner:
             found = runner.run(IN_A_LOOP[job.side](job))
-    return found | {"versions": {"numpy": np.__version__, "records": "Python" if records is None else "native"}}
+    return found | {"versions": {"numpy": np.__version__}}
