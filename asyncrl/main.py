@@ -2,9 +2,10 @@
 
 Exit codes: those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...); 130 after SIGINT,
 143 after SIGTERM and 129 after SIGHUP (a closed terminal; ignored under nohup), once the open step is aborted and the last
-committed version is checkpointed. A second signal ends the process at once, without a checkpoint; a second SIGHUP does not: a
-terminal that closes sends two. A launcher that ends is a SIGTERM to its ranks (asyncrl/distributed/launcher.py). Output that nobody
-reads any more ends nothing.
+committed version is checkpointed. A second SIGINT or SIGTERM ends the process at once, but not within `AGAIN_AFTER_S` of the first
+(who stops a whole job signals the launcher and its ranks, and the launcher then signals the ranks: that is one stop), and never
+while a checkpoint is being written. A launcher that ends is a SIGTERM to its ranks (asyncrl/distributed/launcher.py). Output that
+nobody reads any more ends nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.runtime.runtime import RunSummary, Runtime
     from asyncrl.transport.rings.record_ring import RecordRing
 
+AGAIN_AFTER_S = 5.0
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run] [--help]"
 
@@ -116,6 +118,7 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
     from asyncrl.runtime.runtime import Runtime
 
     stopped: list[signal.Signals] = []
+    since = 0.0  # when the first signal came
     ring: RecordRing | None = None
     loop = asyncio.get_running_loop()
     scope = anyio.CancelScope()
@@ -123,19 +126,23 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
     handled = [each for each in STOPPED_BY if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
     def stop(received: signal.Signals) -> None:
+        nonlocal since
+        if stopped:
+            # A terminal that closes sends two SIGHUP.
+            if received is not signal.SIGHUP and loop.time() - since >= AGAIN_AFTER_S:
+                _end_at_once(received, runtime)
+            return
         stopped.append(received)
+        since = loop.time()
         if launcher is not None:
-            launcher.untie()  # before a second signal would end this process at once
-        for each in handled:
-            loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else signal.SIG_DFL)
+            launcher.untie()  # its end must not cut short what has a deadline of its own
         runtime.expect_end(received.name)
         if ring is not None:
             ring.end_intake()  # now, and not behind the checkpoint: producers that wait hear it
         scope.cancel()
         why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
         print(
-            f"\nasyncrl: {why}: aborting the open step and writing a checkpoint; once more ends at once",
+            f"\nasyncrl: {why}: aborting the open step and writing a checkpoint; once more after {AGAIN_AFTER_S:g} s ends at once",
             file=sys.stderr,
             flush=True,
         )
@@ -159,6 +166,16 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
         else:
             _print_summary(summary, runtime)
     return 128 + stopped[0] if stopped else 0
+
+
+def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
+    """By the signal's own action, as the shell expects. Not while a checkpoint is being written: it would be lost."""
+    if runtime.saving:
+        print("asyncrl: the process ends once the checkpoint is written", file=sys.stderr, flush=True)
+        return
+    asyncio.get_running_loop().remove_signal_handler(received)
+    signal.signal(received, signal.SIG_DFL)
+    os.kill(os.getpid(), received)
 
 
 @contextlib.asynccontextmanager

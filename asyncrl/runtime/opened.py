@@ -209,6 +209,11 @@ class OpenRun:
         self.stopped_by = reason
         self._checkpointer.hurry(self.base.config.watchdog.abort_grace_s)
 
+    @property
+    def saving(self) -> bool:
+        """As `Checkpointer.saving`."""
+        return self._checkpointer.saving
+
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)

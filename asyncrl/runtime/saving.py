@@ -126,11 +126,17 @@ class Checkpointer:
         self._saved_version: int | None = None  # written, or on its way
         self._free = anyio.Event()  # nothing is being written
         self._free.set()
+        self._ending = False  # the last checkpoint is being made
         self._since = time.monotonic()  # of the last checkpoint by time
         self._time_is_up = False
         self._positions = (
             Positions(world.store("checkpoint"), world.rank, world.world_size) if world.world_size > 1 else None
         )
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written, or the last one made."""
+        return self._ending or not self._free.is_set()
 
     def due(self, version: int, last: bool) -> bool:
         """Whether a checkpoint of this version is asked for: by the interval, by time, or as the last one."""
@@ -243,6 +249,7 @@ class Checkpointer:
             note(f"no checkpoint is made of version {version}, whose weights have diverged")
         elif self.final_due(version, error, stopped):
             note(f"writing a checkpoint of version {version}")
+            self._ending = True
             try:
                 captured = await self._capture(version, books)
                 await self._write(captured)
@@ -253,6 +260,8 @@ class Checkpointer:
                     unsound.add_note(self.last_good())
                     raise
                 (diverged or error).add_note(str(unsound))
+            finally:
+                self._ending = False
         if diverged is not None and self._world.is_first:
             diverged.add_note(self.last_good())
 

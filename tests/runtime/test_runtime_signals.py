@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -111,9 +112,29 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = Process(tmp_path, str(write_yaml(tmp_path, tree)))
     process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
     process.send(signal.SIGTERM)
-    process.wait_until(lambda: "once more ends at once" in process.output, "announcement")
-    process.send(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM  # half of the time that the shutdown would have
+    process.wait_until(lambda: "once more after 5 s ends at once" in process.output, "announcement")
+    process.send(signal.SIGTERM)  # too soon: it is the same stop, which a launcher sent on
+    first = time.monotonic()
+    while process.ended is None and time.monotonic() - first < 30:  # half of the time that the shutdown would have
+        time.sleep(0.2)
+        process.send(signal.SIGTERM)
+    assert process.wait(1) == -signal.SIGTERM
+    assert time.monotonic() - first > 4
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_who_stops_a_whole_job_signals_everybody_and_the_checkpoint_is_there(tmp_path: Path, ranks: str) -> None:
+    """torchrun hears it and sends each rank a second SIGTERM. A slow checkpoint is cut short by none of them."""
+    program = (*TORCHRUN, ranks, "-m", "asyncrl.main")
+    process = Process(tmp_path, str(write_yaml(tmp_path, endless())), program=program)
+    run = tmp_path / "runs/run"
+    process.wait_until(lines_at_least(run, 3), "third step")
+    family = psutil.Process(process.pid).children(recursive=True)
+    for each in [each.pid for each in family if each.name() == "asyncrl.main"] * 2 + [process.pid]:
+        os.kill(each, signal.SIGTERM)
+    process.wait()
+    assert "SIGTERM: aborting the open step" in process.output
+    assert last_checkpoint(run, process) >= 3
 
 
 def test_a_shutdown_that_hangs_is_ended_by_the_watchdog(tmp_path: Path) -> None:
