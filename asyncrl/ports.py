@@ -131,7 +131,7 @@ class Trainer(Protocol):
     async def finish_train_step(self) -> StepResult:
         """Divide by the true counts of all ranks, step the optimizer, move to the next version. With several ranks a
         collective. Errors, all before a weight moves: `TrainStepError` for a step without sequences, `DivergenceError` for a
-        loss or gradient that is not finite."""
+        loss or gradient that is not finite, and for log-probs of the sampler beyond `algorithm.mismatch_gate`."""
         ...
 
     async def abort_train_step(self) -> None:

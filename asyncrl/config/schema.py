@@ -185,8 +185,8 @@ class AlgorithmBase(Section):
     )
     mismatch_gate: Literal["auto"] | float | None = field(
         "auto",
-        "End the run when the mean |trainer - sampler| log-prob of a step, over sequences sampled by the version that trains "
-        "them, exceeds this (nats). auto: 0.001, in bfloat16 0.1, and off where groups come from "
+        "End the run before the optimizer step when the mean |trainer - sampler| log-prob of a step, over sequences sampled by "
+        "the version that trains them, exceeds this (nats). auto: 0.001, in bfloat16 0.1, and off where groups come from "
         "outside (door.ring, Runtime.submit); null is off.",
     )
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from asyncrl.errors import DivergenceError
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 T = TypeVar("T")
@@ -107,25 +107,16 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
         metrics.update(_reward_metrics(groups, rows))
         metrics.update(_length_metrics(rows))
         metrics.update(_staleness_metrics(groups, rows, version))
+    # Tokens of N: what overlong filtering masks is not among them, what a term of the loss weighs with 0 is.
+    if result.sequences:
+        metrics["completions/trained_mean_length"] = result.tokens / result.sequences
     if ages:
         metrics.update({"replay/age_mean": float(np.mean(ages)), "replay/age_max": float(max(ages))})
     if known := [part.kl for part in parts if part.kl is not None]:
         metrics["kl"] = math.fsum(known) / max(tokens, 1)
     metrics["time/step"] = seconds
-    metrics["perf/tokens_per_s"] = tokens / seconds if seconds > 0 else math.nan
+    metrics["perf/tokens_per_s"] = result.tokens / seconds if seconds > 0 else math.nan
     return metrics
-
-
-def check_mismatch(result: StepResult, gate: float | Literal["auto"] | None) -> None:
-    """After an optimizer step, with `algorithm.mismatch_gate` as `resolve` left it. Errors: DivergenceError."""
-    assert gate != "auto"  # `resolve` has put a number there
-    mismatch = result.metrics.get("mismatch/current_mean")
-    if gate is not None and mismatch is not None and mismatch > gate:
-        raise DivergenceError(
-            f"step {result.version}: trainer and sampler log-probs of the same version differ by {mismatch:.2g} nats on "
-            f"average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the weights that trained "
-            "(null where another program's sampler is meant to differ)"
-        )
 
 
 def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[str, float]:
@@ -135,15 +126,21 @@ def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[st
     if flat.size:
         metrics["reward/min"], metrics["reward/max"] = float(flat.min()), float(flat.max())
         metrics["reward/mean"] = float(flat.mean())
-        metrics["reward/std"] = float(np.mean([np.std(group) for group in rewards if group]))
+        metrics["reward/std"] = _std(flat)
         metrics["frac_reward_zero_std"] = float(np.mean([np.ptp(group) == 0 for group in rewards if group]))
     for name in sorted({name for row in rows for name in row.components}):
         values = [value for row in rows if (value := row.components.get(name)) is not None]
         if values:
             metrics[f"reward/{name}/mean"] = float(np.mean(values))
-            metrics[f"reward/{name}/std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+            metrics[f"reward/{name}/std"] = _std(values)
             metrics[f"reward/{name}/applicable"] = len(values) / len(rows)
     return metrics
+
+
+def _std(values: npt.ArrayLike) -> float:
+    """Over the completions of the step, with Bessel's correction, as TRL 1.16 logs `reward_std` and `rewards/NAME/std`. Of a
+    single one 0, where TRL has NaN: a line of JSON cannot."""
+    return float(np.std(values, ddof=1)) if np.size(values) > 1 else 0.0
 
 
 def _length_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -152,7 +149,6 @@ def _length_metrics(rows: Sequence[Row]) -> dict[str, float]:
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/trained_mean_length": float(np.mean([row.tokens for row in rows])),
         "completions/clipped_ratio": float(np.mean([row.clipped for row in rows])),
     }
 

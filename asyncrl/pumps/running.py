@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import anyio
 import numpy as np
@@ -22,7 +21,7 @@ from asyncrl.types import Group, Microbatch, StepResult
 from .book import GroupBook
 from .claims import Claims
 from .failing import GroupsFailed, laid_to
-from .metrics import COUNTED, Gather, StepPart, check_mismatch, group_rows, step_metrics
+from .metrics import COUNTED, Gather, StepPart, group_rows, step_metrics
 from .minibatches import over_parts
 from .pipeline import Publication, StepReport, hand_on
 from .replaying import Replaying
@@ -37,7 +36,6 @@ class RunningParts:
 
     updates: int  # optimizer steps of a batch
     minibatches: int
-    mismatch_gate: float | Literal["auto"] | None
     ranks: int
     gather: Gather
     loss: Loss
@@ -122,8 +120,6 @@ class Running:
                 every = await self._parts.gather(every[0])
             finally:  # also where another rank is gone: a step that is committed has its line, of this rank's groups then
                 self._tell(step, groups, every)
-        for each in step.results:
-            check_mismatch(each, parts.mismatch_gate)
         await hand_on(self._publications, Publication(turn=turn, version=step.results[-1].version))
 
     async def close(self, step: Step) -> None:

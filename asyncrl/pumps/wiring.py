@@ -216,7 +216,6 @@ def make_train(
     running = RunningParts(
         updates=updates,
         minibatches=algorithm.minibatches,
-        mismatch_gate=algorithm.mismatch_gate,
         ranks=ports.ranks,
         gather=ports.gather,
         loss=ports.loss,

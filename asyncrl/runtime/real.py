@@ -125,6 +125,7 @@ def _build(config: Config, world: World, device: torch.device, choose: Choose) -
         max_completion_length=config.rollout.max_tokens,
         needs_reference=needs_reference(config.algorithm),
         updates_per_batch=versions_per_batch(config),
+        mismatch_gate=config.algorithm.mismatch_gate,
         second_buffer=needs_second_buffer(config.algorithm),
     )
     return policy, tokenizer, core
@@ -142,6 +143,7 @@ def _build_sharded(
         max_completion_length=config.rollout.max_tokens,
         needs_reference=needs_reference(config.algorithm),
         updates_per_batch=versions_per_batch(config),
+        mismatch_gate=config.algorithm.mismatch_gate,
     )
     world.before_leaving(core.sharded.parameters.release)
     return policy, tokenizer, core

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -177,6 +177,7 @@ class ShardedTrainer(TorchTrainer):
         max_completion_length: int,
         needs_reference: bool = False,
         updates_per_batch: int = 1,
+        mismatch_gate: float | Literal["auto"] | None = None,
     ) -> None:
         """`model`: the same model as the policy's, another object, weights in float32 or wider: it is cut in place."""
         assert isinstance(policy.flat, ServedParameters)
@@ -195,6 +196,7 @@ class ShardedTrainer(TorchTrainer):
             max_completion_length=max_completion_length,
             needs_reference=needs_reference,
             updates_per_batch=updates_per_batch,
+            mismatch_gate=mismatch_gate,
             parameters=self.sharded.parameters,
         )
         self.forward = Forward(policy, plain=True)

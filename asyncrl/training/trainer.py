@@ -9,12 +9,12 @@
 
 An exception, BaseException included, leaves the step open with the weights as they were: the caller aborts. A refused
 call changes nothing. The commit point is the return of `optimizer.step`: the working copy and the version follow in the
-same closure, so a failure after it (in the reduction of metrics) leaves a step that is *committed*: the weights are the new
+same closure, so a failure after it (in the schedule, say) leaves a step that is *committed*: the weights are the new
 version's, and only abort is left.
 
-Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) gradients x 1/N;
-(4) one reduction of gradients over ranks; (5) device synchronize; (6) clip, on what is rescaled; (7) optimizer step; (8) version;
-(9) the learning rate of this step is noted; (10) schedule; (11) metrics; (12) closed.
+Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) metrics over
+ranks, and the mismatch gate; (4) gradients x 1/N; (5) one reduction of gradients over ranks; (6) device synchronize; (7) clip,
+on what is rescaled; (8) optimizer step; (9) version; (10) the learning rate of this step is noted; (11) schedule; (12) closed.
 
 Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
 """
@@ -87,14 +87,18 @@ class TorchTrainer:
         needs_reference: bool = False,
         updates_per_batch: int = 1,
         second_buffer: bool = False,
+        mismatch_gate: float | Literal["auto"] | None = None,
         parameters: Parameters | None = None,
     ) -> None:
         """`max_completion_length`: tokens, for the normaliser of that name. `needs_reference` keeps a frozen copy of the
         weights, in the matmul dtype, as they are now. `updates_per_batch`: optimizer steps per batch of `max_steps`.
+        `mismatch_gate`: as `algorithm.mismatch_gate`, which `resolve` has made a number or None.
         `second_buffer`: room for the gradient of a term with a normaliser of its own (see second_buffer.py). `parameters`:
         what is trained, where that is not the policy's flat buffer."""
         self.policy = policy
         self.config = config
+        assert mismatch_gate != "auto"
+        self.mismatch_gate = mismatch_gate
         self.reducer: Reducer = reducer or OneRank()
         self.max_completion_length = max_completion_length
         self.parameters: Parameters = parameters or policy.flat
@@ -194,7 +198,7 @@ class TorchTrainer:
         A step of sequences of which none has a scored token (all of them truncated, with `mask_truncated`) is counted and
         moves no weight: the optimizer would go on its momentum and decay alone.
         Errors: TrainStepError where the step has no sequence at all; DivergenceError where the loss or the norm of the
-        gradient is not finite. Both before a weight moves.
+        gradient is not finite, or the sampler's log-probs are beyond the gate. All before a weight moves.
         """
         step = self._require_open()
         device = self.policy.device
@@ -211,6 +215,9 @@ class TorchTrainer:
         loss = totals.loss / denominator + totals.extra / by_extra
         if not math.isfinite(loss):
             raise _diverged(step, f"the loss of the step after version {self.version} is {loss}")
+        measured = totals.measured().denominators(self.max_completion_length)
+        metrics = step.metrics.reduce(self.reducer, device, measured)
+        self._check_mismatch(metrics.get("mismatch/current_mean"))
         self._zero_once(step)  # no microbatch of this rank had a scored token
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
@@ -227,8 +234,6 @@ class TorchTrainer:
         lr = self.optimizer.lr
         self.steps_done += 1
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))
-        measured = totals.measured().denominators(self.max_completion_length)
-        metrics = step.metrics.reduce(self.reducer, device, measured)
         metrics.update({"optim/grad_norm": grad_norm, "optim/lr": lr})
         if self.control is not None and totals.tokens > 0:
             metrics["entropy_coef"] = self.control.applied
@@ -359,6 +364,15 @@ class TorchTrainer:
         self.parameters.zero_grad()
         if self.second is not None:
             self.second.zero_()
+
+    def _check_mismatch(self, mismatch: float | None) -> None:
+        gate = self.mismatch_gate
+        if gate is not None and mismatch is not None and mismatch > gate:
+            raise DivergenceError(
+                f"the step after version {self.version} is not applied: trainer and sampler log-probs of that version differ by "
+                f"{mismatch:.2g} nats on average; algorithm.mismatch_gate allows {gate}. The weights that sampled are not the "
+                "weights that are trained (null where another program's sampler is meant to differ)"
+            )
 
     def _clip(self, gradient: Tensor) -> float:
         """Scale the gradient down to `grad_clip` where it is longer; its norm before. Errors: DivergenceError."""

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import GroupRewards, combine_components, soft_overlong
 from asyncrl.algorithms.registry import build_advantage
+from asyncrl.pumps.metrics import GroupRows, Row, StepPart, step_metrics
+from asyncrl.types import StepResult
 
 GROUP = 4
 NAMES = ("a", "b", "c")
@@ -48,8 +50,10 @@ def trl() -> Iterator[Any]:
     torch.set_default_dtype(default)
 
 
-def theirs(trl: Any, rewards_BF: Tensor, name: str, weights: dict[str, float], group: int = GROUP) -> Tensor:
-    """[B] of TRL's own code."""
+def theirs(
+    trl: Any, rewards_BF: Tensor, name: str, weights: dict[str, float], group: int = GROUP, logged: Any = None
+) -> Tensor:
+    """[B] of TRL's own code, which adds its metrics to the lists of `logged`."""
     kind, scale, aggregation = SPELLING[name]
     rows = len(rewards_BF)
     ids = [[5, 5]] * rows
@@ -92,7 +96,7 @@ def theirs(trl: Any, rewards_BF: Tensor, name: str, weights: dict[str, float], g
         mask_truncated_completions=False,
         use_vllm=False,
         aux_loss_enabled=False,
-        _metrics={"train": defaultdict(list)},
+        _metrics={"train": defaultdict(list) if logged is None else logged},
         _logs={
             "prompt": [],
             "completion": [],
@@ -140,6 +144,24 @@ def test_equal_to_trl(trl: Any, name: str, groups: int, weights: dict[str, float
         torch.testing.assert_close(ours(rewards_BF, name, weights), expected_B, rtol=1e-9, atol=1e-11)
         assert expected_B.count_nonzero() > GROUP // 2
         assert ours(rewards_BF, name, weights)[2] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_batch", "rloo"])
+def test_the_metrics_of_rewards_are_those_of_trl(trl: Any, name: str) -> None:
+    rewards_BF, logged = random_rewards(3, 6), defaultdict[str, list[float]](list)
+    theirs(trl, rewards_BF, name, WEIGHTS, logged=logged)
+    rows = []
+    for values in rewards_BF.tolist():
+        components = {n: None if value != value else value for n, value in zip(NAMES, values, strict=True)}
+        rows.append(Row(combine_components(components, WEIGHTS), components, 1, 1, False, False))
+    groups = [GroupRows(i, 0, tuple(rows[i * GROUP : i * GROUP + GROUP])) for i in range(6)]
+    found = step_metrics([StepPart(tuple(groups))], 0, StepResult(1, 0.0, 0.0, 0.0, 1, 1, 1), 1.0)
+    for ours, their in [("", "reward_{}"), *((f"{n}/", f"rewards/{n}/{{}}") for n in NAMES)]:
+        for kind in ("mean", "std"):
+            if their.format(kind) in logged:
+                assert found[f"reward/{ours}{kind}"] == pytest.approx(logged[their.format(kind)][0], rel=1e-9)
+    assert logged["reward"] == [pytest.approx(found["reward/mean"])]
+    assert {"reward_std", "rewards/a/std"} <= set(logged)
 
 
 def test_two_completions_a_group(trl: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pumps_house import live
-from pumps_plan import Plan
+from pumps_plan import Plan, make_trajectory
 
 from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.pumps.metrics import GroupRows, Row, StepPart, step_metrics
 from asyncrl.pumps.parts import packed, unpacked
-from asyncrl.types import StepResult
+from asyncrl.records.check import SILENT
+from asyncrl.types import FinishReason, Prompt, StepResult, Trajectory
 
 VERSION = 7
 RESULT = StepResult(version=8, loss=0.5, grad_norm=1.0, lr=1e-3, tokens=9, sequences=3, microbatches=1)
@@ -68,19 +70,42 @@ def test_the_figures_by_hand() -> None:
         ]
     )
     assert found["reward/mean"] == 7 / 4
-    assert found["reward/std"] == 0.25  # mean of 0.5 and 0, of the groups that have rewards
+    assert found["reward/std"] == pytest.approx(1.5)  # sqrt((0.75^2 + 1.75^2 + 2 x 1.25^2) / 3), of 1, 0, 3, 3
     assert found["frac_reward_zero_std"] == 0.5
     assert [found[f"reward/{name}"] for name in ("min", "max", "applicable")] == [0, 3, 4 / 5]
     assert (found["reward/a/mean"], found["reward/a/applicable"]) == (1.5, 2 / 5)
     assert found["reward/a/std"] == pytest.approx(np.std([1.0, 2.0], ddof=1))
     lengths = [found[f"completions/{name}_length"] for name in ("mean", "min", "max", "trained_mean")]
-    assert lengths == pytest.approx([21 / 5, 1, 8, 2])
+    assert lengths == pytest.approx([21 / 5, 1, 8, 9 / 3])
     assert found["completions/clipped_ratio"] == pytest.approx(0.2)
     assert (found["staleness/mean"], found["staleness/max"], found["staleness/dropped"]) == (1, 2, 1)
     assert found["staleness/spanning_token_share"] == pytest.approx(0.4)
-    assert found["train/groups"] == 0 and found["perf/tokens_per_s"] == 5
+    assert found["train/groups"] == 0 and found["perf/tokens_per_s"] == 9 / 2.0
     assert found["kl"] == pytest.approx(0.2)
     assert (found["replay/age_mean"], found["replay/age_max"], found["replay/tokens"]) == (pytest.approx(11 / 3), 5, 3)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_masked_tokens_are_not_trained(skips: bool) -> None:
+    """Of every group of three completions of 4 tokens the first is masked; the second, silent one counts, like the third. Groups
+    that are skipped, as they cannot move a weight, count the same."""
+
+    class Environment:
+        async def run(self, prompt: Prompt, member: int, group_size: int, generate: Any) -> Trajectory:
+            played = make_trajectory(prompt.group_id, member, group_size, [0] * 4)
+            reason = FinishReason.LENGTH if member == 0 else FinishReason.STOP
+            return replace(played, finish_reason=reason, metadata={SILENT: member == 1})
+
+    plan = Plan(
+        groups_per_step=2, group_size=3, max_steps=1, algorithm={"mask": {"truncated": True}},
+        train_config={"skip_zero_advantage": skips}, reward=lambda group, member: float(member) * group,
+    )  # fmt: skip
+    [report] = live(plan, ports={"environment": Environment()}).reports
+    found = report.metrics
+    assert found["completions/mean_length"] == 4
+    assert found["completions/trained_mean_length"] == (0 + 4 + 4) / 3
+    assert found["perf/tokens_per_s"] == pytest.approx(2 * 8 / found["time/step"])
+    assert found["train/tokens"] == 2 * 8
 
 
 rewards = st.lists(st.none() | st.floats(), max_size=4)

@@ -111,9 +111,10 @@ def test_a_reward_that_sleeps_or_dies_exits_6_and_is_named(
 def test_divergence_exits_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_yaml(here, REAL | {"preset": "sync", "algorithm": {"mismatch_gate": 1e-30}})
     assert main([str(file)]) == 3
-    assert "DivergenceError" in capsys.readouterr().err
-    lines = metrics_of(here / "runs/run")
-    assert not lines or lines[-1]["step"] <= 1  # ended, not carried on
+    error = capsys.readouterr().err
+    assert "DivergenceError" in error and "the step after version 0 is not applied" in error
+    assert metrics_of(here / "runs/run") == []
+    assert [path.name for path in (here / "runs/run/checkpoints").glob("step_*")] in ([], ["step_0"])
 
 
 def test_overlong_prompts_are_refused_before_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def committed(core: TorchTrainer) -> None:
     opened(core)
     core.train_microbatch(microbatches()[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl.training.accumulators.Metrics.reduce", _raise)
+        patch.setattr("asyncrl.training.schedule.Schedule.lr", _raise)
         with pytest.raises(Failure):
             core.finish_train_step()
 
@@ -137,7 +137,7 @@ def test_order_of_finish(monkeypatch: pytest.MonkeyPatch) -> None:
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, real=real, label=label: (log.append(label), real(*a))[1])
     core.finish_train_step()
-    assert log == ["counts", "reduce", "clip", "step", "version", "schedule", "metrics"]
+    assert log == ["counts", "metrics", "reduce", "clip", "step", "version", "schedule"]
 
 
 def test_clip_acts_on_the_rescaled_gradient() -> None:
@@ -287,6 +287,27 @@ def test_divergence_leaves_weights_and_version(poison: str) -> None:
         core.finish_train_step()
     core.abort_train_step()
     assert torch.equal(weights(core), before) and core.version == 0
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_the_mismatch_gate_ends_a_run_before_its_step(beyond: bool) -> None:
+    core = make_trainer()
+    before = weights(core)
+    batch = microbatches()[0]
+    batch = replace(batch, sampler_logprobs=core.compute_logprobs(batch) - np.float32(0.25))
+    core.mismatch_gate = 0.249 if beyond else 0.251
+    core.begin_train_step(LOSS)
+    core.train_microbatch(batch)
+    if beyond:
+        with pytest.raises(
+            DivergenceError, match=r"step after version 0 is not applied: .* differ by 0.25 nats .* allows 0.249"
+        ):
+            core.finish_train_step()
+        core.abort_train_step()
+    else:
+        core.finish_train_step()
+    assert torch.equal(weights(core), before) == beyond and core.version == (not beyond)
+    assert core.steps_done == bool(core.optimizer.state_dict()) == (not beyond)
 
 
 def test_logprob_pass_between_microbatches_leaves_gradients_alone() -> None:
