@@ -137,10 +137,10 @@ def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[st
     return metrics
 
 
-def _std(values: npt.ArrayLike) -> float:
+def _std(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
     """Over the completions of the step, with Bessel's correction, as TRL 1.16 logs `reward_std` and `rewards/NAME/std`. Of a
     single one 0, where TRL has NaN: a line of JSON cannot."""
-    return float(np.std(values, ddof=1)) if np.size(values) > 1 else 0.0
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def _length_metrics(rows: Sequence[Row]) -> dict[str, float]:
