@@ -141,6 +141,11 @@ class Trajectory:
         """Tokens after the prompt, those with mask 0 included."""
         return int(self.tokens.size) - self.prompt_length
 
+    @property
+    def sampled_length(self) -> int:
+        """Tokens with mask 1: lengths that are punished, filtered or measured count these, not what a tool wrote."""
+        return int(self.mask.sum())
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:

@@ -56,7 +56,7 @@ def entropy_threshold(entropy_N: Tensor, top: float) -> float:
 
 
 def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> Group:
-    """The group with every token masked of a completion that hit `max_tokens` (`truncated`), or is longer than `longest`.
+    """The group with every token masked of a completion that hit `max_tokens` (`truncated`), or sampled more than `longest`.
 
     Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards and with them the baseline of the group
     stay; the sequence counts in N with no token (TRL: `mask_truncated_completions`, whose advantages also stay).
@@ -67,7 +67,7 @@ def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> G
 
     def filtered(trajectory: Trajectory) -> Trajectory:
         cut = truncated and trajectory.finish_reason is FinishReason.LENGTH
-        if cut or (longest is not None and trajectory.completion_length > longest):
+        if cut or (longest is not None and trajectory.sampled_length > longest):
             return replace(trajectory, mask=np.zeros_like(trajectory.mask))
         return trajectory
 
@@ -117,4 +117,4 @@ class Overlong(Method):
     switches: ClassVar[tuple[str, ...]] = ("truncated", "longer_than")
     formula: ClassVar[Any] = without_overlong
     truncated: bool = setting(False, "Completions that hit max_tokens teach nothing; they count as sequences.")
-    longer_than: int | None = setting(None, "Completions longer than this many tokens teach nothing.", ge=1)
+    longer_than: int | None = setting(None, "Episodes with more sampled tokens than this teach nothing.", ge=1)

@@ -37,6 +37,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "max_seq_len": "rollout.max_tokens",
     "vllm_max_model_length": "rollout.max_tokens",
     "prompt_length": "data.max_prompt_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
     "prompt_max_len": "data.max_prompt_tokens",
     "truncation": "data.overlong",
     "beta": "algorithm.kl.coef",

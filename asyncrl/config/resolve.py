@@ -63,11 +63,19 @@ def row_limit(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_tokens
 
 
-def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, submitted: bool = False) -> Config:
+def resolve(
+    config: Config,
+    world_size: int = 1,
+    *,
+    embedding: bool = False,
+    submitted: bool = False,
+    own_environment: bool = False,
+) -> Config:
     """The configuration with presets and derived values filled in, checked as a whole.
 
     `world_size`: trainer ranks. `embedding`: the caller's own loop brings prompts and rewards and decides when to end,
     so data, reward functions and a limit of steps may be missing. `submitted`: it brings whole groups, sampled by whomever.
+    `own_environment`: it brings an environment.
     Errors: `ConfigError`, one line per contradiction.
     """
     _, streaming = PRESETS[config.preset]
@@ -77,6 +85,9 @@ def resolve(config: Config, world_size: int = 1, *, embedding: bool = False, sub
     if config.rollout.streaming is None:
         rollout["streaming"] = streaming
     config = _with(config, "rollout", rollout)
+    submits = submitted and config.train.kind == "torch"  # a dry run without data has prompts of its own
+    outside = submits or own_environment or config.door.ring is not None
+    config = _with_overlong_limit(config, outside)
 
     complaints = [text for check in _CHECKS for text in check(config)]
     complaints += check_unread(config, embedding)
@@ -145,6 +156,21 @@ def _with(
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
+def _with_overlong_limit(config: Config, outside: bool) -> Config:
+    """With `reward.overlong.max_length`. `outside`: the run does not play the episodes, or not by its own environment."""
+    overlong, where = config.reward.overlong, config.rollout.environment
+    if overlong.cache is None or overlong.max_length is not None:
+        return config
+    if outside or where != "single_turn":
+        what = "episodes are played outside of single_turn" if outside else f"rollout.environment is {where}"
+        raise ConfigError(
+            f"reward.overlong.cache is set and {what}: an episode may have several requests, and rollout.max_tokens is the limit "
+            "of one; set reward.overlong.max_length, in sampled tokens of a whole episode"
+        )
+    limited = overlong.model_copy(update={"max_length": config.rollout.max_tokens})
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"overlong": limited})})
+
+
 def _check_preset(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if config.preset != "sync":
@@ -178,11 +204,11 @@ def _check_rollout(config: Config) -> Iterator[str]:
     low, high = rollout.filter.min_mean_reward, rollout.filter.max_mean_reward
     if low is not None and high is not None and low > high:
         yield f"rollout.filter.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
-    cache = config.reward.overlong.cache
-    if cache is not None and cache > rollout.max_tokens:
+    cache, longest = config.reward.overlong.cache, config.reward.overlong.max_length
+    if cache is not None and longest is not None and cache > longest:
         yield (
-            f"reward.overlong.cache is {cache}; expected at most rollout.max_tokens = {rollout.max_tokens}: it is the part "
-            "of the longest completion over which the punishment grows"
+            f"reward.overlong.cache is {cache}; expected at most reward.overlong.max_length = {longest} (single_turn: "
+            "rollout.max_tokens): it is the part of the longest episode over which the punishment grows"
         )
     if rollout.streaming_min_groups > rollout.groups_per_step:
         yield (

@@ -48,7 +48,13 @@ class OverlongConfig(Section):
     cache: int | None = field(
         None,
         "Soft overlong punishment (DAPO): the component `overlong` falls from 0 to -1 over the last n tokens before "
-        "rollout.max_tokens; null is off.",
+        "max_length; null is off.",
+        ge=1,
+    )
+    max_length: int | None = field(
+        None,
+        "Sampled tokens of a whole episode, all its requests together, from which on `overlong` is -1. single_turn: "
+        "rollout.max_tokens; must be given for other environments and for groups from outside.",
         ge=1,
     )
     weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
@@ -151,7 +157,9 @@ class FilterConfig(Section):
     """Groups that are dropped, and others sampled in their place (DAPO's dynamic sampling)."""
 
     dynamic_sampling: bool = field(
-        False, "Drop groups without a learning signal (all rewards equal) and sample others in their place (DAPO)."
+        False,
+        "Drop groups without a learning signal (all rewards equal) and sample others in their place (DAPO). A punishment by "
+        "reward.overlong is no signal.",
     )
     min_mean_reward: float | None = field(
         None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
@@ -160,7 +168,8 @@ class FilterConfig(Section):
         None, "Drop and replace groups whose mean reward is above this: too easy to learn from."
     )
     by: str = field(
-        "reward", "What these three filters look at: `reward`, the weighted sum, or the name of one component."
+        "reward",
+        "What these three filters look at: `reward`, the weighted sum before reward.overlong, or the name of one component.",
     )
     max_refills: int = field(
         8, "Groups that the filters may drop in one step, in multiples of groups_per_step; further ones are kept.", ge=0

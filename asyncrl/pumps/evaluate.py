@@ -117,7 +117,7 @@ class EvaluatePump:
         prefix = f"eval/{self._name}"
         metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items()}
         metrics[f"{prefix}/completions/mean_length"] = float(
-            np.mean([trajectory.completion_length for trajectory in scored.values()])
+            np.mean([trajectory.sampled_length for trajectory in scored.values()])
         )
         if known.size:
             passed = np.nanmax(known, axis=1) >= self._parts.settings.pass_reward

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import anyio
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
-from asyncrl.config.schema import RewardConfig
+from asyncrl.config.schema_rollouts import OverlongConfig
 from asyncrl.data.store import Lease, owned
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
 from asyncrl.ports import Ledger, Reward
@@ -63,8 +63,7 @@ class IntakeParts:
     scores: bool  # the run has reward functions or models
     hooks: Hooks
     limits: Limits
-    shaping: RewardConfig
-    max_tokens: int  # of a completion
+    overlong: OverlongConfig
     version: Callable[[], int]  # the policy's, now
     versions_per_turn: int
     turns_bound: int  # largest age of a group in turns
@@ -231,9 +230,8 @@ class Intake:
     async def _settle(self, group: Group, *, leased: bool = False) -> None:
         """Its members were scored; a reward that is None still is one that does not apply."""
         parts = self._parts
-        if parts.shaping.overlong.cache is not None:
-            shape = parts.shaping, parts.max_tokens
-            group = replace(group, trajectories=tuple(shaped(t, *shape) for t in group.trajectories))
+        if parts.overlong.cache is not None:
+            group = replace(group, trajectories=tuple(shaped(t, parts.overlong) for t in group.trajectories))
         if group.group_id not in parts.book:
             return
         if parts.hooks.after_rewards is not None:

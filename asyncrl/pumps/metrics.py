@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
     reward: float | None
     components: dict[str, float | None]
-    length: int  # of the completion, in tokens
+    length: int  # sampled tokens
     tokens: int  # that were sampled and may be trained
     clipped: bool  # by the limit on its length
     spans: bool  # more than one version sampled it
@@ -82,7 +82,7 @@ def _row(trajectory: Trajectory) -> Row:
     return Row(
         None if trajectory.reward is None else float(trajectory.reward),
         {name: None if value is None else float(value) for name, value in trajectory.components.items()},
-        trajectory.completion_length,
+        trajectory.sampled_length,
         int(trajectory.mask.sum()),
         trajectory.finish_reason is FinishReason.LENGTH,
         trajectory.newest_version > trajectory.oldest_version,

@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncrl.config.schema import RerollConfig
+from asyncrl.config.schema_rollouts import OverlongConfig, RerollConfig
 from asyncrl.data.prompts import MAX_FAILED, PromptSource, attempt_of
 from asyncrl.ports import Ledger
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group
+
+from .screen import unshaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class RerollRules:
     """What the re-roll works with."""
 
     settings: RerollConfig
+    overlong: OverlongConfig
     steps: float | None  # of the whole run; `resolve` has seen to it that they are known where prompts are played again
     ledger: Ledger
     recorder: Recorder
@@ -50,7 +53,8 @@ class Reroll:
         """A scored group has ended."""
         if self._prompts is None:
             return
-        rewards = [t.reward for t in group.trajectories if t.reward is not None]
+        played = unshaped(group, self._rules.overlong)
+        rewards = [t.reward for t in played.trajectories if t.reward is not None]
         failed = bool(rewards) and max(rewards) <= self._config.reward_at_most
         full = self._prompts.failing == MAX_FAILED
         if failed and self._prompts.failed(group.group_id, self._config.attempts):

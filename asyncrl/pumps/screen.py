@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 
 from asyncrl.algorithms.advantages import soft_overlong
-from asyncrl.config.schema import RewardConfig, RolloutConfig
+from asyncrl.config.schema_rollouts import OverlongConfig, RolloutConfig
 from asyncrl.ports import Ledger
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group, Trajectory
@@ -24,25 +24,50 @@ OVERLONG = "overlong"  # the component that shaping adds
 NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 
-def shaped(trajectory: Trajectory, reward: RewardConfig, max_tokens: int) -> Trajectory:
-    """With the soft overlong punishment as a component, where `reward.overlong.cache` asks for it."""
-    if reward.overlong.cache is None:
+def shaped(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
+    """With the soft overlong punishment as a component, where `reward.overlong.cache` asks for it. A trajectory without a reward
+    has no punishment either: it stays out of every statistic."""
+    if overlong.cache is None:
         return trajectory
-    value = soft_overlong(trajectory.completion_length, max_tokens, reward.overlong.cache)
+    assert overlong.max_length is not None  # `resolve` has put a number there
+    value = soft_overlong(trajectory.sampled_length, overlong.max_length, overlong.cache)
+    if trajectory.reward is None:
+        return replace(trajectory, components={**trajectory.components, OVERLONG: None})
     return replace(
         trajectory,
-        reward=(trajectory.reward or 0.0) + reward.overlong.weight * value,
+        reward=trajectory.reward + overlong.weight * value,
         components={**trajectory.components, OVERLONG: value},
     )
+
+
+def unshaped(group: Group, overlong: OverlongConfig) -> Group:
+    """The group as it was before `shaped`: a punishment for length is no signal of its own. Rewards are rounded to nine digits
+    behind the point, because a difference of two floats would make equal rewards differ."""
+    if overlong.cache is None:
+        return group
+    trajectories = []
+    for t in group.trajectories:
+        taken = overlong.weight * (t.components.get(OVERLONG) or 0.0)
+        components = {name: value for name, value in t.components.items() if name != OVERLONG}
+        reward = None if t.reward is None else round(t.reward - taken, 9)
+        trajectories.append(replace(t, reward=reward, components=components))
+    return replace(group, trajectories=tuple(trajectories))
 
 
 class Screen:
     """Says which scored groups of any source are not worth a place. Used from the loop thread."""
 
     def __init__(
-        self, rollout: RolloutConfig, ledger: Ledger, reader: RewardReader, counters: Counter[str], recorder: Recorder
+        self,
+        rollout: RolloutConfig,
+        overlong: OverlongConfig,
+        ledger: Ledger,
+        reader: RewardReader,
+        counters: Counter[str],
+        recorder: Recorder,
     ) -> None:
         self._rollout = rollout
+        self._overlong = overlong
         self._ledger = ledger
         self._reader = reader
         self._counters = counters
@@ -69,8 +94,11 @@ class Screen:
         self._counters[f"filter/{reason}"] += 1
 
     def reason(self, group: Group) -> str | None:
-        """Why the filters refuse the group; None where they do not."""
+        """Why the filters refuse the group; None where they do not. They look at rewards before the shaping, unless `filter.by`
+        names its component."""
         filters = self._rollout.filter
+        if filters.by != OVERLONG:
+            group = unshaped(group, self._overlong)
         if filters.dynamic_sampling and not self._has_signal(group):
             return NO_SIGNAL
         whole = filters.by == "reward"

@@ -95,7 +95,7 @@ def make_reroll(ports: Ports, prompts: PromptSource | None) -> Reroll:
     steps: float | None = train.max_steps
     if steps is None and train.max_epochs is not None and prompts is not None:
         steps = train.max_epochs * len(prompts) / config.rollout.groups_per_step
-    rules = RerollRules(config.reroll, steps, ports.ledger, ports.recorder, ports.counters)
+    rules = RerollRules(config.reroll, config.reward.overlong, steps, ports.ledger, ports.recorder, ports.counters)
     return Reroll(rules, prompts)
 
 
@@ -110,14 +110,13 @@ def make_intake(ports: Ports, reroll: Reroll) -> Intake:
         scores=ports.scores,
         hooks=ports.hooks,
         limits=ports.limits,
-        shaping=config.reward,
-        max_tokens=config.rollout.max_tokens,
+        overlong=config.reward.overlong,
         version=lambda: ports.trainer.version,
         versions_per_turn=versions_per_batch(config),
         turns_bound=turns_bound(config),
         counters=ports.counters,
     )
-    screen = Screen(config.rollout, ports.ledger, ports.reader, ports.counters, ports.recorder)
+    screen = Screen(config.rollout, config.reward.overlong, ports.ledger, ports.reader, ports.counters, ports.recorder)
     wanted = ports.wants_reference and algorithm.kl.reference_ahead and ports.score_groups
     ahead = ReferenceAhead(ports.trainer, ports.book, config.train.tokens_per_microbatch, wanted=wanted)
     return Intake(parts, screen, ahead, ports.ids, reroll.saw)

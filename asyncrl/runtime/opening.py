@@ -128,7 +128,13 @@ async def _resolve(given: Given, settled: Settled, world: World) -> Config:
     """What the settings mean together, checked with the files and the code that they name."""
     own, brings = given.overrides, given.prompts is not None
     submitted = not brings and given.config.data.train is None and given.config.door.ring is None
-    config = resolve(settled.config, world.world_size, embedding=submitted or brings, submitted=submitted)
+    config = resolve(
+        settled.config,
+        world.world_size,
+        embedding=submitted or brings,
+        submitted=submitted,
+        own_environment=own.environment is not None,
+    )
     brought = brings, bool(own.rewards), own.environment is not None, own.hooks is not None
     await offload(lambda: check_inputs(config, *brought), "inputs")
     return config

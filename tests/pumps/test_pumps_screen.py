@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from pumps_house import live
-from pumps_plan import TOKENS, Plan
+from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
+
+from asyncrl.algorithms.masks import without_overlong
+from asyncrl.algorithms.registry import build_advantage
+from asyncrl.config.schema_rollouts import FilterConfig, OverlongConfig, RolloutConfig
+from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.pumps.metrics import group_rows
+from asyncrl.pumps.screen import NO_SIGNAL, Screen, shaped, unshaped
+from asyncrl.pumps.signal import RewardReader
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.types import Group, Ticket, Trajectory
 
 SOLVED = {0, 1, 4, 7}  # all rewards 1
 
@@ -118,6 +130,57 @@ def test_long_completions_are_punished_softly() -> None:
         for t in group.trajectories:
             assert t.components == {"scripted": 1.0, "overlong": -1.0} and t.reward == 0.5
     assert house.reports[0].metrics["reward/overlong/mean"] == -1.0
+
+
+def with_a_tool(trajectory: Trajectory, words: int) -> Trajectory:
+    """The same episode with `words` tokens behind it that somebody else wrote."""
+    fillers = {"tokens": 7, "mask": False, "logprobs": 0.0, "sampled_logprobs": 0.0, "versions": -1}
+    columns = {name: (getattr(trajectory, name), filler) for name, filler in fillers.items()}
+    longer = {name: np.concatenate([c, np.full(words, filler, c.dtype)]) for name, (c, filler) in columns.items()}
+    return replace(trajectory, **longer)
+
+
+def test_every_length_counts_the_tokens_that_were_sampled() -> None:
+    """Three sampled tokens and thirty of a tool, against a limit of eight tokens of which the last six cost: (8 - 6 - 3) / 6."""
+    episode = with_a_tool(make_trajectory(0, 0, 1, [0, 0, 0], reward=1.0), 30)
+    assert (episode.completion_length, episode.sampled_length) == (33, 3)
+    found = shaped(episode, OverlongConfig(cache=6, max_length=8, weight=0.5))
+    assert found.components["overlong"] == pytest.approx(-1 / 6) and found.reward == pytest.approx(1 - 1 / 12)
+    group = Group(Ticket(0, 0, 1), make_prompt(0), (episode,))
+    assert without_overlong(group, truncated=False, longest=3).trajectories[0].sampled_length == 3
+    assert without_overlong(group, truncated=False, longest=2).trajectories[0].sampled_length == 0
+    assert group_rows([group])[0].rows[0].length == 3
+
+
+def test_a_completion_without_a_reward_gets_no_punishment() -> None:
+    unscored = make_trajectory(0, 0, 1, [0] * 8, reward=None)
+    found = shaped(unscored, OverlongConfig(cache=2, max_length=4))
+    assert found.reward is None and found.components["overlong"] is None
+    plan = Plan(
+        reward_config={"overlong": {"cache": 2}}, groups_per_step=2, max_steps=1, reward=lambda g, m: None if m else 1.0
+    )
+    metrics = live(plan).reports[0].metrics
+    assert metrics["reward/applicable"] == metrics["reward/overlong/applicable"] == 0.5
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 0.0)  # 1.0 and the whole punishment
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -2.7, 1.0])
+def test_filters_and_rerolls_look_at_rewards_before_the_punishment(reward: float) -> None:
+    overlong = OverlongConfig(cache=7, max_length=9, weight=0.3)
+    played = tuple(make_trajectory(0, m, 4, [0] * (3 + m), reward=reward) for m in range(4))
+    group = Group(Ticket(0, 0, 1), make_prompt(0), tuple(shaped(t, overlong) for t in played))
+    assert len({t.reward for t in group.trajectories}) == 4
+    before = unshaped(group, overlong)
+    assert {t.reward for t in before.trajectories} == {round(reward, 9)}
+    assert all("overlong" not in t.components for t in before.trajectories)
+    ledger = LocalLedger(1, 0, "wait", 0, recorder=Recorder())
+    reader = RewardReader(build_advantage("grpo"), {"overlong": 0.3}, False)
+    for by, mean, said in (("reward", None, NO_SIGNAL), ("overlong", None, None), ("reward", reward, NO_SIGNAL)):
+        filters = FilterConfig(dynamic_sampling=True, by=by, min_mean_reward=mean)
+        screen = Screen(RolloutConfig(filter=filters), overlong, ledger, reader, Counter(), Recorder())
+        assert screen.reason(group) == said
+    hard = FilterConfig(min_mean_reward=reward - 1e-6)  # the mean of the sums is below it
+    assert Screen(RolloutConfig(filter=hard), overlong, ledger, reader, Counter(), Recorder()).reason(group) is None
 
 
 def test_a_group_is_scored_in_one_call() -> None:
