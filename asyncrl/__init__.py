@@ -1,7 +1,6 @@
 """asyncio-native runtime for reinforcement-learning post-training of language models.
 
-`Runtime` (`NotebookRuntime` in notebooks), `load_config`, `Config`, `Hooks`, `SamplingParams` and `Trajectory` are the public
-names; they are imported on first use, so that `import asyncrl` costs nothing and needs no torch.
+The public names are those of `__all__`; they are imported on first use, so that `import asyncrl` costs nothing and needs no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.config.load import load_config as load_config
     from asyncrl.config.schema import Config as Config
+    from asyncrl.data.tokenizing import encode_text as encode_text
     from asyncrl.pumps.hooks import Hooks as Hooks
     from asyncrl.runtime.notebook import NotebookRuntime as NotebookRuntime
     from asyncrl.runtime.runtime import Runtime as Runtime
@@ -26,10 +26,20 @@ _PLACES = {
     "load_config": "asyncrl.config.load",
     "Config": "asyncrl.config.schema",
     "Hooks": "asyncrl.pumps.hooks",
+    "encode_text": "asyncrl.data.tokenizing",
     "SamplingParams": "asyncrl.types",
     "Trajectory": "asyncrl.types",
 }
-__all__ = ["Config", "Hooks", "NotebookRuntime", "Runtime", "SamplingParams", "Trajectory", "load_config"]
+__all__ = [
+    "Config",
+    "Hooks",
+    "NotebookRuntime",
+    "Runtime",
+    "SamplingParams",
+    "Trajectory",
+    "encode_text",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

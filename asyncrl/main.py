@@ -170,7 +170,7 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
 
 def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
     """By the signal's own action, as the shell expects. Not while a checkpoint is being written: it would be lost."""
-    if runtime.saving:
+    if runtime.saving():
         print("asyncrl: the process ends once the checkpoint is written", file=sys.stderr, flush=True)
         return
     asyncio.get_running_loop().remove_signal_handler(received)

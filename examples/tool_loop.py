@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl import Runtime, Trajectory, load_config
+from asyncrl import Runtime, Trajectory, encode_text, load_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quickstart_model import rows
@@ -43,7 +43,8 @@ def judge(asked: str, said: str) -> float:
 
 async def go_on(runtime: Runtime, trajectory: Trajectory, result: str) -> tuple[Trajectory, str]:
     """The trajectory with the tool's `result` and the model's next answer behind it, and the text of that answer."""
-    ids = np.asarray(runtime.tokenizer.encode(result, add_special_tokens=False), np.int32)
+    # A tool writes text: what looks like the end of a turn is none.
+    ids = np.asarray(encode_text(runtime.tokenizer, result), np.int32)
     [turn] = await runtime.generate([*trajectory.tokens, *ids])
 
     def column(name: str, filler: float) -> Any:

@@ -28,10 +28,13 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(files, overrides)
         from asyncrl.runtime.prompts import first_prompts
 
-        for prompt, text in first_prompts(config, count):
+        prompts, notes = first_prompts(config, count)
+        for prompt, text in prompts:
             columns = ", ".join(map(str, prompt.columns)) or "none"
             print(f"--- group {prompt.group_id}: {prompt.ids.size} tokens; other columns: {columns}")
             print(f"{text}[end of prompt]\n")
+        for line in notes:
+            print(f"note: {line}")
         return 0
     except AsyncrlError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)

@@ -99,6 +99,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "data.system_prompt": _ROWS,
     "data.template": _ROWS,
     "data.chat_template_kwargs": _ROWS,
+    "data.control_tokens": _ROWS,
     "data.max_prompt_tokens": _ROWS,
     "data.overlong": _ROWS,
     "data.shuffle": _ROWS,

@@ -91,7 +91,13 @@ class DataConfig(Section):
     )
     chat_template_kwargs: dict[str, Any] = field(
         {},
-        "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}; `asyncrl prompts` shows the result.",
+        "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}; those in a row's columns "
+        "`chat_template_kwargs` and `tools` go before them. `asyncrl prompts` shows the result.",
+    )
+    control_tokens: Literal["template", "text"] = field(
+        "template",
+        "Who writes control tokens such as the end of a turn: the chat template alone, so that what a message, a tool or an "
+        "argument holds is text; or `text`: whoever writes the text of one. In raw prompts it is always the text.",
     )
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(

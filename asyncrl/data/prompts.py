@@ -27,7 +27,7 @@ from asyncrl.types import Int32Array, Prompt
 
 from .prompts_files import ListRows, Row, Rows, digest, open_rows
 from .prompts_sources import IndexedRows
-from .tokenizing import check_prompt, encode_prompt
+from .tokenizing import NOTES, PromptEncoder, check_prompt, read_prompt
 
 EMBEDDED_GROUPS = 1 << 40  # from here on: ids of groups that no prompt of the stream names
 REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
@@ -101,7 +101,9 @@ class PromptSource:
             raise DataError(f"rank is {rank} of world_size {world_size}; expected 0 <= rank < world_size")
         self.config = config or DataConfig()
         self._rows: Rows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # what is no list
-        self._tokenizer, self._seed, self._rank, self._world_size = tokenizer, seed, rank, world_size
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._encoder = PromptEncoder(tokenizer, self.config)
+        self._encoded = 0  # rows
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows")
         self._raw_prompt(0)
@@ -217,9 +219,18 @@ class PromptSource:
         for index in range(min(len(self._rows), most)):
             prompt = self._raw_prompt(index)
             try:
-                check_prompt(prompt)
+                check_prompt(read_prompt(prompt, self.config))
             except DataError as error:
                 raise DataError(f"{self._place(index)}: {error}") from error
+
+    def notes(self) -> list[str]:
+        """What people should know of the prompts that were tokenized until now: `check_all` or `longest` come before it."""
+        found = [
+            f"{count:,} of {self._encoded:,} prompts of {self._rows.source} {NOTES[name]}"
+            for name, count in self._encoder.notes.items()
+            if count
+        ]
+        return [*self._encoder.warnings, *found]
 
     def longest(self) -> tuple[int, int]:
         """(tokens of the longest prompt after the cut, rows that were looked at): all of them, or a sample where there are
@@ -304,9 +315,11 @@ class PromptSource:
         row = self._rows[index]
         column = self.config.prompt_column
         columns = {key: value for key, value in row.items() if key != column}
-        return Prompt(group_id=group_id, ids=ids, prompt=row[column], columns=columns, epoch=epoch), length
+        prompt = read_prompt(row[column], self.config)
+        return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _raw_prompt(self, index: int) -> Any:
+        """As the row has it."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row:
             raise DataError(
@@ -321,9 +334,10 @@ class PromptSource:
             return self._cache[index]
         config, prompt = self.config, self._raw_prompt(index)
         try:
-            ids = encode_prompt(prompt, config, self._tokenizer)
+            ids = self._encoder.encode(prompt, self._rows[index])
         except DataError as error:
             raise DataError(f"{self._place(index)}: {error}") from error
+        self._encoded += 1
         length = int(ids.size)
         if length > config.max_prompt_tokens:
             if config.overlong == "refuse":

@@ -19,6 +19,8 @@ import orjson
 from asyncrl.config.load import parquet_shards
 from asyncrl.errors import DataError
 
+from .tokenizing import without_nulls
+
 Row: TypeAlias = Mapping[str, Any]
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet")
@@ -61,7 +63,7 @@ class TableRows:
 
     def __getitem__(self, index: int) -> Row:
         row: Row = self._table.slice(index, 1).to_pylist()[0]
-        return row
+        return {name: without_nulls(value) for name, value in row.items()}
 
 
 def open_rows(path: str | os.PathLike[str]) -> Rows:

@@ -28,6 +28,7 @@ from asyncrl.config.imports import load_object, raised
 from asyncrl.errors import DataError
 
 from .prompts_files import ENDINGS, ListRows, Row, Rows, TableRows, is_local, open_rows
+from .tokenizing import without_nulls
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class IndexedRows:
     def __getitem__(self, index: int) -> Row:
         row: Row = _run(lambda: self._data[index], f"row {index + 1} of {self.source}")
         _check_row(row, index, self.source)
+        if self.is_stored:
+            row = {name: without_nulls(value) for name, value in row.items()}
         if self._is_gym and "prompt" not in row and "question" in row:
             return {"prompt": row["question"], **row}
         return row

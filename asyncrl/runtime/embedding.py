@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import DataConfig
-from asyncrl.data.tokenizing import encode_prompt
+from asyncrl.data.tokenizing import encode_prompt, read_prompt
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
 from asyncrl.ports import Engine, Environment, Generate
 from asyncrl.types import Generation, GenerationRequest, Prompt, SamplingParams, Trajectory
@@ -24,8 +24,8 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (int, np.integer)):
         text = tokenizer.decode(list(prompt))
         return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
-    ids = encode_prompt(prompt, config, tokenizer)
-    return Prompt(group_id=group_id, ids=np.asarray(ids, np.int32), prompt=prompt, columns=columns)
+    ids = encode_prompt(prompt, config, tokenizer, columns)
+    return Prompt(group_id=group_id, ids=ids, prompt=read_prompt(prompt, config), columns=columns)
 
 
 def sampled_as(sampling: SamplingParams | None, engine: Engine) -> Generate:

@@ -66,7 +66,7 @@ async def open_run(
     checkpointer = Checkpointer(base.config, base.directory, built, base.world, recorder)
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
-        prompts, held_out = await offload(
+        prompts, held_out, notes = await offload(
             lambda: load_prompts(base.config, built.tokenizer, base.world, rows), "prompts"
         )
     stages.begin("restoring the checkpoint")
@@ -76,6 +76,8 @@ async def open_run(
     base.journal.reserve = checkpointer.bytes_needed()
     await base.journal.open(built.tokenizer.decode)
     note = base.journal.live.note
+    for line in notes:
+        note(f"note: {line}")
     profiler = StepProfiler(base.config, built.lanes[0], base.device, base.directory, base.world.rank, note)
     await profiler.at(built.ports.trainer.version)
     run = OpenRun(base, built, checkpointer, profiler, prompts, held_out)

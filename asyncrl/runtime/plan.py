@@ -49,6 +49,7 @@ def plan(config: Config) -> str:
             cache_line(config, prompts),
             "predicted memory of one rank:",
             table(parts),
+            *(f"note: {line}" for line in prompts.notes),
         ]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ class PromptLengths:
 
     longest: int
     how: str
+    notes: tuple[str, ...] = ()  # what people should know of how they are rendered
 
 
 def measure_prompts(config: Config, given: Rows | None = None, own_environment: bool = False) -> PromptLengths:
@@ -50,11 +51,13 @@ def measure_prompts(config: Config, given: Rows | None = None, own_environment: 
     longest, seen = zip(*(source.longest() for source in found), strict=True)
     rows = sum(len(source) for source in found)
     sampled = "" if sum(seen) == rows else ", a sample; a longer one waits for room"
-    return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts{sampled}")
+    notes = tuple(line for source in found for line in source.notes())
+    return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts{sampled}", notes)
 
 
-def first_prompts(config: Config, count: int) -> list[tuple[Prompt, str]]:
-    """The first `count` prompts of a run, each with the text of its token ids: what the model reads, special tokens included.
+def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]], list[str]]:
+    """The first `count` prompts of a run, each with the text of its token ids: what the model reads, special tokens included; and
+    what people should know of them.
 
     Errors: ConfigError (no data.train), DataError.
     """
@@ -64,13 +67,15 @@ def first_prompts(config: Config, count: int) -> list[tuple[Prompt, str]]:
 
     tokenizer = load_tokenizer_of(config.model)
     source = PromptSource(load_rows(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1)
-    return [(prompt, tokenizer.decode(prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
+    shown = [(prompt, tokenizer.decode(prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
+    return shown, source.notes()
 
 
 def load_prompts(
     config: Config, tokenizer: Any, world: World, given: Rows | None
-) -> tuple[PromptSource | None, list[Prompt]]:
-    """(the cursor over the training prompts, the held-out prompts). None: groups come from outside (embedding, `door.ring`).
+) -> tuple[PromptSource | None, list[Prompt], list[str]]:
+    """(the cursor over the training prompts, the held-out prompts, lines for people). None: groups come from outside (embedding,
+    `door.ring`).
 
     `given`: rows instead of `data.train`. Errors: DataError, over-long prompts under `overlong: refuse` included.
     """
@@ -81,12 +86,14 @@ def load_prompts(
         rows = load_rows(dry.rows())
     prompts = None if rows is None else _source(rows, config, tokenizer, world)
     held_out: list[Prompt] = []
+    notes = [] if prompts is None else prompts.notes()
     if config.data.eval is not None and config.evaluate.every is not None:
         data = config.data.model_copy(update={"shuffle": False})
         source = PromptSource(rows_of(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1)
         held_out = list(iter(source.next, None))
+        notes += source.notes()
     forget_rows()
-    return prompts, held_out
+    return prompts, held_out, list(dict.fromkeys(notes))
 
 
 def _source(rows: Rows, config: Config, tokenizer: Any, world: World) -> PromptSource:
@@ -101,4 +108,6 @@ def _source(rows: Rows, config: Config, tokenizer: Any, world: World) -> PromptS
     )
     if config.data.overlong == "refuse":
         prompts.check_all()
+    else:
+        prompts.longest()  # for what `notes` tells
     return prompts

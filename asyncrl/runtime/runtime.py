@@ -142,7 +142,6 @@ class Runtime:
             self._run.expect_end(reason)
         self._watchdog.shutdown_deadline(reason)
 
-    @property
     def saving(self) -> bool:
         """Whether a checkpoint is being written, or the last one made."""
         return self._run is not None and self._run.saving
