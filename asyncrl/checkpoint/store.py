@@ -198,6 +198,8 @@ class CheckpointStore:
         """
         older = [v for v in self.versions() if v <= version]
         doomed = [v for v in older[: -self._keep] if v != version] if self._keep else []
+        # A directory of that name without a manifest was put there by somebody else.
+        doomed = [v for v in doomed if (self.path(v) / MANIFEST).exists()]
         removed, not_removed = [], []
         for number in [None, *doomed]:
             path = aside if number is None else self.path(number)

@@ -26,7 +26,7 @@ from .old_names import full_name, given_twice, respelled
 from .other_names import ABSENT
 from .schema import Config
 from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
-from .section import Section
+from .section import Section, at_home
 from .text import parse_file, parse_scalar, yaml_problem
 
 # A path, or `file.py:name`. The hooks, and what is listed in `reward`, are handled with them.
@@ -180,7 +180,7 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
     """Make the paths of one file absolute where they exist next to it (in place)."""
 
     def whole(value: str) -> str:
-        inside = folder / value
+        inside = folder / (at_home(value) or "")
         return os.path.normpath(inside) if value and (inside.exists() or parquet_shards(inside)) else value
 
     def code(value: str) -> str:
@@ -276,6 +276,7 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     if not depth:
         return _wrong(name, _shown(found), "a mapping", where)
     hint = ""
+    wanted = item["msg"].removeprefix("Value error, ") if item["type"] == "value_error" else knobs()[name].expected
     choices = knobs()[name].choices
     if isinstance(found, float) and not math.isfinite(found):
         return f"{_wrong(name, _shown(found), knobs()[name].expected, where)}, and finite"
@@ -284,7 +285,7 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
         hint = f"; did you mean {near}?" if near is not None else ""
     elif isinstance(found, (int, float)) and knobs()[name].takes_text:
         hint = "; put it in quotes"
-    return _wrong(name, _shown(found), knobs()[name].expected, where) + hint
+    return _wrong(name, _shown(found), wanted, where) + hint
 
 
 def _unknown(name: str, where: str) -> str:

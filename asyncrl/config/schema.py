@@ -16,7 +16,7 @@ from .methods import names, sections
 from .old_names import respelled
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .schema_run import CheckpointConfig, RunConfig, TelemetryConfig, WatchdogConfig
-from .section import Section, field
+from .section import OptionalPath, Section, field
 
 if TYPE_CHECKING:
     from asyncrl.algorithms.entropy import Entropy
@@ -46,13 +46,13 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """Which model is trained, in which dtype, on which device."""
 
-    path: str | None = field(
+    path: OptionalPath = field(
         None,
         "Directory or hub id of a Hugging Face causal language model, or `file.py:function` that takes a seed and "
         "returns (model, tokenizer).",
     )
     gguf_file: str | None = field(None, "Name of a GGUF file in that directory, where the weights are in GGUF form.")
-    tokenizer: str | None = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
+    tokenizer: OptionalPath = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
     dtype: DtypeName = field(
         "auto",
         "Dtype of the matrix products; master weights, gradients and optimizer state stay float32 or wider. auto: bfloat16 "
@@ -76,12 +76,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The prompts, and how they become token ids."""
 
-    train: str | None = field(
+    train: OptionalPath = field(
         None,
         "Training prompts: a JSONL, CSV or parquet file, a directory of parquet files or of `datasets`, a hub id "
         "(`org/name:split`), or `file.py:function` that returns rows (a list, an iterable, a data set, a table).",
     )
-    eval: str | None = field(None, "The same for held-out prompts.")
+    eval: OptionalPath = field(None, "The same for held-out prompts.")
     prompt_column: str = field("prompt", "Column with the prompt: a string, or a list of {role, content} messages.")
     system_prompt: str | None = field(None, "System message put before every prompt (chat prompts only).")
     template: Literal["auto", "chat", "raw"] = field(
@@ -318,7 +318,7 @@ class Config(Section):
     door: DoorConfig = DoorConfig()
     replay: ReplayConfig = ReplayConfig()
     reroll: RerollConfig = RerollConfig()
-    hooks: str | None = field(
+    hooks: OptionalPath = field(
         None, "`file.py:name` of an `asyncrl.Hooks`: functions of your own between the stages of the run."
     )
     engine: EngineConfig = EngineConfig()

@@ -8,13 +8,13 @@ from pydantic import Field, field_validator
 
 from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
-from .section import Section, field
+from .section import LocalPath, Section, field
 
 
 class RewardFunctionConfig(Section):
     """One reward function."""
 
-    function: str = Field(
+    function: LocalPath = Field(
         description="`file.py:function` or `module:function`, in the form of TRL, verl or reasoning-gym."
     )
     weight: float = field(1.0, "Weight in the sum of the components.")
@@ -24,7 +24,7 @@ class RewardFunctionConfig(Section):
 class RewardModelConfig(Section):
     """One reward model: a classifier whose output is a reward."""
 
-    path: str = Field(
+    path: LocalPath = Field(
         description="Directory or hub id of a sequence classifier, or `file.py:function` that takes a seed and returns "
         "(torch module, tokenizer)."
     )
@@ -223,7 +223,9 @@ class RolloutConfig(Section):
     max_failed_groups: int = field(
         0, "Groups whose environment or generation may fail before the run ends; each is counted.", ge=0
     )
-    environment: str = field("single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment.")
+    environment: LocalPath = field(
+        "single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment."
+    )
     filter: FilterConfig = FilterConfig()
 
 

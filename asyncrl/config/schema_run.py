@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import create_model, field_validator
 
-from .section import Section, field
+from .section import LocalPath, Section, field
 
 
 class CheckpointConfig(Section):
@@ -73,9 +73,19 @@ class TelemetryConfig(Section):
 class RunConfig(Section):
     """The run directory."""
 
-    name: str = field("run", "Name of the run directory.")
-    dir: str = field("runs", "Where run directories live.")
+    name: str = field("run", "Name of the run directory: one part of a path.")
+    dir: LocalPath = field("runs", "Where run directories live.")
     overwrite: bool = field(
         False,
         "Start anew in a run directory that holds a run: the old one is renamed, and the newest two such are kept.",
     )
+
+    @field_validator("name")
+    @classmethod
+    def _one_part(cls, name: str) -> str:
+        """An empty name (an unset variable) is the directory of all runs, and one with a slash may lie within another run."""
+        if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
+            raise ValueError(
+                "the name of one directory in run.dir, not empty and without a slash; run.dir says where it lies"
+            )
+        return name

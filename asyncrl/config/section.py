@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def at_home(path: str | None) -> str | None:
+    """A path, or the address of user code, with a leading `~` or `~user` replaced as a shell does: one that names nobody stays."""
+    return None if path is None else os.path.expanduser(path)
+
+
+# Settings that may name a file or directory.
+LocalPath: TypeAlias = Annotated[str, AfterValidator(at_home)]
+OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(at_home)]
 
 
 class Section(BaseModel):

@@ -11,32 +11,42 @@ runs/<name>/
   checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
 runs/<name>.<when>/    a run that `run.overwrite` moved aside; the newest two are kept
 runs/.<name>.lock      while a run is alive (lock.py)
+
+Guarantees: what no run of this name wrote is never overwritten, moved or removed. Where `runs/<name>` is a link to a directory, the
+link stays; the old run and the lock lie beside the directory that it names.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
+from itertools import count
 from pathlib import Path
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.config.text import parse_file
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.sinks import each_row
 
 from .lock import DirectoryLock
 
 KEPT_ASIDE = 2  # runs that `run.overwrite` moved aside; a run with checkpoints of a real model takes gigabytes
+MARK = ".moved-aside"  # in such a run: its name. Without it a directory of that form of name is not removed
+FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}  # of a run
 
 
 class RunDirectory:
-    """The paths of one run's files, and the lock on them. Made without touching the disk."""
+    """The paths of one run's files, and the lock on them. Made without writing anything."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir) / config.run.name
+        # Where it really lies: a link to a larger disk stays one.
+        self.real = Path(os.path.realpath(self.path)) if self.path.is_symlink() else self.path
         self.config_file = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -44,7 +54,8 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.workers = self.path / "workers"
         self.checkpoints = self.path / "checkpoints"
-        self._lock = DirectoryLock(self.path)
+        # Beside the real directory: two links to it are one run. Not where only the directory itself may be written.
+        self._lock = DirectoryLock(self.real if os.access(self.real.parent, os.W_OK) else self.path)
 
     def open(self, config: Config, *, leader: bool = True) -> list[str]:
         """Lock it and make it ready. Returns lines for people: what a resume changes, where an old run lies now. Blocks.
@@ -64,10 +75,26 @@ class RunDirectory:
         """Let the next run have it. Twice is fine."""
         self._lock.release()
 
+    def require_own(self) -> None:
+        """Errors: ConfigError where no run wrote what would be written over, and for a link to nothing."""
+        if self.path.is_symlink() and not self.path.is_dir():
+            raise ConfigError(
+                f"{self.path} is a link to {self.real}, which is no directory; make that, or remove the link"
+            )
+        if _name_in(self.config_file) is not None and self.checkpoints.is_dir():
+            return
+        for each in (self.config_file, self.metrics, self.rollouts, self.trace, self.report):
+            if each.exists():
+                raise ConfigError(
+                    f"{self.path} is not the directory of a run (config.yaml and checkpoints/), and a run would write over its "
+                    f"{each.name}; choose another run.name or run.dir"
+                )
+
     def _open(self, config: Config) -> list[str]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.real.parent.mkdir(parents=True, exist_ok=True)
         unlocked = self._lock.acquire()
         lines = [] if unlocked is None else [unlocked]
+        self.require_own()
         if config.resume:
             lines += [f"resume: {change}" for change in check_resume(load_config([self.config_file]), config)]
         elif self.holds_run():
@@ -76,13 +103,14 @@ class RunDirectory:
                     f"{self.path} holds a run already; go on from it with resume=true, move it aside with "
                     "run.overwrite=true, or choose another run.name"
                 )
-            lines += self._move_aside()
+            lines += self._move_aside(config.run.name)
         else:  # what a run leaves that ended before its first step
             for left in (self.metrics, self.trace, self.report):
                 left.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        (self.path / MARK).unlink(missing_ok=True)  # a run that was moved aside, and that somebody goes on with
         partial = self.config_file.with_name("config.yaml.partial")
-        partial.write_text(to_yaml(config))
+        partial.write_text(to_yaml(config), encoding="utf-8")
         partial.replace(self.config_file)  # a kill in between must not leave half of it: `resume` reads it
         return lines
 
@@ -92,24 +120,70 @@ class RunDirectory:
             return True
         return any(line.get("step") != 0 for line in each_row(self.metrics))
 
-    def _move_aside(self) -> list[str]:
-        """The old run is renamed; of those that were renamed before, the oldest are removed."""
+    def _move_aside(self, name: str) -> list[str]:
+        """The old run is renamed; of those that were renamed before, the oldest are removed. Errors: ConfigError for a run of
+        another name, and where a directory lies in it that is not the run's."""
+        if (held := _name_in(self.config_file)) != name:
+            raise ConfigError(
+                f"{self.path} holds the run {held!r}, not {name!r}: run.overwrite does not move it; do that yourself"
+            )
+        if others := _others(self.real):
+            raise ConfigError(
+                f"{self.path} holds {others}, which is another run or a directory or link that no run made: "
+                "run.overwrite would move it, too; move it yourself, or choose another run.name"
+            )
         before = self._aside()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        again = 1 + max((number for (when, number), _ in before if when == stamp), default=0)
-        target = self.path.with_name(f"{self.path.name}.{stamp}" + (f"-{again}" if again > 1 else ""))
-        self.path.rename(target)
+        names = (f"{self.real.name}.{stamp}" + (f"-{again}" if again > 1 else "") for again in count(1))
+        target = next(path for path in map(self.real.with_name, names) if not os.path.lexists(path))
+        (self.real / MARK).write_text(target.name, encoding="utf-8")
+        self.real.rename(target)
+        self.real.mkdir()
         lines = [f"run.overwrite: the run that was here is now {target}; the newest {KEPT_ASIDE} such runs are kept"]
         for _, old in before[: max(len(before) + 1 - KEPT_ASIDE, 0)]:
+            if others := _others(old):
+                lines.append(f"run.overwrite: {old}, an older one, stays: no run made its {others}")
+                continue
             shutil.rmtree(old)
             lines.append(f"run.overwrite: removed {old}, an older one")
         return lines
 
     def _aside(self) -> list[tuple[tuple[str, int], Path]]:
-        """Runs of this name that were moved aside, oldest first, each with its time and number."""
-        name = re.compile(re.escape(self.path.name) + r"\.(\d{8}-\d{6})(?:-(\d+))?")
-        found = [(match, each) for each in self.path.parent.iterdir() if (match := name.fullmatch(each.name))]
-        return sorted(((match[1], int(match[2] or 1)), each) for match, each in found)
+        """Runs that `_move_aside` renamed, and nobody else, oldest first, each with its time and number."""
+        name = re.compile(re.escape(self.real.name) + r"\.(\d{8}-\d{6})(?:-(\d+))?")
+        found = [(match, each) for each in self.real.parent.iterdir() if (match := name.fullmatch(each.name))]
+        ours = [(match, each) for match, each in found if not each.is_symlink() and _text(each / MARK) == each.name]
+        return sorted(((match[1], int(match[2] or 1)), each) for match, each in ours)
+
+
+def _others(folder: Path) -> str:
+    """Directories in that of a run which are not its own: other runs, links, and what somebody put there."""
+    found = (each for each in folder.iterdir() if each.is_dir())
+    return ", ".join(
+        sorted(
+            each.name
+            for each in found
+            if each.name not in FOLDERS or each.is_symlink() or (each / "config.yaml").exists()
+        )
+    )
+
+
+def _text(file: Path) -> str | None:
+    """What a small file says; None where there is none, or no text in it."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
+        return None
+
+
+def _name_in(config_file: Path) -> str | None:
+    """The name of the run that wrote this configuration; None where no run can have written it."""
+    try:
+        tree, _ = parse_file(_text(config_file) or "", str(config_file))
+        name = tree["run"]["name"]
+    except (ConfigError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def unusable(path: Path, error: OSError) -> str:

@@ -155,7 +155,7 @@ def _check_file(setting: str, address: str) -> None:
         place, _ = split_address(address)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from None
-    if place.endswith(".py") and not Path(place).expanduser().is_file():
+    if place.endswith(".py") and not Path(place).is_file():
         raise ConfigError(f"{setting}: there is no file {place} (of {address!r}; looked from {Path.cwd()})")
 
 

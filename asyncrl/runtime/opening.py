@@ -98,7 +98,7 @@ async def _found(
     world = World.from_env()
     settled = await offload(lambda: settle(given.config, world.local_rank), "device")
     config = await _resolve(given, settled, world)
-    directory = RunDirectory(config) if given.write else None
+    directory = await offload(lambda: RunDirectory(config), "run-directory") if given.write else None
     opened: list[str] = []
     stages.begin("opening the run directory")
     if directory is not None:

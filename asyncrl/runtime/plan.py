@@ -14,7 +14,7 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 
 from .device import settle
-from .directory import unusable
+from .directory import RunDirectory, unusable
 from .inputs import check_inputs, load_code
 from .memory import cache_line, predicted, table
 from .placement import place
@@ -105,13 +105,14 @@ def print_plan(config: Config) -> None:
     """Print it, and write it where the run directory would be, as `plan.txt`. Errors: what a run would end with before it
     has its model."""
     resolved = resolve(config, World.from_env().world_size)
+    run = RunDirectory(resolved)
+    run.require_own()
     check_inputs(resolved)
     anyio.run(load_code, resolved)
     text = plan(config)
     print(text)
-    directory = Path(config.run.dir) / config.run.name
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "plan.txt").write_text(text + "\n")
+        run.path.mkdir(parents=True, exist_ok=True)
+        (run.path / "plan.txt").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(unusable(directory, error)) from error
+        raise ConfigError(unusable(run.path, error)) from error

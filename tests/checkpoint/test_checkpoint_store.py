@@ -69,6 +69,14 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert (store.directory / "latest" / "config.json").read_text() == "a"
 
 
+def test_retention_leaves_what_no_save_wrote(tmp_path: Path) -> None:
+    """A model that somebody put beside the checkpoints, under such a name."""
+    store = CheckpointStore(tmp_path, keep=1)
+    (store.path(1) / "mine").mkdir(parents=True)
+    assert [store.save(version, model_writer("")).removed for version in (2, 3)] == [(), (2,)]
+    assert (store.path(1) / "mine").exists()
+
+
 def test_retention_after_success_only(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     removed = [store.save(version, model_writer(str(version))).removed for version in (9, 10, 11, 100)]

@@ -76,7 +76,7 @@ def directory_or_hub(given: str, setting: str) -> str:
     first, slash, _ = given.partition("/")
     beside = bool(slash) and Path(first).is_dir()  # `runs/model`, where there is a `runs`
     looks_local = path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1 or beside or path.exists()
-    if looks_local and not path.expanduser().is_dir():
-        found = "is a file" if path.expanduser().exists() else f"does not exist (looked from {Path.cwd()})"
+    if looks_local and not path.is_dir():
+        found = "is a file" if path.exists() else f"does not exist (looked from {Path.cwd()})"
         raise ConfigError(f"{setting}: there is no directory {given!r}: it {found}; name a directory or a hub id")
-    return str(path.expanduser()) if looks_local else given
+    return given
