@@ -121,6 +121,7 @@ class Trajectory:
     completion: str | Messages = ""
     reward: float | None = None
     components: Mapping[str, float | None] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)  # by `FUNCTION/name`, what reward functions logged of it
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: RoutesArray | None = None  # [L, layers, k] where the sampler sent each token; None: not recorded
 

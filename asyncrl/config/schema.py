@@ -283,7 +283,10 @@ class EvaluateConfig(Section):
     temperature: float | None = field(
         None, "Temperature of evaluation; the rollout's by default, 0 is greedy.", ge=0, le=HIGHEST_TEMPERATURE
     )
-    pass_reward: float = field(1.0, "A completion with at least this reward counts as passed in pass@k.")
+    pass_reward: float = field(1.0, "A completion with at least this reward (`pass_by`) counts as passed in pass@k.")
+    pass_by: str = field(
+        "reward", "What pass_reward looks at: `reward`, the weighted sum, or one component by its name."
+    )
     limit: int | None = field(None, "Use only the first n held-out prompts.", ge=1)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from asyncrl.errors import ConfigError, RewardError, first_line
 from asyncrl.types import Messages
 
 from .loading import LOADING_ERRORS, OWN_CODE, REPORTED, require_all_weights
-from .parameters.source import call_builder, is_address
+from .parameters.source import call_builder, is_address, name_of
 from .policy import DTYPES
 from .rotary import chooses_otherwise, forget_lengths
 
@@ -166,12 +165,6 @@ def load_reward_model(
     else:
         module, tokenizer = _from_directory(config, dtype), _tokenizer_of(config.path)
     return RewardModel(module, tokenizer, config, dtype, device, tokens)
-
-
-def name_of(config: RewardModelConfig) -> str:
-    """As in metrics: the last part of the path, unless the configuration has another."""
-    last = config.path.rpartition(":")[2] if is_address(config.path) else Path(config.path).name
-    return config.name or last
 
 
 def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:

@@ -6,7 +6,7 @@ differ by the weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +14,15 @@ from functools import partial
 import anyio
 import numpy as np
 
-from asyncrl.concurrency.supervisor import spawn
+from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import EvaluateConfig
+from asyncrl.errors import ConfigError
 from asyncrl.ports import Engine, Generate, PinnedVersion, Reward
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
 from .episode import Episodes
+from .metrics import logged
 
 _BEFORE_ROLLOUTS = -1  # their priorities are turns: the next optimizer step waits for an evaluation
 _AFTER_ROLLOUTS = 1 << 30  # those that a pinned worker had before, whose end others wait for
@@ -35,6 +37,7 @@ class EvaluateParts:
     engine: Engine
     reward: Reward
     settings: EvaluateConfig
+    score_groups: bool  # the completions of a row in one call of the reward functions, once the last one is done
 
 
 class EvaluatePump:
@@ -71,30 +74,44 @@ class EvaluatePump:
             with recorder.span("evaluate", track="evaluate", version=version), waits:
                 async with anyio.create_task_group() as tasks:
                     for row, prompt in enumerate(self._prompts):
-                        for sample in range(samples):
-                            play = partial(self._one, prompt, row, sample, generate, priority)
-                            spawn(tasks, f"evaluation of row {row}", play, scored)
+                        play = partial(self._play, prompt, generate, priority)
+                        spawn(tasks, f"evaluation of row {row}", self._row, row, prompt, play, scored)
         finally:
             self.progress = None
         return self._metrics(scored, samples)
 
-    async def _one(
+    async def _row(
         self,
-        prompt: Prompt,
         row: int,
-        sample: int,
-        generate: Generate,
-        priority: int,
+        prompt: Prompt,
+        play: Callable[[int], Awaitable[Trajectory]],
         scored: dict[tuple[int, int], Trajectory],
     ) -> None:
-        parts = self._parts
+        parts, samples = self._parts, self._parts.settings.samples
+        played: dict[int, Trajectory] = {}
+
+        async def score(together: Sequence[int]) -> None:
+            missing = [sample for sample in together if played[sample].reward is None]
+            if missing:
+                found = await parts.reward.score(prompt, [played[sample] for sample in missing])
+                played.update(zip(missing, found, strict=True))
+            scored.update({(row, sample): played[sample] for sample in together})
+            self.progress = len(scored), len(self._prompts) * samples
+
+        async def one(sample: int) -> None:
+            played[sample] = await play(sample)
+            if not parts.score_groups:
+                await score([sample])
+
+        async with plain_task_group() as members:
+            for sample in range(samples):
+                spawn(members, f"evaluation of row {row}", one, sample)
+        if parts.score_groups:
+            await score(range(samples))
+
+    async def _play(self, prompt: Prompt, generate: Generate, priority: int, sample: int) -> Trajectory:
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
-        samples = parts.settings.samples
-        trajectory = await parts.environment.play(prompt, sample, samples, generate, priority)
-        if trajectory.reward is None:
-            [trajectory] = await parts.reward.score(prompt, [trajectory])
-        scored[row, sample] = trajectory
-        self.progress = len(scored), len(self._prompts) * parts.settings.samples
+        return await self._parts.environment.play(prompt, sample, self._parts.settings.samples, generate, priority)
 
     async def _generate(self, generate: Generate, request: GenerationRequest) -> Generation:
         temperature = self._parts.settings.temperature
@@ -104,23 +121,30 @@ class EvaluatePump:
 
     def _metrics(self, scored: dict[tuple[int, int], Trajectory], samples: int) -> dict[str, float]:
         rows = len(self._prompts)
-        rewards = np.full((rows, samples), np.nan)
+        rewards, judged = np.full((2, rows, samples), np.nan)
+        by = self._parts.settings.pass_by
+        if by != "reward" and not any(by in trajectory.components for trajectory in scored.values()):
+            found = sorted({name for trajectory in scored.values() for name in trajectory.components})
+            raise ConfigError(f"evaluate.pass_by is {by!r}; the held-out completions have: reward, {', '.join(found)}")
         components: dict[str, list[float]] = {}
         in_order = sorted(scored.items(), key=lambda item: item[0])  # sums do not know who was faster
         for (row, sample), trajectory in in_order:
             if trajectory.reward is not None:
                 rewards[row, sample] = trajectory.reward
-            for name, value in trajectory.components.items():
+            passing = trajectory.reward if by == "reward" else trajectory.components.get(by)
+            if passing is not None:
+                judged[row, sample] = passing
+            for name, value in {**trajectory.components, **logged(trajectory)}.items():
                 if value is not None:
                     components.setdefault(name, []).append(value)
-        known = rewards[~np.isnan(rewards).all(axis=1)]
         prefix = f"eval/{self._name}"
         metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items()}
         metrics[f"{prefix}/completions/mean_length"] = float(
             np.mean([trajectory.sampled_length for trajectory in scored.values()])
         )
-        if known.size:
+        if not np.isnan(rewards).all():
+            metrics[f"{prefix}/avg@{samples}"] = float(np.nanmean(rewards))
+        if (known := judged[~np.isnan(judged).all(axis=1)]).size:
             passed = np.nanmax(known, axis=1) >= self._parts.settings.pass_reward
-            metrics[f"{prefix}/avg@{samples}"] = float(np.nanmean(known))
             metrics[f"{prefix}/pass@{samples}"] = float(passed.mean())
         return metrics

@@ -78,7 +78,7 @@ class Graph:
         self._claims = make_claims(ports)
         self._trained_out = False  # no step can come any more, and that is right
         self._train = make_train(ports, self._claims, reroll, publications_in, self._publish.published, on_step)
-        environment = ports.config.rollout.environment
+        environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
         evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment) if held_out else None
         self._evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
         self._training_tasks: TaskGroup | None = None

@@ -35,7 +35,7 @@ class Row(NamedTuple):
     """One trajectory. Tuples, because they travel (`parts.py`): some 50 bytes and the components."""
 
     reward: float | None
-    components: dict[str, float | None]
+    components: dict[str, float | None]  # and the numbers among what reward functions logged
     length: int  # sampled tokens
     tokens: int  # that were sampled and may be trained
     clipped: bool  # by the limit on its length
@@ -78,10 +78,17 @@ def group_rows(groups: Sequence[Group]) -> tuple[GroupRows, ...]:
     return tuple(GroupRows(g.group_id, g.oldest_version, tuple(_row(t) for t in g.trajectories)) for g in groups)
 
 
+def logged(trajectory: Trajectory) -> dict[str, float]:
+    """The numbers among what reward functions logged of it."""
+    return {name: float(value) for name, value in trajectory.extras.items() if isinstance(value, (bool, int, float))}
+
+
 def _row(trajectory: Trajectory) -> Row:
+    components = {name: None if value is None else float(value) for name, value in trajectory.components.items()}
+    components.update(logged(trajectory))
     return Row(
         None if trajectory.reward is None else float(trajectory.reward),
-        {name: None if value is None else float(value) for name, value in trajectory.components.items()},
+        components,
         trajectory.sampled_length,
         int(trajectory.mask.sum()),
         trajectory.finish_reason is FinishReason.LENGTH,

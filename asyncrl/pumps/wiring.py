@@ -148,7 +148,8 @@ def _episodes(ports: Ports) -> Episodes:
 
 def evaluate_parts(ports: Ports) -> EvaluateParts:
     """What the evaluate pump gets."""
-    return EvaluateParts(ports.recorder, _episodes(ports), ports.engine, ports.reward, ports.config.evaluate)
+    settings, whole = ports.config.evaluate, ports.score_groups
+    return EvaluateParts(ports.recorder, _episodes(ports), ports.engine, ports.reward, settings, whole)
 
 
 def publish_parts(ports: Ports) -> PublishParts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -20,17 +20,28 @@ RewardFunction: TypeAlias = Callable[..., Any]
 class RewardSpec:
     """One reward function in TRL's form, sync or async, by import path or as a callable (sent by cloudpickle):
 
-        def f(prompts, completions, completion_ids, **columns) -> list[float | None]
+        def f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list[float | None]
 
     All arguments are passed by name, and only those that the signature takes. Each is a list with one entry per
     completion: `completions` strings (or `[{"role": "assistant", "content": ...}]` for conversational prompts),
     `completion_ids` lists of token ids, and every other column of the row. The entries of a column are one object.
+    `trainer_state` has `global_step`, `max_steps` (None: without end) and `epoch`; `log_metric(name, value)` and
+    `log_extra(column, values)` log a number of the call, and a value of each completion, as `NAME/name` and `NAME/column`.
     None means "does not apply to this completion". `name` is the function's own by default.
     """
 
     function: str | RewardFunction
     weight: float = 1.0
     name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one call gave, one entry per completion."""
+
+    scores: list[float | None]
+    wrong: Sequence[tuple[int, str]] = ()  # completions by number, and what stood there instead of a score
+    extras: Mapping[str, list[Any]] = field(default_factory=dict)  # what the function logged, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +67,22 @@ def arguments_of(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str
 
 
 def with_scores(
-    trajectory: Trajectory, scores: Mapping[str, float | None], weights: Mapping[str, float], recorder: Recorder
+    trajectory: Trajectory,
+    scores: Mapping[str, float | None],
+    weights: Mapping[str, float],
+    recorder: Recorder,
+    extras: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """The trajectory with these components, their weighted sum added to the reward that it has. Errors: ValueError for one that
-    is infinite."""
+    """The trajectory with these components and extras, the weighted sum of the components added to the reward that it has. Errors:
+    ValueError for one that is infinite."""
     for name, value in scores.items():
         if value is not None:
             recorder.observe(f"reward/{name}/mean", value)
     reward = combine_components(scores, weights)
     if trajectory.reward is not None:
         reward = trajectory.reward + (reward or 0.0)
-    return replace(trajectory, reward=reward, components={**trajectory.components, **scores})
+    components, others = {**trajectory.components, **scores}, {**trajectory.extras, **(extras or {})}
+    return replace(trajectory, reward=reward, components=components, extras=others)
 
 
 def source_of(spec: RewardSpec) -> str | bytes:

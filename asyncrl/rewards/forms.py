@@ -7,8 +7,9 @@
 | reasoning-gym | `score_answer(answer, entry)`; a data set that has it; a function that returns one  | once a completion |
 
 verl: `ground_truth` is the column of that name or `reward_model["ground_truth"]`, `extra_info` is {} where there is none,
-every other parameter is a column; `score` of a returned dictionary counts. reasoning-gym: `entry` is the row, `answer` what
-stands between the last `<answer>` and `</answer>` of the completion, and all of it where there is no such pair.
+every other parameter is a column; `score` of a returned dictionary counts, what else it has is logged as by TRL's `log_extra`.
+reasoning-gym: `entry` is the row, `answer` what stands between the last `<answer>` and `</answer>` of the completion, and all of it
+where there is no such pair.
 Imported by the worker processes: the standard library only.
 """
 
@@ -17,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
-_OURS = ("prompts", "completions", "completion_ids")
+# Arguments that are not columns: no column of the data replaces one of them.
+_OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class UsageError(Exception):
@@ -125,7 +127,8 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
             row.setdefault("ground_truth", model["ground_truth"])  # type: ignore[index]  # a mapping, as `truth` says
         row.setdefault("extra_info", {})
         arguments = {name: row[name] for name in wanted if name in row}
-        return _gathered([function(solution_str=text_of(each), **arguments) for each in completions])
+        results = [function(solution_str=text_of(each), **arguments) for each in completions]
+        return _gathered(results, columns["log_extra"])
 
     return _InOtherForm(score, lambda there: check(there, "reward_model" in there))
 
@@ -142,7 +145,7 @@ def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
         entry = {name: values[0] for name, values in columns.items() if name not in _OURS}
         check(entry)
         entry.setdefault("question", prompts[0])
-        return _gathered([function(answer=_answer_of(each), entry=entry) for each in completions])
+        return _gathered([function(answer=_answer_of(each), entry=entry) for each in completions], columns["log_extra"])
 
     return _InOtherForm(score, check)
 
@@ -151,13 +154,13 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _gathered(results: list[Any]) -> Any:
+def _gathered(results: list[Any], log_extra: Any) -> Any:
     """The scores; where the function is async, something that is awaited in the worker's own loop for all of them."""
     if not any(inspect.isawaitable(result) for result in results):
-        return [_number(result) for result in results]
+        return _scores(results, log_extra)
 
     async def wait_all() -> list[Any]:
-        return [_number(result) for result in await asyncio.gather(*map(_value, results))]
+        return _scores(await asyncio.gather(*map(_value, results)), log_extra)
 
     return wait_all()
 
@@ -166,9 +169,9 @@ async def _value(result: Any) -> Any:
     return await result if isinstance(result, Awaitable) else result
 
 
-def _number(result: Any) -> Any:
-    if not isinstance(result, Mapping):
-        return result
-    if "score" not in result:
-        raise UsageError(f"it returned {brief(dict(result))}; expected a number, or a dictionary with `score`")
-    return result["score"]
+def _scores(results: Sequence[Any], log_extra: Any) -> list[Any]:
+    """`score` of each dictionary, or what is no score as it is; every other key of a dictionary is logged as a column."""
+    rows = [result if isinstance(result, Mapping) else {} for result in results]
+    for key in dict.fromkeys(key for row in rows for key in row if key != "score"):
+        log_extra(key, [row.get(key) for row in rows])
+    return [row.get("score", result) for row, result in zip(rows, results, strict=True)]

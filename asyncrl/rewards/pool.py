@@ -31,7 +31,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
@@ -47,7 +47,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Prompt, Trajectory
 
 from . import leftovers
-from .calls import LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
+from .calls import Answer, LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
 from .loading import load
 from .process import WorkerDiedError, WorkerProcess
 from .wire import Kind
@@ -56,7 +56,6 @@ logger = logging.getLogger("asyncrl.rewards")
 
 CLOSE_GRACE_S = 3.0  # for idle workers to leave, which includes that they are killed
 
-Scores: TypeAlias = list[float | None]
 OnError: TypeAlias = Literal["fail", "none", "zero"]
 
 
@@ -95,6 +94,10 @@ class RewardPool:
         self._max_mib = max_mib
         self._max_calls = max_calls
         self.columns: Sequence[Sequence[str]] = ()  # of known rows, by source: a function that needs others is refused
+        self.progress: Callable[[], Mapping[str, Any]] = lambda: {
+            "global_step": 0,
+            "max_steps": None,
+        }  # of the run, now
         self._state = _State.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
@@ -176,7 +179,9 @@ class RewardPool:
             raise errors[0]
         for name in (names := self.names):
             if names.count(name) > 1:
-                raise ConfigError(f"{names.count(name)} reward functions are named {name!r}; give them a `name` each")
+                raise ConfigError(
+                    f"{names.count(name)} reward functions are named {name!r}; give each another name (`name` in reward.functions)"
+                )
         self._weights = {f.name: spec.weight for f, spec in zip(self._loaded, self._specs, strict=True)}
 
     async def _close(self) -> None:
@@ -327,11 +332,15 @@ class RewardPool:
         arguments = arguments_of(prompt, trajectories)
         with self._recorder.timed("time/reward"):
             failures: list[AsyncrlError] = []
-            scores: dict[str, Scores] = {}
+            answers: dict[str, Answer] = {}
+            members = [t.member for t in trajectories]
+            state = {**self.progress(), "epoch": float(prompt.epoch)}
 
             async def call(function: LoadedFunction) -> None:
+                request = {"function": function.index, "completions": len(members), "state": state}
+                request["arguments"] = function.select(arguments)
                 try:
-                    scores[function.name] = await self._call_as_configured(function, prompt.group_id, arguments)
+                    answers[function.name] = await self._as_configured(function, prompt.group_id, members, request)
                 except AsyncrlError as error:
                     failures.append(error)
                     calls.cancel_scope.cancel()  # fail fast: the other functions' answers are not needed any more
@@ -341,30 +350,41 @@ class RewardPool:
                     calls.start_soon(call, function)
             if failures:
                 raise failures[0]
-        return [
-            with_scores(t, {name: scores[name][i] for name in self.names}, self._weights, self._recorder)
-            for i, t in enumerate(trajectories)
-        ]
+        scored = []
+        for i, trajectory in enumerate(trajectories):
+            scores = {name: answers[name].scores[i] for name in self.names}
+            extras = {f"{name}/{k}": v[i] for name in self.names for k, v in answers[name].extras.items()}
+            scored.append(with_scores(trajectory, scores, self._weights, self._recorder, extras))
+        return scored
 
-    async def _call_as_configured(
-        self, function: LoadedFunction, group_id: int, arguments: dict[str, list[Any]]
-    ) -> Scores:
+    async def _as_configured(
+        self, function: LoadedFunction, group_id: int, members: Sequence[int], request: dict[str, Any]
+    ) -> Answer:
+        """The answer, with what `on_error` makes of a call that failed and of members whose score is none."""
+        answer: Answer | None = None
         try:
-            return await self._call(function, group_id, arguments)
+            answer = await self._call(function, group_id, request)
+            if not answer.wrong:
+                return answer
+            found = ", ".join(f"{what} for member {members[place]}" for place, what in answer.wrong)
+            raise RewardError(
+                f"reward {function.name!r} failed (group {group_id}): it returned {found}; expected finite numbers or None (in "
+                "verl's form, or dictionaries with `score`)"
+            )
         except RewardError as error:
             if self._on_error == "fail" or self._broken is not None:
                 raise
             logger.warning("%s; counted as %s", error, "not applicable" if self._on_error == "none" else "0")
             self._recorder.count(f"reward/{function.name}/errors")
-            return [None if self._on_error == "none" else 0.0] * len(arguments["completions"])
+            instead = None if self._on_error == "none" else 0.0
+            if answer is None:
+                return Answer([instead] * len(members))
+            for place, _ in answer.wrong:
+                answer.scores[place] = instead
+            return answer
 
-    async def _call(self, function: LoadedFunction, group_id: int, arguments: dict[str, list[Any]]) -> Scores:
+    async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
         """One call in one worker. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`, each naming the function."""
-        request = {
-            "function": function.index,
-            "completions": len(arguments["completions"]),
-            "arguments": function.select(arguments),
-        }
         who, what = f"group {group_id}", f"reward {function.name!r}"
         with self._recorder.wait(who, what, on="an idle reward worker", cause="reward"):
             process = await self._acquire()
@@ -397,4 +417,4 @@ class RewardPool:
         reply = orjson.loads(body)
         if kind is Kind.ERROR:
             raise RewardError(f"{what} failed (group {group_id}): {remote_text(reply)}")
-        return list(reply)
+        return Answer(**reply)

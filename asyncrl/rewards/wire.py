@@ -28,7 +28,7 @@ class Kind(IntEnum):
     INIT = 1  # parent -> worker: import path, functions
     CALL = 2  # parent -> worker: index of the function, arguments
     READY = 3  # worker -> parent: its process number; names and accepted parameters of the functions
-    RESULT = 4  # worker -> parent: one float or null per completion
+    RESULT = 4  # worker -> parent: one float or null per completion, what is no score, what the function logged
     ERROR = 5  # worker -> parent: the function (or its import) raised; message and traceback text
 
 

@@ -21,7 +21,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -57,39 +58,94 @@ class Function:
             elif self.accepts is not None:
                 self.accepts.append(parameter.name)
 
-    def score(self, arguments: dict[str, Any], completions: int, runner: asyncio.Runner) -> list[float | None]:
-        """Call it (in the runner's loop where it is async) and check what comes back."""
-        self.check(arguments)
-        answer = self.call(**arguments)
+    def score(self, request: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+        """Call it (in the runner's loop where it is async) and check what comes back: the content of the reply."""
+        log = Log()
+        given = {"trainer_state": SimpleNamespace(**request["state"]), "log_metric": log.metric, "log_extra": log.extra}
+        taken = {name: given[name] for name in given if self.accepts is None or name in self.accepts}
+        self.check(request["arguments"])
+        answer = self.call(**request["arguments"], **taken)
         if inspect.isawaitable(answer):
             answer = runner.run(_await(answer))
-        return check_scores(answer, completions)
+        scores, wrong = check_scores(answer, request["completions"])
+        return {"scores": scores, "wrong": wrong, "extras": log.columns(request["completions"])}
+
+
+class Log:
+    """TRL's `log_metric` and `log_extra` in one call, and what verl's dictionaries have beside their score."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, list[float]] = {}
+        self._extras: dict[str, list[Any]] = {}
+
+    def metric(self, name: str, value: Any) -> None:
+        """A number of this call; several under one name are averaged."""
+        number = as_number(value)
+        if number is None:
+            raise UsageError(f"log_metric({name!r}, ...) was given {brief(value)}; expected a number")
+        self._metrics.setdefault(str(name), []).append(number)
+
+    def extra(self, column: str, values: Any) -> None:
+        """One value a completion; a second call goes on where the first ended."""
+        self._extras.setdefault(str(column), []).extend(values)
+
+    def columns(self, completions: int) -> dict[str, list[Any]]:
+        """By name, one value a completion, each as JSON knows it. Errors: `UsageError` for a column of another length."""
+        for name, values in self._extras.items():
+            if len(values) != completions:
+                raise UsageError(
+                    f"log_extra({name!r}, ...) was given {len(values)} values for {completions} completions"
+                )
+        means = {name: [sum(values) / len(values)] * completions for name, values in self._metrics.items()}
+        return {_utf8(name): [_json(value) for value in values] for name, values in (means | self._extras).items()}
+
+
+def _json(value: Any) -> Any:
+    """What JSON does not know is its text."""
+    value = plain(value)
+    try:
+        return orjson.loads(orjson.dumps(value, default=lambda v: str(plain(v)), option=orjson.OPT_NON_STR_KEYS))
+    except (TypeError, RecursionError):
+        return _utf8(str(value))
 
 
 async def _await(awaitable: Any) -> Any:
     return await awaitable
 
 
-def check_scores(answer: Any, completions: int) -> list[float | None]:
-    """One finite float or None per completion. Errors: `UsageError` that says what came back instead."""
-    if isinstance(answer, (str, bytes, dict)) or not hasattr(answer, "__iter__"):
-        raise UsageError(f"it returned {brief(answer)}; expected a list of {completions} floats or None")
-    values = list(answer)
+def plain(value: Any) -> Any:
+    """Arrays, tensors and their scalars as Python's own numbers and lists."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def as_number(value: Any) -> float | None:
+    """None for what is no real number, and for text. Infinite and NaN ones are numbers here."""
+    value = plain(value)
+    try:
+        return None if isinstance(value, (str, bytes, bytearray)) else float(value)
+    except (TypeError, ValueError, ArithmeticError):
+        return None
+
+
+def check_scores(answer: Any, completions: int) -> tuple[list[float | None], list[tuple[int, str]]]:
+    """One finite float or None per completion; and the numbers of completions that have another thing, with what it is.
+
+    Errors: `UsageError` that says what came back where that is nothing with an order (a list, a tuple, an array of one dimension,
+    an iterator), or has another length.
+    """
+    unordered = isinstance(answer, (str, bytes, bytearray, memoryview, Mapping, Set))
+    indexed = hasattr(answer, "__getitem__") and hasattr(answer, "__len__") and len(getattr(answer, "shape", "1")) == 1
+    if unordered or not (indexed or isinstance(answer, Iterator)):
+        raise UsageError(
+            f"it returned {brief(answer)}; expected a list of {completions} numbers or None, in the order of the completions"
+        )
+    values = list(plain(answer))
     if len(values) != completions:
         raise UsageError(f"it returned {len(values)} values for {completions} completions")
-    scores: list[float | None] = []
-    for index, value in enumerate(values):
-        if value is None:
-            scores.append(None)
-            continue
-        try:
-            number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UsageError(f"it returned {brief(value)} for completion {index}; expected a finite float or None")
-        scores.append(number)
-    return scores
+    numbers = [None if value is None else as_number(value) for value in values]
+    kept = [number if number is not None and math.isfinite(number) else None for number in numbers]
+    wrong = [place for place, number in enumerate(kept) if number is None and values[place] is not None]
+    return kept, [(place, _utf8(brief(values[place]))) for place in wrong]
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
@@ -167,7 +223,7 @@ class Session:
         function = self._functions[request["function"]]
         before = anonymous_bytes()
         try:
-            return orjson.dumps(function.score(request["arguments"], request["completions"], self._runner))
+            return orjson.dumps(function.score(request, self._runner))
         finally:
             if hasattr(signal, "setitimer"):  # an alarm that was not switched off must not ring in the next call
                 signal.setitimer(signal.ITIMER_REAL, 0)

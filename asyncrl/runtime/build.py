@@ -13,7 +13,7 @@ from asyncrl.algorithms.registry import build_advantage, build_loss, build_rewar
 from asyncrl.concurrency.lane import SimulatedLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import numbers
-from asyncrl.config.resolve import row_limit, turns_bound
+from asyncrl.config.resolve import row_limit, turns_bound, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store, store_metrics
@@ -39,7 +39,7 @@ from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
-from .inputs import import_code, known_columns
+from .inputs import check_components, import_code, known_columns
 from .parts import Parts, Site
 from .rates import Rates
 
@@ -113,6 +113,9 @@ class Builder:
         self.say(f"starting reward workers: {self.config.reward.workers}")
         functions = await self.stack.enter_async_context(self._functions(overrides))
         parts = await (self._dry(version) if dry else self._real())
+        most, each = self.config.train.max_steps, versions_per_batch(self.config)
+        last = None if most is None else most * each
+        functions.progress = lambda: {"global_step": parts.trainer.version, "max_steps": last}
         reward = self._reward(functions, parts)
         environment = overrides.environment or load_environment(
             self.config.rollout.environment,
@@ -173,8 +176,8 @@ class Builder:
         return isinstance(environment, SingleTurn) if batch == "auto" else batch == "group"
 
     def _weights(self, reward: RewardPool | ModelRewards) -> dict[str, float]:
-        """Of every component of the reward, by name. Errors: ConfigError where two have one name, or the filters ask for
-        one that nobody gives (an environment of the user's own may give more than is known here)."""
+        """Of every component of the reward, by name. Errors: ConfigError where two have one name, or a setting names one that
+        nobody gives."""
         weights = reward.weights
         if self.config.reward.overlong.cache is not None:
             if OVERLONG in weights:
@@ -183,11 +186,7 @@ class Builder:
                     "`name`"
                 )
             weights[OVERLONG] = self.config.reward.overlong.weight
-        chosen = self.config.rollout.filter.by
-        if chosen != "reward" and chosen not in weights and self.config.rollout.environment == "single_turn":
-            raise ConfigError(
-                f"rollout.filter.by is {chosen!r}; expected `reward` or one of the components: {', '.join(weights) or 'none'}"
-            )
+        check_components(self.config, reward.weights)
         return weights
 
     def _ledger(self, turn: int) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +27,10 @@ from asyncrl.models.parameters.source import (
     is_builder,
     load_builder,
     model_source,
+    name_of,
     tokenizer_source,
 )
+from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool
 
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
@@ -64,7 +66,24 @@ async def load_code(config: Config) -> None:
     pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
-        pass
+        check_components(config, [*pool.names, *(name_of(model) for model in config.reward.model)])
+
+
+def check_components(config: Config, scored: Collection[str]) -> None:
+    """That the components which settings name exist. `scored`: those of functions and models; an environment of the user's own may
+    give more. Errors: ConfigError."""
+    if config.rollout.environment != "single_turn":
+        return
+    filtered = [*scored, OVERLONG] if config.reward.overlong.cache is not None else scored
+    named = {
+        "rollout.filter.by": (config.rollout.filter.by, filtered),
+        "evaluate.pass_by": (config.evaluate.pass_by, scored),
+    }
+    for setting, (chosen, known) in named.items():
+        if chosen != "reward" and chosen not in known:
+            raise ConfigError(
+                f"{setting} is {chosen!r}; expected `reward` or one of the components: {', '.join(known) or 'none'}"
+            )
 
 
 def known_columns(config: Config) -> list[list[str]]:

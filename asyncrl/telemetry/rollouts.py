@@ -92,6 +92,7 @@ def row(
         "completion": trajectory.completion,
         "reward": trajectory.reward,
         "components": dict(trajectory.components),
+        **({"extras": dict(trajectory.extras)} if trajectory.extras else {}),
         "versions": {"min": oldest, "max": newest},
         "trained_version": trained_version,
         "staleness": trained_version - oldest if oldest >= 0 else 0,

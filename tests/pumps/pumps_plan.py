@@ -71,6 +71,7 @@ class Plan:
     reward_config: Mapping[str, Any] = field(default_factory=dict)
     reward_fails: Failure = _nothing
     reward: Callable[[int, int], float | None] = lambda group, member: float((group + member) % 3)
+    component: Callable[[float], float] = lambda reward: reward
     publish_s: Callable[[int, int], float] = lambda version, sink: 0.0
     publish_fails: Mapping[int, Exception] = field(default_factory=dict)  # by version
     sinks: int = 1
@@ -82,6 +83,7 @@ class Plan:
     engine: bool = False  # tokens from the dry-run engine instead of the script
     held_out: int = 0
     evaluate_every: int | None = None
+    evaluate: Mapping[str, Any] = field(default_factory=dict)
     evaluation_s: float = 1.0
 
     @property
@@ -124,7 +126,7 @@ class Plan:
                     "tokens_per_microbatch": self.tokens_per_microbatch,
                     **self.train_config,
                 },
-                "evaluate": {"every": self.evaluate_every},
+                "evaluate": {"every": self.evaluate_every, **self.evaluate},
             }
         )
         return resolve(given, embedding=True)
@@ -218,7 +220,9 @@ class ScriptedReward:
             if failure is not None:
                 raise failure
             value = plan.reward(group, member)
-            scored.append(replace(trajectory, reward=value, components={"scripted": value}))
+            component = None if value is None else plan.component(value)
+            extras = {} if value is None else {"scripted/right": value > 0, "scripted/said": "text"}
+            scored.append(replace(trajectory, reward=value, components={"scripted": component}, extras=extras))
         return scored
 
 

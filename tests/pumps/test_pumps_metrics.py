@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pumps_house import live
-from pumps_plan import Plan, make_trajectory
+from pumps_plan import Plan, make_prompt, make_trajectory
 
 from asyncrl.algorithms.advantages import GroupRewards
-from asyncrl.pumps.metrics import GroupRows, Row, StepPart, step_metrics
+from asyncrl.pumps.metrics import GroupRows, Row, StepPart, group_rows, step_metrics
 from asyncrl.pumps.parts import packed, unpacked
 from asyncrl.records.check import SILENT
-from asyncrl.types import FinishReason, Prompt, StepResult, Trajectory
+from asyncrl.telemetry.rollouts import row
+from asyncrl.types import FinishReason, Group, Prompt, StepResult, Ticket, Trajectory
 
 VERSION = 7
 RESULT = StepResult(version=8, loss=0.5, grad_norm=1.0, lr=1e-3, tokens=9, sequences=3, microbatches=1)
@@ -57,6 +58,23 @@ def test_any_split_over_ranks_gives_the_metrics_of_the_whole(drawn: Any, counted
     whole = StepPart(tuple(group for group, _ in everything), total, tuple(replayed))
 
     assert metrics(parts) == metrics([whole])  # exactly: the same floats in the same order
+
+
+def test_numbers_that_reward_functions_logged_are_metrics_and_all_of_it_stands_in_the_rollouts() -> None:
+    logged: list[dict[str, Any]] = [
+        {"f/right": True, "f/said": "a"},
+        {"f/right": False, "f/near": 0.5},
+        {"f/right": None},
+    ]
+    members = tuple(replace(make_trajectory(0, m, 3, [0], 1.0), extras=extras) for m, extras in enumerate(logged))
+    group = Group(Ticket(0, 0, 0), make_prompt(0), members)
+
+    found = metrics([unpacked(packed(StepPart(group_rows([group]))))])
+
+    named = {name.removeprefix("reward/"): value for name, value in found.items() if name.startswith("reward/f/")}
+    assert named["f/right/mean"] == 0.5 and named["f/near/mean"] == 0.5 and named["f/near/applicable"] == 1 / 3
+    assert not any("said" in name for name in named)
+    assert [row(group, t, 0).get("extras") for t in members] == logged
 
 
 def test_the_figures_by_hand() -> None:

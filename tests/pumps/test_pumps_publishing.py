@@ -58,6 +58,44 @@ def test_evaluation_metrics_know_avg_and_pass() -> None:
     assert house.evaluations[0][f"{name}/completions/mean_length"] == TOKENS
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_evaluation_scores_as_the_training_does(whole: bool) -> None:
+    """A reward that compares the members of a group gets all of them."""
+    plan = Plan(score_groups=whole, group_size=2, max_steps=1, held_out=2, evaluate_every=1, evaluate={"samples": 3})
+
+    house = live(plan)
+
+    calls = [call for call in house.reward_calls if call[0][0] < 0]
+    rows = [tuple((group, member) for member in range(3)) for group in (-1, -2)]
+    assert sorted(calls) == sorted((rows if whole else [(each,) for row in rows for each in row]) * 2)
+    # Member m of group g is rewarded with (g + m) % 3.
+    assert house.evaluations[0]["eval/single_turn/avg@3"] == 1.0
+
+
+@pytest.mark.parametrize(("by", "passed"), [("reward", 2 / 3), ("scripted", 1 / 3)])
+def test_pass_looks_at_the_component_that_is_named(by: str, passed: float) -> None:
+    """Rewards of the rows: 2, 1, 0, none; the component is half of that, and what a function logged is a metric."""
+
+    def value(group: int, member: int) -> float | None:
+        return [2.0, 1.0, 0.0, None][-1 - group] if group < 0 else 1.0
+
+    evaluate = {"pass_by": by, "pass_reward": 1.0}
+    plan = Plan(max_steps=1, held_out=4, evaluate_every=1, evaluate=evaluate, reward=value, component=lambda r: r / 2)
+
+    measured = live(plan).evaluations[0]
+
+    name = "eval/single_turn"
+    # Of the three rows with a reward: two have a sum of at least 1, one a component.
+    assert measured[f"{name}/pass@1"] == pytest.approx(passed)
+    assert measured[f"{name}/avg@1"] == 1.0 and measured[f"{name}/scripted/mean"] == 0.5
+    assert measured[f"{name}/scripted/right/mean"] == pytest.approx(2 / 3)
+
+
+def test_pass_by_a_component_that_nobody_gives_ends_the_run() -> None:
+    house = live(Plan(max_steps=1, held_out=1, evaluate_every=1, evaluate={"pass_by": "gone"}))
+    assert "evaluate.pass_by is 'gone'; the held-out completions have: reward, scripted" in str(house.error)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_with_several_ranks_no_step_is_surveyed_before_the_publish_of_the_last_one_is_through(ranks: int) -> None:
     """Both may be collectives: in whatever order they came on each rank, so they would cross."""

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from fractions import Fraction
 
 CALLS = 0
 
@@ -231,6 +232,32 @@ def infinite(completions):
 
 def strings(completions):
     return ["1", "2"]
+
+
+def one_of_each(completions):
+    return [float("nan"), 0.5, None, "good"]
+
+
+def logs(completions, log_metric, log_extra, trainer_state, **columns):
+    """As a function of TRL's does."""
+    log_metric("accuracy", 0.5)
+    log_metric(name="accuracy", value=1)
+    log_extra("text", completions)
+    log_extra(column="odd", values=[True])
+    log_extra("odd", [Fraction(1, 3)])
+    log_extra("nested", [{7: (1, float("nan"))}] * len(completions))
+    assert trainer_state.epoch == 2.0
+    return [trainer_state.global_step + 2 / trainer_state.max_steps] * len(completions)
+
+
+async def logs_later(completions, **given):
+    await asyncio.sleep(0)
+    return logs(completions, **given)
+
+
+def logs_too_few(completions, log_extra):
+    log_extra("text", completions[:1])
+    return [0.0] * len(completions)
 
 
 def nothing(completions):

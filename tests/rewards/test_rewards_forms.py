@@ -27,6 +27,16 @@ async def compute_later(data_source, solution_str, ground_truth, extra_info=None
     await asyncio.sleep(0)
     return None if ground_truth is None else float(solution_str == ground_truth)
 
+def parts(solution_str, ground_truth):
+    if solution_str == "no":
+        return 0.5
+    right = solution_str == ground_truth
+    return {"score": right, "correct": right, "said": solution_str, **({} if right else {"near": 1.0})}
+
+async def parts_later(solution_str, ground_truth):
+    await asyncio.sleep(0)
+    return parts(solution_str, ground_truth)
+
 def odd(solution_str, ground_truth):
     return {"acc": 1.0}
 
@@ -75,6 +85,16 @@ async def test_verl_with_its_own_columns(file: str) -> None:
     assert await scored(f"{file}:needs_info", "7", ground_truth="8", difficulty=2) == [2.0]
 
 
+@pytest.mark.parametrize("name", ["parts", "parts_later"])
+async def test_what_verls_dictionary_has_beside_its_score_is_logged(file: str, name: str) -> None:
+    async with RewardPool([RewardSpec(f"{file}:{name}")]) as rewards:
+        scored = await rewards.score(prompt(ground_truth="7"), trajectories("7", "8", "no"))
+    assert [t.components for t in scored] == [{name: 1.0}, {name: 0.0}, {name: 0.5}]
+    keys = [f"{name}/{key}" for key in ("correct", "said", "near")]
+    rows = [(True, "7", None), (False, "8", 1.0), (None, None, None)]
+    assert [t.extras for t in scored] == [dict(zip(keys, row, strict=True)) for row in rows]
+
+
 async def test_verl_gets_the_text_of_a_conversation(file: str) -> None:
     assert await scored(f"{file}:short", [{"role": "assistant", "content": "7"}], ground_truth="7") == [1.0]
 
@@ -90,7 +110,8 @@ async def test_verl_gets_the_text_of_a_conversation(file: str) -> None:
         ),
         ("compute_score", {}, "the columns of the data are: none"),
         ("needs_info", VERL, "needs the columns difficulty; the columns of the data are: ability, data_source, reward_m"),
-        ("odd", VERL, "it returned {'acc': 1.0} (dict); expected a number, or a dictionary with `score`"),
+        ("odd", VERL, "it returned {'acc': 1.0} (dict) for member 0; expected finite numbers or None (in verl's form, or "
+         "dictionaries with `score`)"),
         ("data.score_answer", {"solution": "7"}, "reasoning-gym data set (question, answer, metadata); the columns of the "
          "data are: solution"),
     ],

@@ -5,19 +5,27 @@ import math
 import os
 import subprocess
 import sys
+from array import array
+from collections import deque
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import psutil
 import pytest
 import rewards_functions
+import torch
 from rewards_helpers import FILE, pool, prompt, trajectories
 from warm import children
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
 from asyncrl.rewards.calls import RewardSpec
+from asyncrl.rewards.forms import UsageError
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.wire import Kind, pack
+from asyncrl.rewards.worker import check_scores
 from asyncrl.telemetry.recorder import Recorder
 
 # ---- what a function is given, and what comes back
@@ -134,10 +142,10 @@ async def test_from_config():
     ("name", "words"),
     [
         ("too_few", "1 values for 2 completions"),
-        ("not_a_number", "nan (float) for completion 1"),
-        ("infinite", "-inf (float) for completion 1"),
-        ("strings", "'1' (str) for completion 0"),
-        ("nothing", "returned None"),
+        ("not_a_number", "nan (float) for member 1; expected finite numbers or None"),
+        ("infinite", "-inf (float) for member 1"),
+        ("strings", "'1' (str) for member 0, '2' (str) for member 1"),
+        ("nothing", "returned None (NoneType); expected a list of 2 numbers or None, in the order of the completions"),
         ("needs", "needs 'solution'"),
     ],
 )
@@ -147,6 +155,108 @@ async def test_an_unusable_answer_names_function_and_value(name, words):
             await rewards.score(prompt(answer="a"), trajectories("a", "b"))
     assert repr(name) in str(caught.value)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("policy", "instead"), [("none", None), ("zero", 0.0)])
+async def test_what_is_no_score_concerns_its_member_alone(policy, instead, caplog):
+    recorder = Recorder()
+    async with pool("one_of_each", on_error=policy, recorder=recorder) as rewards:
+        scored = await rewards.score(prompt(group_id=7), trajectories(*"abcde")[1:])
+    assert [t.reward for t in scored] == [instead, 0.5, None, instead]
+    assert recorder.drain()["reward/one_of_each/errors"] == 1
+    assert "(group 7): it returned nan (float) for member 1, 'good' (str) for member 4; expected" in caplog.text
+
+
+def numpy_array():
+    return np.array([1.0, 0.5], dtype=np.float16)
+
+
+RIGHT = {
+    "list": lambda: [1, Fraction(1, 2)],
+    "tuple": lambda: (True, Decimal("0.5")),
+    "deque": lambda: deque([1.0, 0.5]),
+    "array": lambda: array("d", [1.0, 0.5]),
+    "generator": lambda: (value for value in (1, 0.5)),
+    "map": lambda: map(float, ("1", "0.5")),
+    "numpy": numpy_array,
+    "scalars of numpy": lambda: list(numpy_array()),
+    "scalars of torch": lambda: [torch.tensor(1, dtype=torch.int8), torch.tensor(0.5, requires_grad=True)],
+    "torch": lambda: torch.tensor([1.0, 0.5], dtype=torch.bfloat16, requires_grad=True),
+    "pandas": lambda: pytest.importorskip("pandas").Series([1.0, 0.5], index=[1, 0]),
+}
+
+
+@pytest.mark.parametrize("answer", RIGHT.values(), ids=RIGHT)
+def test_what_has_an_order_is_taken(answer):
+    assert check_scores(answer(), 2) == ([1.0, 0.5], [])
+
+
+UNORDERED = {
+    "set": {1.0, 0.5},
+    "frozenset": frozenset({1.0, 0.5}),
+    "dict": {0: 1.0, 1: 0.5},
+    "keys": {1.0: 0, 0.5: 1}.keys(),
+    "values": {0: 1.0, 1: 0.5}.values(),
+    "text": "10",
+    "bytes": b"10",
+    "bytearray": bytearray(b"10"),
+    "number": 1.0,
+    "scalar": np.float32(1.0),
+    "matrix": np.ones((2, 1)),
+}
+
+
+@pytest.mark.parametrize("answer", UNORDERED.values(), ids=UNORDERED)
+def test_what_has_no_order_is_refused_with_its_type(answer):
+    with pytest.raises(
+        UsageError, match=r"expected a list of 2 numbers or None, in the order of the completions"
+    ) as caught:
+        check_scores(answer, 2)
+    assert f"({type(answer).__name__})" in str(caught.value)
+
+
+NO_SCORES = [
+    1j,
+    np.complex64(1),
+    torch.tensor(1j),
+    "1",
+    b"1",
+    [1.0],
+    np.ones(1),
+    10**400,
+    math.inf,
+    np.nan,
+    Decimal("sNaN"),
+    {},
+]
+
+
+@pytest.mark.parametrize("value", NO_SCORES, ids=repr)
+def test_a_value_that_is_no_finite_number_is_named(value):
+    scores, wrong = check_scores([0.5, value, None], 3)
+    assert scores == [0.5, None, None] and [place for place, _ in wrong] == [1] and type(value).__name__ in wrong[0][1]
+
+
+# ---- what a function logs, as under TRL
+
+
+@pytest.mark.parametrize("name", ["logs", "logs_later"])
+async def test_trls_arguments_reach_trajectories(name):
+    async with pool(name) as rewards:
+        rewards.progress = lambda: {"global_step": 3, "max_steps": 8}
+        scored = await rewards.score(replace(prompt(), epoch=2), trajectories("a", "bb"))
+    assert [t.reward for t in scored] == [3.25, 3.25]  # 3 + 2 / 8
+    mine = {"accuracy": 0.75, "nested": {"7": [1, None]}}
+    assert [t.extras for t in scored] == [
+        {f"{name}/{key}": value for key, value in {**mine, "text": text, "odd": odd}.items()}
+        for text, odd in (("a", True), ("bb", "1/3"))
+    ]
+
+
+async def test_a_column_of_another_length_is_refused():
+    async with pool("logs_too_few") as rewards:
+        with pytest.raises(RewardError, match=r"log_extra\('text', ...\) was given 1 values for 2 completions"):
+            await rewards.score(prompt(), trajectories("a", "b"))
 
 
 # ---- functions that fail

@@ -87,6 +87,7 @@ async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: 
             ["rollout.filter.dynamic_sampling=true", "rollout.filter.by=shore"],
             "filter.by is 'shore'; expected `reward` or one of the components: share",
         ),
+        (["evaluate.pass_by=overlong", "reward.overlong_cache=2"], "evaluate.pass_by is 'overlong'; expected"),
         (["reward.overlong_cache=2", "reward.functions=[{function: FILE, name: overlong}]"], "give it another `name`"),
     ],
 )

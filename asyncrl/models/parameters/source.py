@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config.imports import load_object, raised
 from asyncrl.config.schema import ModelConfig
+from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.errors import AsyncrlError, ConfigError
 
 
@@ -20,6 +21,12 @@ def is_builder(config: ModelConfig) -> bool:
 def is_address(path: str) -> bool:
     """Whether it is `file.py:name` or `module:name`, and no directory or hub id."""
     return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
+
+
+def name_of(config: RewardModelConfig) -> str:
+    """As in metrics: the last part of the path, unless the configuration has another."""
+    last = config.path.rpartition(":")[2] if is_address(config.path) else Path(config.path).name
+    return config.name or last
 
 
 def load_builder(path: str, setting: str) -> Callable[[int], Any]:
