@@ -2,7 +2,8 @@
 
 `write` is called on the event loop once a step: the JSONL sink writes one line (tens of microseconds), the others
 hand over to a thread or process of their own. `close` may wait for seconds until they have everything: not on the loop.
-The one step axis is the policy version.
+The one step axis is the policy version. `sinks.json` in the run directory says which run of wandb and MLflow is this one: a resume
+goes on with it, and none of the sinks gets a step twice.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +28,7 @@ from .trace import dump
 
 logger = logging.getLogger("asyncrl.telemetry")
 
+IDS = "sinks.json"
 _MLFLOW_PARAMS = 100  # the most that one of its requests takes
 _MLFLOW_WAITING = 100  # steps; some kilobytes each
 _MLFLOW_CLOSE_S = 15.0  # less than `watchdog.abort_grace_s`, in which a run that is stopped has to end
@@ -32,6 +36,9 @@ _MLFLOW_CLOSE_S = 15.0  # less than `watchdog.abort_grace_s`, in which a run tha
 
 class Sink(Protocol):
     """Takes the metrics of each step. `close` may be called twice."""
+
+    id: str  # of this run, where the sink has other runs, too
+    after: int  # the last step that it has already
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of step `step`, which is the policy version. On the event loop: no longer than a short line takes."""
@@ -51,7 +58,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self.path = path
+        self.path, self.id, self.after = path, "", -1
         if resume_step is not None:
             discard_after(path, resume_step)
         self._file = path.open("ab")
@@ -112,22 +119,48 @@ def each_row(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def _last_step(run_dir: Path) -> int:
+    """The last step of the earlier lives of a run; -1 without any."""
+    rows = (row for name in ("metrics", "metrics.discarded") for row in each_row(run_dir / f"{name}.jsonl"))
+    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a sink is told of the run that opens it."""
+
+    run_dir: Path
+    name: str
+    config: Mapping[str, Any]
+    resume_step: int | None = None  # of the checkpoint that it goes on from
+    id: str | None = None  # under which the sink knows its earlier lives
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """As `each_row`, all of them: of a file that is known to be small."""
     return list(each_row(path))
 
 
 class WandbSink:
-    """Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT` and so on are wandb's own and respected."""
+    """Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT` and so on are wandb's own and respected. A step that it has stays."""
 
-    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, life: Life) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ConfigError(_missing("wandb")) from error
-        project = os.environ.get("WANDB_PROJECT", "asyncrl")
+        self.id = os.environ.get("WANDB_RUN_ID") or life.id or secrets.token_hex(4)
+        self.after = _last_step(life.run_dir) if self.id == life.id else -1
         try:
-            self._run = wandb.init(project=project, name=name, dir=str(run_dir), config=dict(config))
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "asyncrl"),
+                name=life.name,
+                id=self.id,
+                resume=os.environ.get("WANDB_RESUME", "allow"),
+                dir=str(life.run_dir),
+                config=dict(life.config),
+                allow_val_change=True,  # `resume` itself, and what else a resume may change
+            )
         except wandb.errors.UsageError as error:  # no API key and nobody to ask for one
             raise ConfigError(
                 f"telemetry.sinks has 'wandb', and wandb refused to start: {error}. "
@@ -144,20 +177,28 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """TensorBoard event files under `<run_dir>/tensorboard`; needs neither torch nor TensorFlow."""
+    """TensorBoard event files under `<run_dir>/tensorboard`; needs neither torch nor TensorFlow. A resume takes back the points
+    after its checkpoint."""
 
-    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, life: Life) -> None:
         try:
-            from tensorboard.summary import Writer
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise ConfigError(_missing("tensorboard")) from error
-        self._writer = Writer(str(run_dir / "tensorboard"))
+        self.id, self.after = "", -1 if life.resume_step is None else life.resume_step
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(life.run_dir / "tensorboard"))
+        if life.resume_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=life.resume_step + 1, session_log=start))
         self._closed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """A scalar each, flushed."""
-        for tag, value in metrics.items():
-            self._writer.add_scalar(tag, float(value), step)
+        values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -173,29 +214,36 @@ class MlflowSink:
     `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` and so on are MLflow's own and respected; without an address the runs are in
     `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`: `eval/x/pass@4` is `eval/x/pass_at_4` there.
     Training never waits for the store, and `metrics.jsonl` has every step. One that fails gets no further steps; one that is
-    slower than the steps has 100 of them waiting, and lacks those that come while they do. The log says so once.
+    slower than the steps has 100 of them waiting, and lacks those that come while they do. The log says so once. It changes
+    neither parameters nor points: of a resumed run it keeps those of the first life.
     """
 
-    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, life: Life) -> None:
         try:
             import mlflow
             from mlflow.entities import Param
         except ImportError as error:
             raise ConfigError(_missing("mlflow")) from error
-        own = None if mlflow.is_tracking_uri_set() else f"sqlite:///{run_dir.parent.resolve() / 'mlflow.db'}"
+        own = None if mlflow.is_tracking_uri_set() else f"sqlite:///{life.run_dir.parent.resolve() / 'mlflow.db'}"
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl")
-        params = [Param(key, str(value)) for key, value in _leaves(config)]
+        params = [Param(key, str(value)) for key, value in _leaves(life.config)]
+        self.after = -1
         try:
             self._client = mlflow.MlflowClient(tracking_uri=own)
-            found = self._client.get_experiment_by_name(experiment)
-            place = found.experiment_id if found else self._client.create_experiment(experiment)
-            self._run = self._client.create_run(place, run_name=name).info.run_id
-            for start in range(0, len(params), _MLFLOW_PARAMS):
-                self._client.log_batch(self._run, params=params[start : start + _MLFLOW_PARAMS])
+            if life.id is not None:
+                self.id, self.after = life.id, _last_step(life.run_dir)
+                self._client.update_run(self.id, status="RUNNING")
+            else:
+                found = self._client.get_experiment_by_name(experiment)
+                place = found.experiment_id if found else self._client.create_experiment(experiment)
+                self.id = self._client.create_run(place, run_name=life.name).info.run_id
+                for start in range(0, len(params), _MLFLOW_PARAMS):
+                    self._client.log_batch(self.id, params=params[start : start + _MLFLOW_PARAMS])
         except Exception as error:  # MLflow's own, and those of the libraries of each kind of store
             raise ConfigError(
                 f"telemetry.sinks has 'mlflow', and its store {own or mlflow.get_tracking_uri()} refused to start: "
                 f"{type(error).__name__}: {error}; MLFLOW_TRACKING_URI says where it is"
+                + (f"; without {life.run_dir / IDS} a new run is made there" if life.id else "")
             ) from error
         self._waiting: queue.Queue[tuple[int, Mapping[str, float], int] | None] = queue.Queue(_MLFLOW_WAITING)
         self._left_out = 0  # steps that it will never get
@@ -224,8 +272,8 @@ class MlflowSink:
         while (item := self._waiting.get()) is not None:
             step, metrics, now = item
             batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
-            self._try(partial(self._client.log_batch, self._run, metrics=batch), f"no metrics from step {step} on")
-        self._try(partial(self._client.set_terminated, self._run), "no end of the run")
+            self._try(partial(self._client.log_batch, self.id, metrics=batch), f"no metrics from step {step} on")
+        self._try(partial(self._client.set_terminated, self.id), "no end of the run")
 
     def _try(self, call: Callable[[], object], lost: str) -> None:
         if self._failed:
@@ -284,7 +332,8 @@ class Sinks:
         failed: list[OSError] = []
         for sink in self._sinks:
             try:
-                sink.write(step, metrics)
+                if step > sink.after:
+                    sink.write(step, metrics)
             except OSError as error:
                 failed.append(error)
         if failed:
@@ -310,7 +359,7 @@ def open_sinks(
 
     May take seconds (wandb starts a process): not on the event loop.
     """
-    makers: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+    makers: dict[str, Callable[[Life], Sink]] = {
         "wandb": WandbSink,
         "tensorboard": TensorBoardSink,
         "mlflow": MlflowSink,
@@ -319,12 +368,19 @@ def open_sinks(
     if unknown:
         raise ConfigError(f"telemetry.sinks has {unknown[0]!r}; known are {', '.join(makers)}")
     run_dir.mkdir(parents=True, exist_ok=True)
+    ids: dict[str, str] = {}
+    if resume_step is not None and (run_dir / IDS).exists():
+        ids = orjson.loads((run_dir / IDS).read_bytes())
     with ExitStack() as opened:  # if one cannot be opened, those before it are closed again
         sinks: list[Sink] = []
-        for make in (makers[each] for each in names):
-            sink = make(run_dir, name, config)
+        for each in names:
+            sink = makers[each](Life(run_dir, name, config, resume_step, ids.get(each)))
             opened.callback(sink.close)
             sinks.append(sink)
+            ids[each] = sink.id
+        if names:
+            (run_dir / f"{IDS}.partial").write_bytes(orjson.dumps(ids))
+            os.replace(run_dir / f"{IDS}.partial", run_dir / IDS)
         # Opened last, so that a sink that refuses leaves an earlier run's lines alone; written first.
         sinks.insert(0, JsonlSink(run_dir / "metrics.jsonl", resume_step))
         opened.pop_all()

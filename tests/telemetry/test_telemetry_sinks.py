@@ -104,19 +104,20 @@ def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
         open_sinks(["neptune"], tmp_path, name="run", config={})
 
 
-def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_scalar_once(tmp_path: Path) -> None:
+    """Lives that reach steps 4 and 3, and one from the checkpoint of step 1 after both."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
 
-    with open_sinks(["tensorboard"], tmp_path, name="run", config={}) as sinks:
-        for step in (1, 2):
-            sinks.write(step, {"reward/mean": step / 2})
+    for life, (resume, steps) in enumerate([(None, (0, 1, 2, 3, 4)), (2, (2, 3)), (1, (2, 3))]):
+        with open_sinks(["tensorboard"], tmp_path, name="run", config={}, resume_step=resume) as sinks:
+            for step in steps:
+                sinks.write(step, {"reward/mean": step + life / 4})
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
-    found = [(event.step, float(make_ndarray(event.tensor_proto))) for event in accumulator.Tensors("reward/mean")]
-    assert found == [(1, 0.5), (2, 1.0)]
-    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    found = [(event.step, event.value) for event in accumulator.Scalars("reward/mean")]
+    assert found == [(0, 0.0), (1, 1.0), (2, 2.5), (3, 3.5)]
+    assert accumulator.Tags()["tensors"] == []
 
 
 def make_group(group_id: int, size: int, completion: str = "four") -> Group:

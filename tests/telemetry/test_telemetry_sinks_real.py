@@ -31,6 +31,14 @@ def _log(name: str, run_dir: Path) -> None:
     assert threading.active_count() == before or name == "wandb"  # wandb keeps a thread of its own for the next run
 
 
+def _resumed(name: str, run_dir: Path) -> None:
+    """From the checkpoint of step 1, with another setting: step 2 comes again."""
+    config = {**CONFIG, "train": {"lr": 0.25}}
+    with open_sinks([name], run_dir, name="mine", config=config, resume_step=1) as sinks:
+        for step in (1, 2, 3):
+            sinks.write(step, {"reward/mean": step / 4})
+
+
 def _records(path: Path) -> Iterator[Any]:
     """The records of wandb's log, which has LevelDB's format: `checksum u32, length u16, kind u8`, one block here."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -47,12 +55,16 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     wandb.teardown()  # whoever imported it before has had it read the environment
     _log("wandb", tmp_path)
+    _resumed("wandb", tmp_path)
     wandb.teardown()
-    [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    records = list(_records(path))
-    [run] = [record.run for record in records if record.HasField("run")]
+    paths = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    records, again = (list(_records(path)) for path in paths)
+    [run, second] = [record.run for record in records + again if record.HasField("run")]
+    assert run.run_id == second.run_id == json.loads((tmp_path / "sinks.json").read_text())["wandb"]
+    assert [record.history.step.num for record in again if record.HasField("history")] == [3]
     config = {item.key or ".".join(item.nested_key): item.value_json for item in run.config.update}
     assert run.display_name == "mine" and config["seed"] == "3" and "0.5" in config["train"]
     history = [record.history for record in records if record.HasField("history")]
@@ -80,6 +92,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str) -> 
         pytest.importorskip("alembic")
     (tmp_path / "run").mkdir()
     _log("mlflow", tmp_path / "run")
+    _resumed("mlflow", tmp_path / "run")
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("letters" if store == "files" else "asyncrl")
     [run] = client.search_runs([experiment.experiment_id])
@@ -91,7 +104,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str) -> 
         "seed": "3",
     }
     history = client.get_metric_history(run.info.run_id, "reward/mean")
-    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 1.0)]
+    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 1.0), (3, 0.75)]
     assert run.data.metrics["eval/sums/pass_at_4"] == 0.25
 
 
