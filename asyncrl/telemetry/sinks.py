@@ -156,7 +156,7 @@ class WandbSink:
                 project=os.environ.get("WANDB_PROJECT", "asyncrl"),
                 name=life.name,
                 id=self.id,
-                resume=os.environ.get("WANDB_RESUME", "allow"),
+                resume="allow",
                 dir=str(life.run_dir),
                 config=dict(life.config),
                 allow_val_change=True,  # `resume` itself, and what else a resume may change
