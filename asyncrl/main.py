@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config.describe import help_text
+from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.distributed.launcher import Launcher, tied
@@ -96,8 +97,19 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
 
         loop_factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        # asyncio's own SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
-        return runner.run(_run(config, launcher))
+        # Not `Runner.run`, whose SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
+        loop = runner.get_loop()
+        task = loop.create_task(_run(config, launcher))
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt) as left:
+                if is_interrupt(left):
+                    raise
+                if task.done():
+                    raise AsyncrlError(f"user code ended the run: {raised(left)}") from left
+                # asyncio lets it out of the loop, whichever task raised it. The task of the user's keeps it as its error,
+                # for who awaits it: an episode fails then, and the run goes on.
 
 
 @contextlib.contextmanager

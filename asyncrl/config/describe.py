@@ -53,6 +53,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "rollout.stop",
     "rollout.ignore_eos",
     "rollout.max_failed_groups",
+    "rollout.retries",
     "rollout.timeout_s",
     "door.*",
     "replay.*",

@@ -9,13 +9,17 @@ on the loop (environments) is loaded in the run's own process.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import difflib
 import hashlib
 import importlib
 import importlib.util
+import signal
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,6 +73,27 @@ def raised(error: BaseException) -> str:
     return f"{said} ({last.filename}:{last.lineno}{'' if last.name == '<module>' else f' in {last.name}'})"
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether this may be somebody's Ctrl-C. In `asyncrl run` none is: SIGINT has a handler there that raises nothing."""
+    handler = signal.getsignal(signal.SIGINT)
+    raises = handler is signal.default_int_handler or isinstance(
+        getattr(getattr(handler, "func", None), "__self__", None), asyncio.Runner
+    )
+    return raises and isinstance(error, KeyboardInterrupt)
+
+
+@contextlib.contextmanager
+def user_code(failed: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """Around code of the user's that does not wait: whatever it raises is `failed(error)`. SystemExit and the like, too: they
+    must not end the program as if all were well."""
+    try:
+        yield
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise failed(error) from error
+
+
 def _is_machinery(file: str) -> bool:
     """Ours, or Python's for imports."""
     return file.startswith(("<frozen importlib", str(Path(importlib.__file__).parent))) or Path(file).is_relative_to(
@@ -89,19 +114,18 @@ def _load_file(address: str, place: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # before it runs: dataclasses and pickle look the module up by name
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        with user_code(lambda error: ConfigError(f"cannot load {address!r}: {path} raised {raised(error)}")):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[module_name]
-        raise ConfigError(f"cannot load {address!r}: {path} raised {raised(error)}") from error
+        raise
     return module
 
 
 def _load_module(address: str, place: str) -> ModuleType:
     _append_to_path(str(Path.cwd()))
-    try:
+    with user_code(lambda error: ConfigError(f"cannot load {address!r}: importing {place} raised {raised(error)}")):
         return importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"cannot load {address!r}: importing {place} raised {raised(error)}") from error
 
 
 def _append_to_path(folder: str) -> None:

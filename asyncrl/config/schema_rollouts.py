@@ -220,8 +220,16 @@ class RolloutConfig(Section):
         "Longest episode of one completion, waits for the engine included; one that takes longer has failed.",
         gt=0,
     )
-    max_failed_groups: int = field(
-        0, "Groups whose environment or generation may fail before the run ends; each is counted.", ge=0
+    retries: int = field(
+        2,
+        "How often an episode that failed is played again, with the same random numbers, before its group has failed.",
+        ge=0,
+    )
+    max_failed_groups: int | None = field(
+        None,
+        "Groups that may fail before the run ends; another prompt takes the place of each. Default: a tenth of all groups so "
+        "far, and at least those of a step.",
+        ge=0,
     )
     environment: LocalPath = field(
         "single_turn", "`single_turn`, or `file.py:Class` / `module:Class` of an Environment."

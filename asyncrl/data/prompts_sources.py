@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from asyncrl.config.hub import hub_silence
-from asyncrl.config.imports import load_object, raised
+from asyncrl.config.imports import load_object, raised, user_code
 from asyncrl.errors import DataError
 
 from .prompts_files import ENDINGS, ListRows, Row, Rows, TableRows, is_local, open_rows
@@ -51,7 +51,7 @@ class IndexedRows:
         )  # else a row may take its time to be made
 
     def __len__(self) -> int:
-        return len(self._data)
+        return _run(lambda: len(self._data), f"the length of {self.source}")
 
     def __getitem__(self, index: int) -> Row:
         row: Row = _run(lambda: self._data[index], f"row {index + 1} of {self.source}")
@@ -166,11 +166,9 @@ def _check_arguments(function: Callable[..., Any], source: str) -> None:
 
 
 def _run(call: Callable[[], T], source: str) -> T:
-    """User code whose errors are one line. SystemExit too: a script's `exit()` must not end the run without a word."""
-    try:
+    """User code whose errors are one line."""
+    with user_code(lambda error: DataError(f"{source} raised {raised(error)}")):
         return call()
-    except (Exception, SystemExit) as error:
-        raise DataError(f"{source} raised {raised(error)}") from error
 
 
 def _open_hub(source: str) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from asyncrl.config.imports import load_object
+from asyncrl.config.imports import load_object, user_code
 from asyncrl.errors import ConfigError
 from asyncrl.ports import Environment
 from asyncrl.types import SamplingParams
@@ -34,10 +34,8 @@ def load_environment(address: str, *, tokenizer: Tokenizer, sampling: SamplingPa
             f"environment {address!r} asks for {', '.join(map(repr, missing))}; it can be given {', '.join(offered)}"
         )
     names = {p.name for p in parameters}
-    try:
+    with user_code(lambda error: ConfigError(f"environment {address!r} raised {type(error).__name__}: {error}")):
         environment = factory(**{k: v for k, v in offered.items() if takes_all or k in names})
-    except Exception as error:  # the user's constructor may raise anything
-        raise ConfigError(f"environment {address!r} raised {type(error).__name__}: {error}") from error
     run = getattr(environment, "run", None)
     if not inspect.iscoroutinefunction(run):
         raise ConfigError(f"environment {address!r} has no `async def run(self, prompt, member, group_size, generate)`")

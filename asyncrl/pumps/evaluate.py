@@ -21,7 +21,7 @@ from asyncrl.ports import Engine, Generate, PinnedVersion, Reward
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
-from .episode import Episodes
+from .episode import EpisodeFailed, Episodes
 from .metrics import logged
 
 _BEFORE_ROLLOUTS = -1  # their priorities are turns: the next optimizer step waits for an evaluation
@@ -58,8 +58,9 @@ class EvaluatePump:
         return every is not None and (last or version % every == 0)
 
     async def run(self, version: int, pin: PinnedVersion | None = None) -> dict[str, float]:
-        """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means and the mean length in tokens. `pin`: what
-        samples at this version while the rest goes on; None: the engine does, and nobody moves it meanwhile."""
+        """Metrics `eval/{name}/avg@k`, `eval/{name}/pass@k`, per-component means, the mean length in tokens, and `missing`
+        where episodes failed: so many completions are in none of the others. `pin`: what samples at this version while the
+        rest goes on; None: the engine does, and nobody moves it meanwhile."""
         samples, recorder = self._parts.settings.samples, self._parts.recorder
         scored: dict[tuple[int, int], Trajectory] = {}
         self.progress = 0, len(self._prompts) * samples
@@ -99,15 +100,18 @@ class EvaluatePump:
             self.progress = len(scored), len(self._prompts) * samples
 
         async def one(sample: int) -> None:
-            played[sample] = await play(sample)
+            try:
+                played[sample] = await play(sample)
+            except EpisodeFailed:
+                return  # a missing completion; `Episodes` has logged why
             if not parts.score_groups:
                 await score([sample])
 
         async with plain_task_group() as members:
             for sample in range(samples):
                 spawn(members, f"evaluation of row {row}", one, sample)
-        if parts.score_groups:
-            await score(range(samples))
+        if parts.score_groups and played:
+            await score(sorted(played))
 
     async def _play(self, prompt: Prompt, generate: Generate, priority: int, sample: int) -> Trajectory:
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
@@ -123,7 +127,7 @@ class EvaluatePump:
         rows = len(self._prompts)
         rewards, judged = np.full((2, rows, samples), np.nan)
         by = self._parts.settings.pass_by
-        if by != "reward" and not any(by in trajectory.components for trajectory in scored.values()):
+        if scored and by != "reward" and not any(by in trajectory.components for trajectory in scored.values()):
             found = sorted({name for trajectory in scored.values() for name in trajectory.components})
             raise ConfigError(f"evaluate.pass_by is {by!r}; the held-out completions have: reward, {', '.join(found)}")
         components: dict[str, list[float]] = {}
@@ -139,9 +143,11 @@ class EvaluatePump:
                     components.setdefault(name, []).append(value)
         prefix = f"eval/{self._name}"
         metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items()}
-        metrics[f"{prefix}/completions/mean_length"] = float(
-            np.mean([trajectory.sampled_length for trajectory in scored.values()])
-        )
+        if scored:
+            lengths = [trajectory.sampled_length for trajectory in scored.values()]
+            metrics[f"{prefix}/completions/mean_length"] = float(np.mean(lengths))
+        if len(scored) < rewards.size:
+            metrics[f"{prefix}/missing"] = float(rewards.size - len(scored))
         if not np.isnan(rewards).all():
             metrics[f"{prefix}/avg@{samples}"] = float(np.nanmean(rewards))
         if (known := judged[~np.isnan(judged).all(axis=1)]).size:

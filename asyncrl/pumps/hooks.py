@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.config.imports import load_object, raised
+from asyncrl.config.imports import is_interrupt, load_object, raised, user_code
 from asyncrl.data.store import StoreEvent
 from asyncrl.errors import ConfigError, DataError, HookError
 from asyncrl.records.check import Limits, check_trajectory
@@ -116,7 +116,9 @@ class Hooks:
                 raise
             # Nobody here asked for it: a task group would take it for an ordinary end, and the group would be lost.
             raise HookError(f"hook {name} ({_title(hook)}) was cancelled from inside {error}") from None
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             raise _failed(name, hook, error) from error
 
     def _wrong(self, name: str, answer: Any, wanted: str) -> HookError:
@@ -138,12 +140,12 @@ class StoreWatch:
         if self._error is not None:
             return
         try:
-            self._hook(event)
-        except Exception as error:
-            self._error = _failed("on_store", self._hook, error)
-            self._error.__cause__ = error
+            with user_code(lambda error: _failed("on_store", self._hook, error)):
+                self._hook(event)
+        except HookError as error:
+            self._error = error
             if self._end_run is not None:
-                self._end_run(self._error)
+                self._end_run(error)
 
     def attach(self, end_run: Callable[[BaseException], None]) -> None:
         """From now on an error goes to `end_run`; one that was there before goes there at once."""
@@ -160,7 +162,7 @@ class StoreWatch:
             raise self._error
 
 
-def _failed(name: str, hook: Any, error: Exception) -> HookError:
+def _failed(name: str, hook: Any, error: BaseException) -> HookError:
     return HookError(f"hook {name} ({_title(hook)}) failed: {raised(error)}")
 
 

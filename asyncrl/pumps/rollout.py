@@ -1,13 +1,12 @@
 """The rollout pump: prompts in, trajectories out (edges 1 to 3). One slot per group, admitted by the ledger.
 
-A group's members play in a task group of their own. A member that fails ends the whole group (its slot goes back at once,
-its rows are forgotten); more than `rollout.max_failed_groups` such groups end the run.
+A group's members play in a task group of their own. A member that fails, its retries included (episode.py), ends the whole
+group: its slot goes back at once, to another prompt, and its rows are forgotten. More than `rollout.max_failed_groups` such
+groups end the run.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 from dataclasses import dataclass
 
 import anyio
@@ -15,7 +14,7 @@ import anyio
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import AsyncrlError, DataError, EngineClosed, GenerationError
+from asyncrl.errors import DataError, GenerationError
 from asyncrl.ports import Engine, Ledger
 from asyncrl.records.check import Limits, check_trajectory
 from asyncrl.telemetry.recorder import Recorder
@@ -23,13 +22,11 @@ from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Prompt, Ticket, Trajectory
 
 from .book import GroupBook
-from .episode import Episodes
+from .episode import EpisodeFailed, Episodes
 from .hooks import Hooks
 from .pipeline import Scoring, hand_on
 
-
-class _EpisodeError(Exception):
-    """One member's environment failed; the cause says how."""
+_CAUSES = 3  # that are named where the budget is used up
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,7 @@ class RolloutPump:
         self._prompts = prompts
         self._scoring = scoring
         self._playing = None if parts.at_once is None else anyio.Semaphore(parts.at_once)
+        self._over_budget = False
         self.in_hand: int | None = None  # a prompt taken from the cursor that waits for its slot: a checkpoint keeps it
 
     async def run(self) -> None:
@@ -116,7 +114,7 @@ class RolloutPump:
                 for member in range(parts.rollout.group_size):
                     name = f"member {member} of group {ticket.group_id}"
                     spawn(members, name, self._member, ticket, prompt, member, done)
-        except* _EpisodeError as failures:
+        except* EpisodeFailed as failures:
             await self._failed(ticket, failures)
         else:
             if parts.whole_groups:
@@ -133,52 +131,45 @@ class RolloutPump:
             await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
 
     async def _episode(self, ticket: Ticket, prompt: Prompt, member: int) -> Trajectory:
-        """Errors: EngineClosed, as the run is ending then; _EpisodeError, with the environment's own as its cause."""
+        """Errors: as `Episodes.play`."""
         parts, group_id = self._parts, prompt.group_id
         group_size = parts.rollout.group_size
+        with parts.recorder.span("rollout", track="rollout", group=group_id, member=member):
+            # What has to be trained first goes first: the second round of an old group before the first of a new one.
+            trajectory = await parts.environment.play(
+                prompt, member, group_size, parts.engine.generate, ticket.deadline
+            )
         try:
-            with parts.recorder.span("rollout", track="rollout", group=group_id, member=member):
-                # What has to be trained first goes first: the second round of an old group before the first of a new one.
-                trajectory = await parts.environment.play(
-                    prompt, member, group_size, parts.engine.generate, ticket.deadline
-                )
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
                 raise GenerationError(
                     f"the environment was asked for member {member} of {group_size} of group {group_id} and returned "
                     f"member {trajectory.member} of {trajectory.group_size} of group {trajectory.group_id}"
                 )
-            try:
-                check_trajectory(trajectory, parts.limits)
-            except DataError as error:
-                raise GenerationError(
-                    f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
-                ) from None
-            return trajectory
-        except EngineClosed:
-            await (
-                anyio.lowlevel.checkpoint_if_cancelled()
-            )  # cancelled together with the engine: that is the reason then
-            raise
-        except asyncio.CancelledError as error:
-            if anyio.current_effective_deadline() == -math.inf:
-                raise
-            # Nobody here asked for it: the environment awaited something of its own that was cancelled. A task group
-            # would take that for an ordinary end, and the group's slot would be lost without a word.
-            raise _EpisodeError from GenerationError(f"the episode was cancelled from inside the environment {error}")
-        except Exception as error:
-            raise _EpisodeError from error
+            check_trajectory(trajectory, parts.limits)
+        except DataError as error:
+            raise EpisodeFailed from GenerationError(
+                f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
+            )
+        except Exception as error:  # a bug of the environment, which would return the same again
+            raise EpisodeFailed from error
+        return trajectory
 
-    async def _failed(self, ticket: Ticket, failures: BaseExceptionGroup[_EpisodeError]) -> None:
-        book, limit = self._parts.book, self._parts.rollout.max_failed_groups
+    async def _failed(self, ticket: Ticket, failures: BaseExceptionGroup[EpisodeFailed]) -> None:
+        """The group's slot goes to another prompt, within the budget. Errors: GenerationError once that is used up."""
+        book, rollout = self._parts.book, self._parts.rollout
         error = failures.exceptions[0].__cause__
         assert error is not None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         await book.end(ticket.group_id, "failed", f"{type(error).__name__}: {error}"[:200])
-        if book.failed > limit:
-            if isinstance(error, AsyncrlError):
-                raise error
+        limit, asked = rollout.max_failed_groups, "rollout.max_failed_groups"
+        if limit is None:
+            asked += ", left out, is a tenth of all groups and at least those of a step, and"
+            limit = max(rollout.groups_per_step, self._parts.ledger.statistics().admitted // 10)
+        if book.failed > limit and not self._over_budget:
+            self._over_budget = True  # others fail in the same moment, and have nothing to add
+            causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
             raise GenerationError(
-                f"group {ticket.group_id} failed in the environment ({type(error).__name__}: {error}); "
-                f"rollout.max_failed_groups allows {limit} such groups in a run"
+                f"group {ticket.group_id} failed in the environment ({type(error).__name__}: {error}), as {book.failed} groups "
+                f"did; {asked} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_CAUSES:])}"
             ) from error

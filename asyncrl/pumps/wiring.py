@@ -75,6 +75,7 @@ class Ports:
     store_watch: StoreWatch | None = None
     limits: Limits = field(default_factory=Limits)  # of trajectories from anywhere
     counters: Counter[str] = field(default_factory=Counter)
+    logged: set[tuple[str, str]] = field(default_factory=set)  # the kinds of failed episodes that were
     note: Callable[[str], None] = lambda text: None  # a line for people, on the live view
 
     @property
@@ -132,7 +133,7 @@ def rollout_parts(ports: Ports) -> RolloutParts:
         ledger=ports.ledger,
         book=ports.book,
         engine=ports.engine,
-        environment=_episodes(ports),
+        environment=episodes(ports),
         hooks=ports.hooks,
         limits=ports.limits,
         rollout=config.rollout,
@@ -142,14 +143,16 @@ def rollout_parts(ports: Ports) -> RolloutParts:
     )
 
 
-def _episodes(ports: Ports) -> Episodes:
-    return Episodes(ports.environment, ports.recorder, ports.config.rollout.timeout_s)
+def episodes(ports: Ports) -> Episodes:
+    """The environment, as everybody who plays it uses it."""
+    rollout = ports.config.rollout
+    return Episodes(ports.environment, ports.recorder, rollout.timeout_s, rollout.retries, ports.logged)
 
 
 def evaluate_parts(ports: Ports) -> EvaluateParts:
     """What the evaluate pump gets."""
     settings, whole = ports.config.evaluate, ports.score_groups
-    return EvaluateParts(ports.recorder, _episodes(ports), ports.engine, ports.reward, settings, whole)
+    return EvaluateParts(ports.recorder, episodes(ports), ports.engine, ports.reward, settings, whole)
 
 
 def publish_parts(ports: Ports) -> PublishParts:

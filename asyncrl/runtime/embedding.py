@@ -13,7 +13,8 @@ from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.tokenizing import encode_prompt, read_prompt
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
-from asyncrl.ports import Engine, Environment, Generate
+from asyncrl.ports import Engine, Generate
+from asyncrl.pumps.episode import EpisodeFailed, Episodes
 from asyncrl.types import Generation, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 
@@ -39,7 +40,7 @@ def sampled_as(sampling: SamplingParams | None, engine: Engine) -> Generate:
     return generate
 
 
-async def play(environment: Environment, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
+async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
     """The `n` members of one group, in order, all at once. Errors: those of asyncrl; GenerationError where the environment
     raised another, DataError for no member at all."""
     if n < 1:
@@ -48,10 +49,11 @@ async def play(environment: Environment, prompt: Prompt, n: int, generate: Gener
 
     async def one(member: int) -> None:
         try:
-            results[member] = await environment.run(prompt, member, n, generate)
-        except AsyncrlError:
-            raise
-        except Exception as error:
+            results[member] = await episodes.play(prompt, member, n, generate, priority=0)
+        except EpisodeFailed as failed:
+            error = failed.__cause__
+            if isinstance(error, AsyncrlError):
+                raise error from error.__cause__
             raise GenerationError(
                 f"member {member} failed in the environment ({type(error).__name__}: {error})"
             ) from error

@@ -25,6 +25,7 @@ from asyncrl.ports import Environment
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.intake import Intake
 from asyncrl.pumps.pipeline import StepReport
+from asyncrl.pumps.wiring import episodes
 from asyncrl.records.check import Limits
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.recorder import Recorder
@@ -184,12 +185,13 @@ class Runtime:
     ) -> list[Trajectory]:
         """Sample a group of `n` completions: a string or messages go through the tokenizer as configured, ints are token ids.
 
-        Each call has a group id of its own, which keys its randomness. Errors: `GenerationError`, `LifecycleError`.
+        Each call has a group id of its own, which keys its randomness: two calls with the same arguments differ, as the members
+        of one do. `rollout.retries` and `rollout.timeout_s` hold here, too. Errors: `GenerationError`, `LifecycleError`.
         """
         ports = self._open("generate").ports
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.prompt(prepared)
-        return await play(ports.environment, prepared, n, sampled_as(sampling, ports.engine))
+        return await play(episodes(ports), prepared, n, sampled_as(sampling, ports.engine))
 
     async def submit(
         self,

@@ -396,7 +396,8 @@ def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: C
     # About a hundred. The last ones are limits without which a run was brought down: the time of an episode and of a stage, the
     # wear of reward workers, key and names of the HTTP door.
     # Who writes control tokens: a default that is safe, and the other for those whose data holds them on purpose.
-    assert len(knobs()) - len(own) <= 106, found
+    # How often an episode that failed is played again: rollouts of agents fail by chance, and each costs time.
+    assert len(knobs()) - len(own) <= 107, found
 
 
 def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ class Plan:
     max_epochs: float | None = None
     time_limit_s: float | None = None
     partial_final_step: bool = True
-    max_failed_groups: int = 0
+    max_failed_groups: int | None = 0
+    retries: int = 0
     updates_per_batch: int = 1
     minibatches: int = 1
     old_logprobs: str = "recompute"
@@ -104,6 +105,7 @@ class Plan:
                     "late": self.late,
                     "max_tokens": TOKENS,
                     "max_failed_groups": self.max_failed_groups,
+                    "retries": self.retries,
                     **self.rollout,
                 },
                 "reward": {"workers": self.workers, **self.reward_config},

@@ -166,7 +166,7 @@ def test_an_evaluation_that_fails_ends_the_run_and_the_pin() -> None:
         held_out=2,
         evaluate_every=2,
         evaluation_s=3.0,
-        fails=lambda group, member: RuntimeError("held out") if group == -2 and workers.pins else None,
+        reward_fails=lambda group, member: RuntimeError("held out") if group == -2 and workers.pins else None,
     )
     workers = Workers()
 

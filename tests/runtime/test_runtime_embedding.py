@@ -202,7 +202,7 @@ class Unusual:
 
 
 async def test_what_an_environment_returns_is_checked_too(tmp_path: Path) -> None:
-    with pytest.raises(GenerationError, match=r"group 0 that cannot be trained: member \d: mask has \d+ entries for"):
+    with pytest.raises(GenerationError, match=r"group \d+ that cannot be trained: member \d: mask has \d+ entries for"):
         async with Runtime(
             config_of(tmp_path, base=DRY), environment=Unusual(), rewards=share_of_nothing, write=False
         ) as runtime:

@@ -232,3 +232,51 @@ def test_the_console_script_is_declared() -> None:
     else:
         declared = (MODEL.parents[2] / "pyproject.toml").read_text()
         assert 'asyncrl = "asyncrl.cli.app:main"' in declared
+
+
+LEAVES = """
+import asyncio, sys
+from asyncrl import Hooks
+from asyncrl.environments.single_turn import SingleTurn
+
+async def tool():
+    {leave}
+
+class Tools(SingleTurn):
+    async def run(self, prompt, member, group_size, generate):
+        if prompt.group_id == 2:
+            await asyncio.gather(tool(), asyncio.sleep(0))
+        return await super().run(prompt, member, group_size, generate)
+
+def leave(*_):
+    {leave}
+
+before = Hooks(before_group=leave)
+after = Hooks(after_advantages=leave)
+on_store = Hooks(on_store=leave)
+"""
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "raise KeyboardInterrupt", "raise asyncio.CancelledError"])
+@pytest.mark.parametrize(
+    ("setting", "code", "words"),
+    [
+        ("rollout.environment={file}:Tools", 0, "1 failed"),  # a task of its own leaves, and the loop goes on
+        ("hooks={file}:before", 13, "hook before_group (leave)"),
+        ("hooks={file}:after", 13, "hook after_advantages (leave)"),
+        ("hooks={file}:on_store", 13, "hook on_store (leave)"),
+        ("rollout.environment={file}:leave", 2, "environment"),
+        ("data.train={file}:leave", 2, "data.train"),
+    ],
+)
+def test_user_code_that_leaves_never_ends_a_run_as_if_all_were_well(
+    here: Path, capsys: pytest.CaptureFixture[str], leave: str, setting: str, code: int, words: str
+) -> None:
+    """SystemExit, a KeyboardInterrupt that nobody typed, a cancellation that nobody asked for."""
+    file = here / "leaves.py"
+    file.write_text(LEAVES.format(leave=leave))
+    assert main([str(write_yaml(here, DRY)), "rollout.max_staleness=0", setting.format(file=file)]) == code
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    if not code:
+        assert [line["step"] for line in metrics_of(here / "runs/run")] == [1, 2, 3]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.imports import load_object, raised
+from asyncrl.config.imports import is_interrupt, load_object, raised
 from asyncrl.config.schema import ModelConfig
 from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -51,7 +51,9 @@ def call_builder(path: str, seed: int, setting: str) -> Any:
         return builder(seed)
     except AsyncrlError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise ConfigError(f"{setting}: {path} raised {raised(error)}") from error
 
 
