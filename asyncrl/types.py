@@ -50,8 +50,14 @@ class Normaliser(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. `top_k = 0` and `top_p = 1` switch those filters off; `temperature = 0` is greedy, any other is from
-    `LOWEST_TEMPERATURE` to `HIGHEST_TEMPERATURE`."""
+    """How to sample. `temperature = 0` is greedy, any other is from `LOWEST_TEMPERATURE` to `HIGHEST_TEMPERATURE`; every other
+    default is off. In this order: bias, repetition penalty, frequency and presence penalty, bans (`bad_words`, and what ends a
+    completion before `min_tokens`), temperature, `top_k`, `top_p`, `min_p`.
+
+    logit_bias: token id -> what is added to its logit, -100 to 100. repetition_penalty: of tokens in prompt and completion, as in
+    transformers and vLLM; frequency and presence penalty: of tokens in the completion, as OpenAI's. bad_words: token ids of each;
+    the last of them is never sampled behind the others. min_tokens: no stop token or stop string ends a completion before.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -60,6 +66,19 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it does more to the logits than to divide them by the temperature and to filter."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0) or bool(self.logit_bias or self.bad_words or self.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +102,7 @@ class Generation:
 
     token_ids: Int32Array  # [C]
     logprobs: Float32Array  # [C] nats, at the sampling temperature over the whole vocabulary
-    sampled_logprobs: Float32Array  # [C] nats, as really sampled (after top-k and top-p)
+    sampled_logprobs: Float32Array  # [C] nats, as really sampled (after bias, penalties, bans and filters)
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason
     routed_experts: RoutesArray | None = None  # of [P + C], the prompt's too; -1 for the last token, which ran nowhere

@@ -25,8 +25,14 @@ from .check_rewards import check_rewards
 from .check_unread import check_unread
 from .methods import sections, unread
 from .schema import Config
+from .schema_rollouts import RolloutConfig
 
 MISMATCH = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}  # nats on average; vLLM in bfloat16 is 0.04 off
+# Of `rollout`: what makes the distribution that is drawn from another one than the policy's at the temperature.
+_DRAWN = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "min_tokens",
+)  # fmt: skip
 PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False), "async": (2, True)}
 
 
@@ -125,12 +131,12 @@ def warnings(config: Config) -> list[str]:
     """What is allowed but seldom meant, one sentence each, for the start of a run. Takes a resolved configuration."""
     rollout, train = config.rollout, config.train
     found: list[str] = []
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if drawn := [f"{name}={value}" for name in _DRAWN if (value := getattr(rollout, name)) != _default(name)]:
         found.append(
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: completions are drawn from the filtered "
-            "distribution, "
-            "the loss and the importance weights use the whole vocabulary at the sampling temperature; "
-            "tokens outside the filter are never explored. Use top_p=1 and top_k=0 unless this is meant"
+            f"rollout.{', '.join(drawn)}: completions are drawn from another distribution than that of the policy, whose log-probs "
+            "over the whole vocabulary at the sampling temperature are what the loss, algorithm.importance, "
+            "old_logprobs=sampler and the mismatch gate take: none of them corrects for it, and what is never sampled is never "
+            "explored. Leave it out unless this is meant"
         )
     found += warn_algorithm(config, staleness_bound(config))
     if train.max_steps is not None and train.warmup_steps >= train.max_steps:
@@ -141,6 +147,10 @@ def warnings(config: Config) -> list[str]:
     if config.data.eval is not None and config.evaluate.every is None:
         found.append("data.eval is set but evaluate.every is not: nothing will be evaluated")
     return found
+
+
+def _default(name: str) -> Any:
+    return RolloutConfig.model_fields[name].default
 
 
 def _max_staleness(config: Config) -> int:
@@ -210,6 +220,8 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"reward.overlong.cache is {cache}; expected at most reward.overlong.max_length = {longest} (single_turn: "
             "rollout.max_tokens): it is the part of the longest episode over which the punishment grows"
         )
+    if rollout.min_tokens > rollout.max_tokens:
+        yield f"rollout.min_tokens is {rollout.min_tokens}; expected at most rollout.max_tokens = {rollout.max_tokens}"
     if rollout.streaming_min_groups > rollout.groups_per_step:
         yield (
             f"rollout.streaming_min_groups is {rollout.streaming_min_groups}; expected at most rollout.groups_per_step = "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, StrictInt, StrictStr, field_validator
 
 from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
@@ -210,6 +210,38 @@ class RolloutConfig(Section):
     temperature: float = field(1.0, "Sampling temperature.", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
+    min_p: float = field(
+        0.0,
+        "Tokens with less than this share of the largest probability are not sampled, behind top_k and top_p; 0 is off.",
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = field(
+        1.0,
+        "Logits of tokens in prompt or completion are divided by it where positive, multiplied where negative; 1 is off.",
+        gt=0,
+    )
+    presence_penalty: float = field(
+        0.0, "Taken off the logits of tokens that stand in the completion (OpenAI, vLLM).", ge=-2, le=2
+    )
+    frequency_penalty: float = field(
+        0.0, "The same, times how often the token stands there (OpenAI, vLLM).", ge=-2, le=2
+    )
+    logit_bias: dict[StrictInt | StrictStr, Annotated[float, Field(ge=-100, le=100)]] = field(
+        {},
+        "Added to the logits of tokens, before the penalties: token id (a number), or text of one token, -> -100 (all but never "
+        "sampled) to 100.",
+    )
+    bad_words: tuple[str, ...] = field(
+        (),
+        "Texts that a completion never holds as the tokens that the tokenizer makes of them, alone and behind a space (vLLM): the "
+        "last of these is not sampled behind the others.",
+    )
+    min_tokens: int = field(
+        0,
+        "No stop string, stop token or end of sequence ends a completion of fewer tokens (and none is sampled).",
+        ge=0,
+    )
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
     stop: tuple[str, ...] = field((), "Strings that end a completion.")
     ignore_eos: bool = field(

@@ -69,7 +69,7 @@ class DryRunEngine(OwnedEngine):
         sampling = job.request.sampling
         random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
         median = max(1, sampling.max_tokens // 2)
-        drawn = max(1, round(median * math.exp(self._length_sigma * random.standard_normal())))
+        drawn = max(sampling.min_tokens + 1, round(median * math.exp(self._length_sigma * random.standard_normal())))
         stops = drawn < sampling.max_tokens and not sampling.ignore_eos
         length = drawn if stops else sampling.max_tokens
         tokens = random.integers(0, VOCABULARY, length).astype(np.int32)

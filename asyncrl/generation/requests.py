@@ -1,9 +1,59 @@
-"""What a request must be like, whichever engine serves it."""
+"""What a request samples with, and what it must be like, whichever engine serves it."""
 
 from __future__ import annotations
 
-from asyncrl.errors import GenerationError
-from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, GenerationRequest
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema_rollouts import RolloutConfig
+
+
+def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
+    """How the rollouts sample. Errors: ConfigError for a text that is no single token in `logit_bias`, or none in `bad_words`."""
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_tokens,
+        stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        presence_penalty=rollout.presence_penalty,
+        frequency_penalty=rollout.frequency_penalty,
+        logit_bias={_token(key, tokenizer): bias for key, bias in rollout.logit_bias.items()},
+        bad_words=tuple(ids for word in rollout.bad_words for ids in _spellings(word, tokenizer)),
+        min_tokens=rollout.min_tokens,
+    )
+
+
+def _token(key: int | str, tokenizer: Any) -> int:
+    if isinstance(key, int):
+        return key
+    ids = tokenizer.encode(key, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ConfigError(
+            f"rollout.logit_bias names {key!r}, which the tokenizer makes {len(ids)} tokens of ({ids}); name the text of one "
+            "token, or its id as a number; rollout.bad_words takes texts of several"
+        )
+    return int(ids[0])
+
+
+def _spellings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
+    """As vLLM has it: at the beginning of a text, and behind a space where that is another word of as many tokens."""
+    first, second = (
+        tuple(map(int, tokenizer.encode(space + word.lstrip(), add_special_tokens=False))) for space in ("", " ")
+    )
+    if not first:
+        raise ConfigError(f"rollout.bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
+    return [first, second] if len(second) == len(first) and second[0] != first[0] else [first]
 
 
 def check_request(request: GenerationRequest, max_context: int) -> None:
@@ -20,17 +70,34 @@ def check_request(request: GenerationRequest, max_context: int) -> None:
             f"but a sequence has room for max_context={max_context}: shorten the prompt, lower max_tokens, or "
             "open the engine with a larger max_context"
         )
-    elif sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:
-        problem = (
-            f"temperature is {sampling.temperature}, expected {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, or 0: "
-            "greedy"
-        )
-    elif not (0 < sampling.top_p <= 1):
-        problem = f"top_p is {sampling.top_p}, expected 0 < top_p <= 1"
-    elif sampling.top_k < 0:
-        problem = f"top_k is {sampling.top_k}, expected at least 0"
+    problem = problem or _problem(sampling)
     if problem is not None:
         raise GenerationError(f"this request cannot be served: {problem}")
+
+
+def _are_biases(given: Mapping[int, float]) -> bool:
+    return all(isinstance(token, Integral) and -100 <= bias <= 100 for token, bias in given.items())
+
+
+def _problem(sampling: SamplingParams) -> str | None:
+    """Of the numbers that say how to draw."""
+    low, high = LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE
+    expected: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "temperature": (f"{low:g} to {high:g}, or 0: greedy", lambda t: t == 0 or low <= t <= high),
+        "top_p": ("0 < top_p <= 1", lambda p: 0 < p <= 1),
+        "top_k": ("at least 0", lambda k: k >= 0),
+        "min_p": ("0 to 1", lambda p: 0 <= p <= 1),
+        "repetition_penalty": ("a number above 0", lambda x: 0 < x < math.inf),
+        "presence_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
+        "frequency_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
+        "logit_bias": ("token ids, each with a number from -100 to 100", _are_biases),
+        "bad_words": ("one token or more in each", all),
+        "min_tokens": (f"0 to max_tokens = {sampling.max_tokens}", lambda n: 0 <= n <= sampling.max_tokens),
+    }
+    for name, (words, holds) in expected.items():
+        if not holds(value := getattr(sampling, name)):
+            return f"{name} is {value}, expected {words}"
+    return None
 
 
 def check_tokens(request: GenerationRequest, vocabulary: int, has_tokenizer: bool) -> None:
@@ -40,6 +107,12 @@ def check_tokens(request: GenerationRequest, vocabulary: int, has_tokenizer: boo
         raise GenerationError(
             f"this request cannot be served: its prompt holds token ids from {low} to {high}, but the model's "
             f"vocabulary is [0, {vocabulary}): was it made with another tokenizer?"
+        )
+    named = [*request.sampling.logit_bias, *itertools.chain(*request.sampling.bad_words)]
+    if beyond := [token for token in named if not 0 <= token < vocabulary]:
+        raise GenerationError(
+            f"this request cannot be served: logit_bias and bad_words name the token ids {beyond[:8]}, but the model's "
+            f"vocabulary is [0, {vocabulary})"
         )
     if any(request.sampling.stop) and not has_tokenizer:
         raise GenerationError("this request cannot be served: it has stop strings, but the engine has no tokenizer")

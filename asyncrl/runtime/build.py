@@ -24,6 +24,7 @@ from asyncrl.environments.loading import load_environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.generation.dry_run import DryRunEngine
+from asyncrl.generation.requests import sampling_params
 from asyncrl.ports import Environment
 from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.hooks import Hooks, StoreWatch
@@ -36,7 +37,6 @@ from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.training.dry_run import DryRunTrainer
-from asyncrl.types import SamplingParams
 
 from .dry import ByteTokenizer, OwnWeights
 from .inputs import check_components, import_code, known_columns
@@ -70,19 +70,6 @@ class Built:
     core: TorchTrainer | None
     rates: Rates | None
     verdict: Verdict | None
-
-
-def sampling_params(config: Config) -> SamplingParams:
-    """How the rollouts sample."""
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=rollout.max_tokens,
-        stop=rollout.stop,
-        ignore_eos=rollout.ignore_eos,
-    )
 
 
 async def any_rank(mine: bool, world: World, lane: Any, device: torch.device) -> bool:
@@ -120,7 +107,7 @@ class Builder:
         environment = overrides.environment or load_environment(
             self.config.rollout.environment,
             tokenizer=parts.tokenizer,
-            sampling=sampling_params(self.config),
+            sampling=sampling_params(self.config.rollout, parts.tokenizer),
             seed=self.config.seed,
         )
         address = self.config.hooks

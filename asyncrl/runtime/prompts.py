@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
 from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError
-from asyncrl.types import Prompt
+from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.generation.requests import check_tokens, sampling_params
+from asyncrl.generation.worker.wire import check_size
+from asyncrl.types import GenerationRequest, Prompt
 
 from . import dry
 from .inputs import forget_rows, rows_of
@@ -35,6 +39,7 @@ def measure_prompts(config: Config, given: Rows | None = None, own_environment: 
     A prompt that turns out longer is served all the same: its sequence waits for room. Errors: DataError, ConfigError.
     """
     limit = config.data.max_prompt_tokens
+    _check_sampling(config)
     if own_environment or config.rollout.environment != "single_turn":
         return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
     if given is None and config.data.train is None:
@@ -53,6 +58,22 @@ def measure_prompts(config: Config, given: Rows | None = None, own_environment: 
     sampled = "" if sum(seen) == rows else ", a sample; a longer one waits for room"
     notes = tuple(line for source in found for line in source.notes())
     return PromptLengths(max(1, *longest), f"the longest of {sum(seen)} of {rows} prompts{sampled}", notes)
+
+
+def _check_sampling(config: Config) -> None:
+    """The tokens that are named in `rollout`, without the model's weights. Errors: ConfigError."""
+    if not (config.rollout.logit_bias or config.rollout.bad_words):
+        return
+    from asyncrl.models.loading import describe_module, load_tokenizer_of
+
+    sampling = sampling_params(config.rollout, load_tokenizer_of(config.model))
+    vocabulary = int(describe_module(config.model).config.get_text_config().vocab_size)
+    request = GenerationRequest(np.zeros(1, np.int32), sampling, 0)
+    try:
+        check_tokens(request, vocabulary, has_tokenizer=True)
+        check_size(request)
+    except GenerationError as error:
+        raise ConfigError(f"rollout.logit_bias, rollout.bad_words: {error}") from error
 
 
 def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]], list[str]]:

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import DivergenceError
-from asyncrl.generation.embedded.sampling import BLOCK, FIRST_TRY, RowParams, Sampler, keyed_uniform, seed_array
+from asyncrl.generation.embedded.sampling import (
+    BLOCK,
+    FIRST_TRY,
+    LogitChanges,
+    RowParams,
+    Sampler,
+    keyed_uniform,
+    seed_array,
+)  # fmt: skip
 
 
 def params(
@@ -23,7 +31,9 @@ def params(
         np.full(count, temperature, dtype=np.float32),
         np.full(count, top_k, dtype=np.int64),
         np.full(count, top_p, dtype=np.float32),
+        np.zeros(count, dtype=np.float32),
         drawn if uniform is None else uniform,
+        LogitChanges(),
     )
 
 
@@ -140,7 +150,9 @@ def test_greedy_rows_among_others() -> None:
         np.array([0.0, 0.5, 0.0], dtype=np.float32),
         np.array([0, 0, 4]),
         np.array([0.3, 1.0, 1.0], dtype=np.float32),
+        np.zeros(3, dtype=np.float32),
         np.array([0.9, 0.9, 0.9]),
+        LogitChanges(),
     )
     sampled = Sampler().sample(torch.from_numpy(logits.copy()), mixed)
     assert sampled.tokens[[0, 2]].tolist() == logits.argmax(1)[[0, 2]].tolist()

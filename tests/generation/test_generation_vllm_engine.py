@@ -41,6 +41,9 @@ def mixed() -> list[GenerationRequest]:
         request(12, 8, temperature=0.9, top_p=0.8, top_k=20, max_tokens=30),
         request(2, 9, temperature=1.0, max_tokens=1),
         request(6, 10, temperature=1.0, max_tokens=40, stop_token_ids=tuple(range(0, 97, 5))),
+        request(6, 11, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, min_p=0.02),
+        request(40, 12, prefix_key="shared", max_tokens=30, min_tokens=20, stop_token_ids=tuple(range(0, 97, 3))),
+        request(9, 13, temperature=0.8, logit_bias={3: 6.0, 4: -100.0}, bad_words=((3,), (8, 9)), top_p=0.9),
     ]
 
 

@@ -158,7 +158,7 @@ class EmbeddedEngine(OwnedEngine):
         slot = self.core.add(job.request, tuple(dict.fromkeys(stop_ids)))
         if any(sampling.stop):
             assert self.tokenizer is not None  # `check` refused it otherwise
-            self._stop_strings[slot] = StopStrings(self.tokenizer, sampling.stop)
+            self._stop_strings[slot] = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
         return slot
 
     def _remove(self, job: Job) -> None:

@@ -3,20 +3,21 @@
 Guarantees
 * The uniform number of token `i` of a request depends on (seed, i) alone: never on arrival, row or neighbours.
 * A token of probability zero is never sampled, not even when rounding makes the CDF end early.
-* `logprobs` = log softmax(logits / T) over the whole vocabulary; `sampled_logprobs` = the same after top-k and top-p,
-  renormalised. Greedy rows (T = 0): the first is taken at T = 1, the second is 0, for the choice was certain.
+* `logprobs` = log softmax(logits / T) over the whole vocabulary, of the logits as the model gave them; `sampled_logprobs` = of
+  the distribution that was drawn from: bias, penalties, bans, temperature, top-k, top-p, min-p, renormalised. Greedy rows
+  (T = 0): the first is taken at T = 1, the second is 0, for the choice was certain.
 * NaN or infinite logits raise `DivergenceError`; nothing is sampled from them.
 
 Cost per row without filters: one scaling, one softmax and one block sum over the vocabulary; the CDF itself is walked
 in two levels (blocks, then one block), so no cumulative sum runs over the vocabulary and nothing is sorted. Rows with
-top-k or top-p pay for a partial sort of their own.
+top-k, top-p or min-p pay for a partial sort of their own, rows whose logits change for another softmax and copies of their logits.
 
 Shape legend: N rows, V vocabulary, B blocks of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import DivergenceError
-from asyncrl.types import Float32Array, Int64Array
+from asyncrl.types import Float32Array, Int64Array, SamplingParams
 
 BLOCK = 256  # vocabulary entries per block of the two-level CDF
 FIRST_TRY = 256  # sorted candidates looked at before a top-p row pays for a sort of the whole vocabulary
@@ -59,6 +60,58 @@ def keyed_uniform(seed_N: UInt64Array, index_N: Int64Array) -> npt.NDArray[np.fl
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+# What is made of logits, in this order, on which transformers and vLLM agree: [pairs], and a number for each.
+_CHANGES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda logit, bias: logit + bias,
+    lambda logit, penalty: torch.where(logit < 0, logit * penalty, logit / penalty),  # repetition
+    lambda logit, penalty: logit - penalty,  # frequency and presence
+    lambda logit, ban: ban,
+)
+_BIAS, _REPETITION, _PENALTY, _BAN = range(len(_CHANGES))
+
+
+class LogitChanges:
+    """What requests do to the logits of some tokens before the temperature; `rows` of the batch have any. Everything follows from
+    the request and its tokens so far: there is no state to keep."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._parts: list[list[tuple[int, Int64Array, npt.NDArray[np.float64]]]] = [[] for _ in _CHANGES]
+
+    def add(
+        self, row: int, sampling: SamplingParams, stop_ids: tuple[int, ...], tokens: Int64Array, prompt: int
+    ) -> None:
+        """`tokens` [L]: of the sequence so far, the first `prompt` of them its prompt's. `stop_ids`: what ends its completion."""
+        found: dict[int, tuple[Int64Array, npt.NDArray[np.float64]]] = {}
+        if sampling.logit_bias:
+            found[_BIAS] = np.array([*sampling.logit_bias]), np.array([*sampling.logit_bias.values()], np.float64)
+        if sampling.repetition_penalty != 1:  # a token that stands there twice is written twice, with the same number
+            found[_REPETITION] = tokens, np.full(tokens.size, sampling.repetition_penalty, np.float64)
+        if (sampling.frequency_penalty or sampling.presence_penalty) and tokens.size > prompt:
+            token, count = np.unique(tokens[prompt:], return_counts=True)
+            found[_PENALTY] = token, count * np.float64(sampling.frequency_penalty) + sampling.presence_penalty
+        banned = [*stop_ids] if tokens.size - prompt < sampling.min_tokens else []
+        for *before, last in sampling.bad_words:
+            start = tokens.size - len(before)
+            if start >= prompt and tokens[start:].tolist() == before:
+                banned.append(last)
+        if banned:
+            found[_BAN] = np.array(banned), np.full(len(banned), -np.inf)
+        for kind, (token, value) in found.items():
+            self._parts[kind].append((len(self.rows), token, value))
+        if found:
+            self.rows.append(row)
+
+    def apply_(self, logits_RV: Tensor) -> None:
+        """To the logits of `rows`, in place."""
+        for change, parts in zip(_CHANGES, self._parts, strict=True):
+            if parts:
+                place = np.repeat([row for row, _, _ in parts], [token.size for _, token, _ in parts])
+                token, value = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
+                at = tuple(torch.from_numpy(index).to(logits_RV.device) for index in (place, token))
+                logits_RV[at] = change(logits_RV[at], torch.from_numpy(value).to(logits_RV))
+
+
 @dataclass(frozen=True, slots=True)
 class RowParams:
     """Per-row sampling numbers, all [N] on the host. `uniform` in [0, 1)."""
@@ -66,7 +119,9 @@ class RowParams:
     temperature: Float32Array  # 0 is greedy
     top_k: Int64Array  # 0 is off
     top_p: Float32Array  # 1 is off
+    min_p: Float32Array  # 0 is off
     uniform: npt.NDArray[np.float64]
+    changes: LogitChanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +169,21 @@ class Sampler:
         device = logits_NV.device
         greedy = params.temperature == 0
         temperature = np.where(greedy, np.float32(1.0), params.temperature)
+        changed = params.changes.rows
+        changed_RV = logits_NV[changed] if changed else None
         if (temperature != 1).any():
             scale = torch.from_numpy(temperature).to(device=device, dtype=logits_NV.dtype)
             logits_NV.div_(scale.unsqueeze(1))
+        own_RV: Tensor | None = None  # the model's, at the temperature
+        if changed_RV is not None:
+            own_RV = logits_NV[changed]
+            params.changes.apply_(changed_RV)
+            scale = torch.from_numpy(temperature[changed]).to(logits_NV)
+            logits_NV[changed] = changed_RV.div_(scale.unsqueeze(1))
         probs_NV = self._probabilities(logits_NV)
         uniform = torch.from_numpy(params.uniform).to(device)
         token_N = _inverse_cdf(probs_NV, uniform)
-        filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1))
+        filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
         mass_N: Tensor | None = None
         if filtered.any():
             index = torch.from_numpy(np.flatnonzero(filtered)).to(device)
@@ -131,16 +194,22 @@ class Sampler:
             mask = torch.from_numpy(greedy).to(device)
             token_N = torch.where(mask, logits_NV.argmax(dim=-1), token_N)
         chosen_N = probs_NV.gather(1, token_N.unsqueeze(1)).squeeze(1).double()
-        logp_N = _exact_log(chosen_N, logits_NV, probs_NV, token_N)
+        _require_finite(chosen_N)
+        logp_N = chosen_N.log()
         sampled_N = logp_N if mass_N is None else logp_N - mass_N.log()
+        if own_RV is not None:
+            # No softmax, which would underflow: to the model alone such a token may be all but impossible.
+            own_R = own_RV.double().log_softmax(-1).gather(1, token_N[changed].unsqueeze(1)).squeeze(1)
+            _require_finite(own_R)
+            logp_N = logp_N.index_copy(0, torch.tensor(changed, device=device), own_R)
         host = torch.stack((token_N.double(), logp_N, sampled_N)).cpu().numpy()
         sampled = host[2].astype(np.float32)
         sampled[greedy] = 0.0
         return Sampled(host[0].astype(np.int64), host[1].astype(np.float32), sampled)
 
 
-def _exact_log(chosen_N: Tensor, logits_NV: Tensor, probs_NV: Tensor, token_N: Tensor) -> Tensor:
-    """log of the chosen probabilities, float64 [N]. A greedy token always has one that is far above underflow."""
+def _require_finite(chosen_N: Tensor) -> None:
+    """Of the chosen tokens. Errors: DivergenceError."""
     if not bool(torch.isfinite(chosen_N).all()):
         bad = (~torch.isfinite(chosen_N)).nonzero().flatten().tolist()
         error = DivergenceError(
@@ -149,7 +218,6 @@ def _exact_log(chosen_N: Tensor, logits_NV: Tensor, probs_NV: Tensor, token_N: T
         )
         error.spoiled = True
         raise error
-    return chosen_N.log()
 
 
 def _inverse_cdf(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
@@ -191,14 +259,16 @@ def _search_value(cumulative: Tensor, target_N: Tensor) -> Tensor:
 def _filtered(
     probs_NV: Tensor, index_R: Tensor, params: RowParams, filtered: npt.NDArray[np.bool_], uniform_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sample the R rows that have top-k or top-p: tokens int64 [R], and the mass of the softmax kept, float64 [R].
+    """Sample the R rows that have a filter: tokens int64 [R], and the mass of the softmax kept, float64 [R].
 
-    Order as in transformers and vLLM: top-k first, then the smallest set of the renormalised rest that reaches top-p.
+    Order as in transformers: top-k first, then the smallest set of the renormalised rest that reaches top-p, then what has at least
+    min-p of the largest probability. (vLLM's own sampler has min-p before the others: another set where top-p is there, too.)
     """
     device, vocabulary = probs_NV.device, probs_NV.shape[1]
     top_k = params.top_k[filtered]
     k_R = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary)).to(device)
     p_R = torch.from_numpy(params.top_p[filtered].astype(np.float64)).to(device)
+    least_R = torch.from_numpy(params.min_p[filtered].astype(np.float64)).to(device)
     probs_RV = probs_NV[index_R]
     count = min(vocabulary, FIRST_TRY)
     while True:
@@ -210,12 +280,15 @@ def _filtered(
         # Mass that top-p refers to: of the top-k candidates, or of the whole row where top-k is off.
         total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
         enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
+        # Nothing behind the candidates is above min-p either; the mass that top-p refers to is known all the same.
+        enough |= (values[:, -1] < least_R * values[:, 0]) & ((k_R == vocabulary) | (p_R == 1))
         if count == vocabulary or bool(enough.all()):
             break
         count = vocabulary
     outside = (cumulative - kept) >= (p_R * total).unsqueeze(1)
     outside[:, 0] = False  # the most probable token always stays
     kept.masked_fill_(outside & (p_R < 1).unsqueeze(1), 0.0)
+    kept.masked_fill_(values < (least_R * values[:, 0]).unsqueeze(1), 0.0)
     cumulative = kept.cumsum(1)
     place, _ = _search(cumulative, uniform_R)
     return order.gather(1, place.unsqueeze(1)).squeeze(1), cumulative[:, -1]

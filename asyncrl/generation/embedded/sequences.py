@@ -15,9 +15,9 @@ import numpy as np
 
 from asyncrl.models.routing import RoutesShape
 from asyncrl.records.routes import MISSING
-from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array, RoutesArray
+from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array, RoutesArray, SamplingParams
 
-from .sampling import RowParams, Sampled, keyed_uniform, seed_array
+from .sampling import LogitChanges, RowParams, Sampled, keyed_uniform, seed_array
 
 NO_TOKEN = -1
 
@@ -52,6 +52,8 @@ class Sequences:
         self.temperature = np.ones(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int64)
         self.top_p = np.ones(capacity, dtype=np.float32)
+        self.min_p = np.zeros(capacity, dtype=np.float32)
+        self._changing: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}  # by slot, with its stop tokens
         self.stops = np.full((capacity, 2), NO_TOKEN, dtype=np.int64)
         self.prefix_key: list[PrefixKey | None] = [None] * capacity
         self.row_of = np.full(capacity, -1, dtype=np.int64)
@@ -83,6 +85,9 @@ class Sequences:
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        if sampling.changes_logits:
+            self._changing[slot] = sampling, stop_ids
         if len(stop_ids) > self.stops.shape[1]:
             wider = np.full((self.capacity, len(stop_ids)), NO_TOKEN, dtype=np.int64)
             wider[:, : self.stops.shape[1]] = self.stops
@@ -101,6 +106,7 @@ class Sequences:
         self.row_of[slot] = -1
         self.prefix_key[slot] = None
         self._first.pop(slot, None)
+        self._changing.pop(slot, None)
         self._free.append(slot)
         self.count = last
         if row == last:
@@ -113,8 +119,18 @@ class Sequences:
     def parameters(self, slots: Int64Array) -> RowParams:
         """Sampling numbers of the next token of each slot."""
         index = self.length[slots] - self.prompt[slots]
+        changes = LogitChanges()
+        for row, slot in enumerate(slots.tolist() if self._changing else ()):
+            if slot in self._changing:
+                sampling, stop_ids = self._changing[slot]
+                changes.add(row, sampling, stop_ids, self.tokens[slot, : self.length[slot]], int(self.prompt[slot]))
         return RowParams(
-            self.temperature[slots], self.top_k[slots], self.top_p[slots], keyed_uniform(self.seed[slots], index)
+            self.temperature[slots],
+            self.top_k[slots],
+            self.top_p[slots],
+            self.min_p[slots],
+            keyed_uniform(self.seed[slots], index),
+            changes,
         )
 
     def append(self, slots: Int64Array, sampled: Sampled, version: int) -> tuple[Int64Array, Int64Array]:

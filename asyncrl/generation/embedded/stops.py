@@ -24,14 +24,22 @@ class StopStrings:
     characters lies within the last 4 n tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+        """`min_tokens`: what they alone complete ends nothing."""
         self._tokenizer = tokenizer
         self._stop = tuple(string for string in stop if string)
+        self._min_tokens = min_tokens
         self._window = 4 * max((len(string) for string in self._stop), default=0) + MARGIN
 
     def hit(self, completion: Int64Array) -> bool:
         """`completion` [C]: all sampled tokens of the sequence so far."""
-        text = self._tokenizer.decode(
-            completion[-self._window :].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return any(string in text for string in self._stop)
+        if completion.size <= self._min_tokens:
+            return False
+        start = max(completion.size - self._window, 0)
+        text, before = self._text(completion[start:]), self._text(completion[start : self._min_tokens])
+        return any(text.count(string) > before.count(string) for string in self._stop)
+
+    def _text(self, tokens: Int64Array) -> str:
+        if not tokens.size:
+            return ""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -5,7 +5,7 @@
 
 Guarantees, those of the embedded engine:
 * The random numbers of a request come from (seed, place) alone: vLLM draws nothing. A repeated request has the same ones.
-* `logprobs` are over the whole vocabulary at the sampling temperature, `sampled_logprobs` after top-k and top-p.
+* `logprobs` are over the whole vocabulary at the sampling temperature, `sampled_logprobs` as really sampled.
 * Each token has the version of the weights that sampled it: they change between two steps only, on the lane.
 * `keep`: a sequence that has a token goes on with its cached keys and values, and a prompt without one starts again. `recompute`:
   all of them are computed anew. No prompt is ever shared across versions.
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.concurrency.lane import Lane
-from asyncrl.generation.embedded.sampling import RowParams, Sampled, Sampler, keyed_uniform, seed_array
+from asyncrl.generation.embedded.sampling import LogitChanges, RowParams, Sampled, Sampler, keyed_uniform, seed_array
 from asyncrl.generation.embedded.stops import StopStrings, Tokenizer
 from asyncrl.generation.life import WHO
 from asyncrl.generation.owner import Job, OwnedEngine
@@ -39,7 +39,7 @@ from asyncrl.generation.requests import check_tokens
 from asyncrl.models.outputs import DECODED, bound_of, fixed_row
 from asyncrl.models.routing import RoutesShape
 from asyncrl.records.routes import MISSING
-from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArray, SamplingParams
+from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array, RoutesArray, SamplingParams
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
@@ -90,6 +90,11 @@ class Running:
         self._tokens = np.zeros(sampling.max_tokens, np.int64)
         self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)
         self._versions = np.zeros(sampling.max_tokens, np.int32)
+
+    @property
+    def tokens(self) -> Int64Array:
+        """Those of the prompt, and what was sampled."""
+        return np.concatenate([self.request.prompt_ids, self._tokens[: self.count]])
 
     def append(self, token: int, logprobs: tuple[float, float], version: int) -> bool:
         """The next token, and the version of the weights behind it. Whether it completes a stop string."""
@@ -266,7 +271,7 @@ class VllmEngine(OwnedEngine):
         stop = None
         if any(sampling.stop):
             assert self.tokenizer is not None  # `check` refused it otherwise
-            stop = StopStrings(self.tokenizer, sampling.stop)
+            stop = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
         self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop, self.made.routes)))
         return slot
 
@@ -372,9 +377,15 @@ class VllmEngine(OwnedEngine):
         sampling = [_GREEDY if each is None else each.request.sampling for each in found]
         seeds = np.array([0 if each is None else each.seed for each in found], np.uint64)
         places = np.array([0 if each is None else each.count for each in found], np.int64)
+        changes = LogitChanges()
+        for row, each in enumerate(found):
+            if each is not None and each.request.sampling.changes_logits:
+                changes.add(row, each.request.sampling, each.stop_ids, each.tokens, each.request.prompt_ids.size)
         return RowParams(
             np.array([each.temperature for each in sampling], np.float32),
             np.array([each.top_k for each in sampling], np.int64),
             np.array([each.top_p for each in sampling], np.float32),
+            np.array([each.min_p for each in sampling], np.float32),
             keyed_uniform(seeds, places),
+            changes,
         )

@@ -22,7 +22,7 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArr
 
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)  # by their code in a record, less one
 _PROMPT_ROUTES = USER_SECTIONS.start
-ABOUT_BYTES = 4096  # of a request, beside its prompt
+ABOUT_BYTES = 1 << 15  # of a request, beside its prompt
 _SEEDS = 0xFFFFFFFFFFFFFFFF  # random keys are 64 bits wide wherever they are used
 
 
@@ -39,7 +39,7 @@ def check_size(request: GenerationRequest) -> None:
         raise GenerationError(f"this request cannot be served: {error}") from error
     if size > ABOUT_BYTES:
         raise GenerationError(
-            f"this request cannot be served: its prefix key, stop strings and stop ids are {size} bytes, at most {ABOUT_BYTES}"
+            f"this request cannot be served: its prefix key, stops, biases and bad words are {size} bytes, at most {ABOUT_BYTES}"
         )
 
 
@@ -56,6 +56,8 @@ def read_item(item: Mapping[str, Any]) -> tuple[int, GenerationRequest | None]:
     sampling = about["sampling"]
     for name in ("stop", "stop_token_ids"):
         sampling[name] = tuple(sampling[name])
+    sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
+    sampling["logit_bias"] = dict(sampling["logit_bias"])
     request = GenerationRequest(
         item["prompt"].copy(), SamplingParams(**sampling), about["seed"], about["prefix_key"], about["priority"]
     )
@@ -106,7 +108,7 @@ def _about(number: int, request: GenerationRequest) -> Any:
             "seed": int(request.seed) & _SEEDS,
             "prefix_key": request.prefix_key,
             "priority": request.priority,
-            "sampling": asdict(request.sampling),
+            "sampling": {**asdict(request.sampling), "logit_bias": list(request.sampling.logit_bias.items())},
         }
     )
 
