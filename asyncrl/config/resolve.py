@@ -220,6 +220,8 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"reward.overlong.cache is {cache}; expected at most reward.overlong.max_length = {longest} (single_turn: "
             "rollout.max_tokens): it is the part of the longest episode over which the punishment grows"
         )
+    if not all(-100 <= bias <= 100 for bias in rollout.logit_bias.values()):
+        yield f"rollout.logit_bias is {rollout.logit_bias}; expected numbers from -100 to 100"
     if rollout.min_tokens > rollout.max_tokens:
         yield f"rollout.min_tokens is {rollout.min_tokens}; expected at most rollout.max_tokens = {rollout.max_tokens}"
     if rollout.streaming_min_groups > rollout.groups_per_step:

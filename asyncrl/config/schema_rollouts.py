@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, StrictInt, StrictStr, field_validator
 
@@ -227,10 +227,10 @@ class RolloutConfig(Section):
     frequency_penalty: float = field(
         0.0, "The same, times how often the token stands there (OpenAI, vLLM).", ge=-2, le=2
     )
-    logit_bias: dict[StrictInt | StrictStr, Annotated[float, Field(ge=-100, le=100)]] = field(
+    logit_bias: dict[StrictInt | StrictStr, float] = field(
         {},
-        "Added to the logits of tokens, before the penalties: token id (a number), or text of one token, -> -100 (all but never "
-        "sampled) to 100.",
+        "Added to the logits of tokens, before the penalties: -100 (all but never sampled) to 100 by token id (a number, also in "
+        "quotes, as OpenAI has it) or by the text of one token.",
     )
     bad_words: tuple[str, ...] = field(
         (),

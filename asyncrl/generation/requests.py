@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
     """How the rollouts sample. Errors: ConfigError for a text that is no single token in `logit_bias`, or none in `bad_words`."""
+    biases = {_token(key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
+    if len(biases) < len(rollout.logit_bias):
+        raise ConfigError(f"rollout.logit_bias names a token twice: {rollout.logit_bias} are the ids {list(biases)}")
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -28,20 +31,20 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
         repetition_penalty=rollout.repetition_penalty,
         presence_penalty=rollout.presence_penalty,
         frequency_penalty=rollout.frequency_penalty,
-        logit_bias={_token(key, tokenizer): bias for key, bias in rollout.logit_bias.items()},
+        logit_bias=biases,
         bad_words=tuple(ids for word in rollout.bad_words for ids in _spellings(word, tokenizer)),
         min_tokens=rollout.min_tokens,
     )
 
 
 def _token(key: int | str, tokenizer: Any) -> int:
-    if isinstance(key, int):
-        return key
+    if isinstance(key, int) or (key.isascii() and key.isdigit()):
+        return int(key)
     ids = tokenizer.encode(key, add_special_tokens=False)
     if len(ids) != 1:
         raise ConfigError(
             f"rollout.logit_bias names {key!r}, which the tokenizer makes {len(ids)} tokens of ({ids}); name the text of one "
-            "token, or its id as a number; rollout.bad_words takes texts of several"
+            "token, or its id; rollout.bad_words takes texts of several"
         )
     return int(ids[0])
 

@@ -285,9 +285,7 @@ def test_every_name_that_is_looked_up_leads_somewhere() -> None:
     assert not set(OTHER_NAMES) & set(knobs()), "a knob of ours is no unknown key"
 
 
-@pytest.mark.parametrize(
-    "name", ["optim", "gamma", "num_gpus", "disable_dropout", "min_p", "logging_steps", "ref_model"]
-)
+@pytest.mark.parametrize("name", ["optim", "gamma", "num_gpus", "disable_dropout", "logging_steps", "ref_model"])
 def test_what_is_not_here_is_not_guessed(name: str) -> None:
     assert nearest_name(name) is None
 
@@ -397,7 +395,8 @@ def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: C
     # wear of reward workers, key and names of the HTTP door.
     # Who writes control tokens: a default that is safe, and the other for those whose data holds them on purpose.
     # How often an episode that failed is played again: rollouts of agents fail by chance, and each costs time.
-    assert len(knobs()) - len(own) <= 107, found
+    # Seven ways to sample that every sampler has: min-p, three penalties, biases, bad words, a minimum of tokens.
+    assert len(knobs()) - len(own) <= 114, found
 
 
 def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:

@@ -191,14 +191,15 @@ def config(**rollout: Any) -> Config:
 
 def test_texts_become_tokens_as_vllm_has_them() -> None:
     rollout = config(
-        logit_bias={7: 1, "d": -100}, bad_words=["b", "c d", "d"], min_p=0.1, max_tokens=9, min_tokens=3
+        logit_bias={7: 1, "8": 2, "d": -100}, bad_words=["b", "c d", "d"], min_p=0.1, max_tokens=9, min_tokens=3
     ).rollout
     found = sampling_params(rollout, Words())
-    assert found.logit_bias == {7: 1.0, 6: -100.0}
+    assert found.logit_bias == {7: 1.0, 8: 2.0, 6: -100.0}
     assert found.bad_words == ((2,), (3,), (4, 5, 6), (9, 5, 6), (6,))  # " d" is two tokens, not another word of one
     assert (found.min_p, found.min_tokens, found.repetition_penalty) == (0.1, 3, 1.0)
     for wrong, text in (
         ({"logit_bias": {"c d": 1}}, "'c d'.* 3 tokens"),
+        ({"logit_bias": {6: 1, "d": 1}}, "a token twice"),
         ({"bad_words": [""]}, "'', of which .* no token"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -234,6 +235,8 @@ def test_names_of_other_code_bases_are_found(theirs: str, ours: str) -> None:
 def test_more_than_there_is_room_for_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"min_tokens is 9; expected at most rollout\.max_tokens = 8"):
         resolve(config(min_tokens=9, max_tokens=8), embedding=True)
+    with pytest.raises(ConfigError, match=r"logit_bias is .*5: 101.0.*; expected numbers from -100 to 100"):
+        resolve(config(logit_bias={5: 101}), embedding=True)
     assert (
         replace(SamplingParams(), min_tokens=3).changes_logits and not SamplingParams(min_p=0.1, top_k=3).changes_logits
     )

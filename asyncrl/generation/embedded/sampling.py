@@ -199,7 +199,7 @@ class Sampler:
         sampled_N = logp_N if mass_N is None else logp_N - mass_N.log()
         if own_RV is not None:
             # No softmax, which would underflow: to the model alone such a token may be all but impossible.
-            own_R = own_RV.double().log_softmax(-1).gather(1, token_N[changed].unsqueeze(1)).squeeze(1)
+            own_R = own_RV.gather(1, token_N[changed].unsqueeze(1)).squeeze(1).double() - own_RV.logsumexp(-1).double()
             _require_finite(own_R)
             logp_N = logp_N.index_copy(0, torch.tensor(changed, device=device), own_R)
         host = torch.stack((token_N.double(), logp_N, sampled_N)).cpu().numpy()
