@@ -48,10 +48,11 @@ class ShardedParameters:
         device: torch.device,
         compute: torch.dtype,
         prefix: str = "",
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         """`root`: with full weights in the master dtype, on the host or on `device`; only its forward may be called from
         now on. `blocks`: the parts that are gathered one at a time. `compute`: dtype of the matrix products.
-        `prefix`: is left out of the names.
+        `prefix`: is left out of the names. `frozen`: names of what is not trained.
 
         A process group must be open, one for a single rank too. Errors: LifecycleError.
         """
@@ -60,6 +61,7 @@ class ShardedParameters:
                 "a sharded model needs a process group: open the world first, with `alone` for one rank"
             )
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.frozen = frozen
         named = list(root.named_parameters())  # tied parameters once
         self.names = [name.removeprefix(prefix) for name, _ in named]
         self.shapes = [tuple(parameter.shape) for _, parameter in named]
@@ -94,6 +96,12 @@ class ShardedParameters:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
+
+    def zero_frozen(self) -> None:
+        """Drop what the layers wrote for weights that are not trained."""
+        for name, gradient in self.named_grads():
+            if name in self.frozen:
+                gradient.zero_()
 
     def reset(self) -> None:
         """After a forward or backward that did not end: wait for what is under way and drop it. Gradients are not zeroed.

@@ -27,6 +27,7 @@ from .head.liger import choose_head_kernel
 from .head.output import HeadTransform, decoder_of, head_transform, linear_head
 from .native.norms import replace_norms
 from .parameters.flat import FlatParameters, FlatWeights, ServedParameters
+from .parameters.frozen import frozen_names, require_trained
 from .parameters.lora import LoraParameters
 from .parameters.packed import JoinedLinear, packing_works
 from .paths import FUSED, PACKED, ModelPath
@@ -73,15 +74,20 @@ class PolicyModel:
         Errors: ConfigError for a model that is not supported, and for a `head_kernel` that cannot be had (liger_head.py)."""
         refuse_unsupported(module)
         self.transform = transform or head_transform(module)  # asked before anything is replaced
+        adapted = lora is not None and bool(lora.rank)
+        frozen = frozenset[str]() if served or adapted else frozen_names(module)
+        require_trained(module, frozen)
         prepare(module, path or PACKED, DTYPES[dtype])
         self.module = module
         self.dtype = DTYPES[dtype]
         self.version = 0
-        if lora is not None and lora.rank:
+        if lora is not None and adapted:
             self.weights = FlatWeights(module, self.dtype)
             self.flat = self.lora = LoraParameters(module, self.weights, lora, seed)
+        elif served:
+            self.weights = self.flat = ServedParameters(module, self.dtype)
         else:
-            self.weights = self.flat = (ServedParameters if served else FlatParameters)(module, self.dtype)
+            self.weights = self.flat = FlatParameters(module, self.dtype, frozen)
         self.decoder = decoder_of(module)
         self.head = linear_head(module)
         embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation

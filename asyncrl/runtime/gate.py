@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.errors import ConfigError, first_line
+from asyncrl.models.parameters.frozen import describe_frozen, frozen_names, mark_unreached
+from asyncrl.models.parameters.lora import describe_adapted
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
 from asyncrl.models.probe import WIDTHS, build_probe, positions_end
@@ -62,6 +64,7 @@ class Verdict:
     results: tuple[Result, ...]
     seconds: float
     rotary: str = ""  # which frequencies were chosen, where a choice is to be made
+    notes: tuple[str, ...] = ()  # on what is not trained
 
     @property
     def chosen(self) -> Result | None:
@@ -89,6 +92,7 @@ class Verdict:
         ]
         if self.rotary:
             found.append(self.rotary)
+        found += self.notes
         if chosen.path.name == "plain":
             found.append(
                 "note: on the plain path nothing is shared in a group, and all caches are rebuilt after an update"
@@ -156,13 +160,21 @@ def check_model(
             paths = [path for path in paths if path.name != "plain"]
             packed = _compare(trial, PACKED, sampler=False)
             if not packed.agrees:
-                return _verdict(module, trial, [packed], started, longest)
+                return _verdict(module, trial, [packed], started, longest, [])
         for number, path in enumerate(paths, 1):
             say(f"checking the model: path {number} of {len(paths)} ({path.name}), {layers}")
             results.append(_compare(trial, path))
             if results[-1].agrees and not every:
                 break
-    return _verdict(module, trial, results, started, longest)
+        mark_unreached(module, trial.unreached)
+    return _verdict(module, trial, results, started, longest, _untrained(module, lora))
+
+
+def _untrained(module: PreTrainedModel, lora: LoraConfig | None) -> list[str]:
+    """Lines for people. Adapters lie beside weights that are frozen anyhow."""
+    if lora is not None and lora.rank:
+        return describe_adapted(module, lora)
+    return describe_frozen(module, frozen_names(module))
 
 
 def _trial(module: PreTrainedModel, device: torch.device | str, *, outgrown: bool, **given: Any) -> Trial:
@@ -235,7 +247,12 @@ def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
 
 
 def _verdict(
-    module: PreTrainedModel, trial: Trial, results: list[Result], started: float, longest: int | None
+    module: PreTrainedModel,
+    trial: Trial,
+    results: list[Result],
+    started: float,
+    longest: int | None,
+    notes: list[str],
 ) -> Verdict:
     return Verdict(
         name=type(module).__name__,
@@ -244,6 +261,7 @@ def _verdict(
         results=tuple(results),
         seconds=time.perf_counter() - started,
         rotary=describe(module.config, longest),
+        notes=tuple(notes),
     )
 
 

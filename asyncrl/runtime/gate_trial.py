@@ -26,6 +26,7 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.copying import copy_module
+from asyncrl.models.parameters.frozen import unreached_families
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import most_positions
@@ -97,6 +98,7 @@ class Trial:
         self._dtype = dtype
         self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
         self._knows_batches = True
+        self.unreached = frozenset[str]()  # parameters that no text reaches, once `eager` was asked (frozen.py)
         self._random = np.random.default_rng(0)
         self._outgrown = outgrown
         text = probe.config.get_text_config()
@@ -146,6 +148,7 @@ class Trial:
                 loss = loss + (logp * self._weight_S[place].to(device)).sum()
                 found[place] = logp.detach().cpu()
             loss.backward()
+        self.unreached = unreached_families({name: p.grad for name, p in probe.named_parameters()})
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in probe.named_parameters()}
         probe.requires_grad_(False)
         return found, gradients

@@ -1,4 +1,4 @@
-"""AdamW over the flat masters: decay on matrices only, state that can be saved by parameter name."""
+"""AdamW over the flat masters of what is trained, with state that can be saved by parameter name."""
 
 from __future__ import annotations
 
@@ -31,8 +31,17 @@ class Parameters(Protocol):
         """Every gradient that this rank holds, in one buffer."""
         ...
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of those that are not trained (models/parameters/frozen.py)."""
+        ...
+
     def zero_grad(self) -> None:
         """Zero the gradients: before a step, and after it was aborted."""
+        ...
+
+    def zero_frozen(self) -> None:
+        """Zero those of frozen parameters, which layers may have written: before the norm and the reduction."""
         ...
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
@@ -51,19 +60,29 @@ class Parameters(Protocol):
 class FlatAdamW:
     """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv:1711.05101) whose parameters and gradients are views.
 
+    Frozen parameters are none of its own: they have no state and are not decayed. Norms and biases (vectors, and stacked biases of
+    experts by their name) are decayed where `train.decay_norms_and_biases` says so.
+
     The optimizer never allocates gradients and never zeroes them: `Parameters.grad` belongs to the train step.
     """
 
     def __init__(self, flat: Parameters, config: TrainConfig) -> None:
-        self.flat = flat
+        self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
-        for (_, master), (_, grad) in zip(flat.named_masters(), flat.named_grads(), strict=True):
+        decayed: list[nn.Parameter] = []
+        kept: list[nn.Parameter] = []
+        for (name, master), (_, grad) in zip(flat.named_masters(), flat.named_grads(), strict=True):
+            if name in flat.frozen:
+                continue
             parameter = nn.Parameter(master)
             parameter.grad = grad
+            self.names.append(name)
             self.parameters.append(parameter)
+            is_matrix = parameter.ndim >= 2 and not name.rpartition(".")[2].endswith("bias")
+            (decayed if is_matrix or config.decay_norms_and_biases else kept).append(parameter)
         groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": kept, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -90,7 +109,7 @@ class FlatAdamW:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """name -> {step, exp_avg, exp_avg_sq}: views of the live state; empty before the first step."""
         state: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in zip(self.flat.names, self.parameters, strict=True):
+        for name, parameter in zip(self.names, self.parameters, strict=True):
             held = self.optimizer.state.get(parameter)
             if held:
                 state[name] = {key: held[key] for key in _SAVED}
@@ -101,10 +120,10 @@ class FlatAdamW:
         if not state:
             self.optimizer.state.clear()
             return
-        missing = [name for name in self.flat.names if name not in state]
+        missing = [name for name in self.names if name not in state]
         if missing:
             raise KeyError(f"the optimizer state holds nothing for {missing[:3]} ({len(missing)} parameters missing)")
-        for name, parameter in zip(self.flat.names, self.parameters, strict=True):
+        for name, parameter in zip(self.names, self.parameters, strict=True):
             saved = state[name]
             fresh: dict[str, Any] = {
                 "step": saved["step"].detach().clone().to(device=parameter.device if parameter.is_cuda else "cpu"),

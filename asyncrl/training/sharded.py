@@ -37,6 +37,7 @@ from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.head.logprobs import HeadKernel, Spare, token_logprobs
 from asyncrl.models.head.output import HeadTransform, decoder_of
 from asyncrl.models.parameters.flat import ServedParameters
+from asyncrl.models.parameters.frozen import frozen_names, require_trained
 from asyncrl.models.policy import PolicyModel, decode, enable_checkpointing, prepare
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
@@ -96,6 +97,8 @@ class ShardedForward:
     ) -> None:
         """`model`: full weights, on the host or on `device`; it is cut in place. `transform`: of its logits, as the policy has
         found. Errors: ConfigError."""
+        frozen = frozen_names(model)
+        require_trained(model, frozen)
         prepare(model, dtype=dtype)
         master = torch.float64 if dtype == torch.float64 else torch.float32
         for parameter in model.parameters():  # and no buffer: rotary tables stay as they were computed
@@ -106,7 +109,7 @@ class ShardedForward:
         self._scoring = _Scoring(model, transform, kernel)
         self.device = device
         self.routing = Routing.of(model)
-        self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.")
+        self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen)
 
     def __call__(self, batch: Microbatch, entropy_grad: bool, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
         """`entropy_grad`: whether the entropies carry a gradient, too. `routes`: of this forward."""

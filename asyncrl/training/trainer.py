@@ -223,6 +223,7 @@ class TorchTrainer:
         gradient.mul_(1.0 / denominator)
         if step.loss.extra_normaliser is not None and self.second is not None:
             self.second.join_(1.0 / by_extra)
+        self.parameters.zero_frozen()
         self._reduce_gradients(gradient)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the reduction runs on a stream of its own: half a gradient is no gradient

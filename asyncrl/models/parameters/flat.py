@@ -156,11 +156,18 @@ class FlatParameters(FlatWeights):
     """Owns the storage of a module's trainable parameters. Lives on one device; only its lane may touch it."""
 
     grad: Tensor
+    frozen: frozenset[str] = frozenset()
     cast: Callable[[Tensor], Tensor] | None = None  # master -> the buffer that it was cast into; None: in place
     refreshed: Callable[[], None] | None = None  # called once the modules read what the masters say
 
-    def __init__(self, module: nn.Module | Sequence[tuple[str, nn.Parameter]], matmul_dtype: torch.dtype) -> None:
-        """`module`, or its parameters by name."""
+    def __init__(
+        self,
+        module: nn.Module | Sequence[tuple[str, nn.Parameter]],
+        matmul_dtype: torch.dtype,
+        frozen: frozenset[str] = frozenset(),
+    ) -> None:
+        """`module`, or its parameters by name. `frozen`: names of those that are not trained (frozen.py)."""
+        self.frozen = frozen
         self._lay_out(list(module.named_parameters() if isinstance(module, nn.Module) else module))
         size, device = self.size, self.parameters[0].device
         self.master_dtype = torch.float64 if matmul_dtype == torch.float64 else torch.float32
@@ -210,6 +217,12 @@ class FlatParameters(FlatWeights):
         else:
             for parameter in self.parameters:
                 parameter.grad = None
+
+    def zero_frozen(self) -> None:
+        """Drop the gradients of frozen weights: layers write them, since q, k and v are one product, whichever is trained."""
+        for index, name in enumerate(self.names) if self.frozen else ():
+            if name in self.frozen:
+                self.view(self.grad, index).zero_()
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view of the master) for every parameter."""

@@ -33,6 +33,7 @@ from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 
 from .flat import FlatParameters, FlatWeights
+from .frozen import family, unreached_names
 from .packed import accumulate
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
@@ -150,8 +151,12 @@ class LoraParameters(FlatParameters):
 
 def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[tuple[str, nn.Linear]]:
     """The layers that `config.target_modules` names, as peft matches names. Errors: ConfigError."""
-    head = module.get_output_embeddings()
-    linear = {name: part for name, part in module.named_modules() if type(part) is nn.Linear and part is not head}
+    head, unreached = module.get_output_embeddings(), unreached_names(module)
+    linear = {
+        name: part
+        for name, part in module.named_modules()
+        if type(part) is nn.Linear and part is not head and f"{name}.weight" not in unreached
+    }
     if config.target_modules == (ALL_LINEAR,):
         return list(linear.items())
     found: list[tuple[str, nn.Linear]] = []
@@ -167,6 +172,25 @@ def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[tuple[str,
         found += [(name, linear[name]) for name in named]
     chosen = dict(found)  # two words may name one layer
     return [(name, part) for name, part in linear.items() if name in chosen]
+
+
+def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """A line for people: on which share of the matrices that text goes through adapters lie, and which have none."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    looked_up = None if embedding is None or embedding.weight is head.weight else embedding.weight
+    unreached = unreached_names(module)
+    through = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.ndim >= 2 and parameter is not looked_up and name not in unreached
+    }
+    adapted = {f"{name}.weight" for name, _ in find_targets(module, config)}
+    without = dict.fromkeys(family(name) for name in through if name not in adapted)
+    share = sum(each.numel() for name, each in through.items() if name in adapted) / sum(
+        map(torch.numel, through.values())
+    )
+    rest = f"; without: {', '.join(list(without)[:6])}" if without else ""
+    return [f"LoRA: adapters on {share:.0%} of the weights that text goes through{rest}"]
 
 
 def require_peft() -> None:
