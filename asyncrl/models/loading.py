@@ -7,12 +7,18 @@ would silently compute something else than the checkpoint means is refused here,
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from asyncrl.config.hub import require_hub
 from asyncrl.config.schema import ModelConfig
@@ -25,6 +31,8 @@ from .parameters.source import call_builder, is_builder, load_builder, model_sou
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
 from .rotary import hold_frequencies, not_held
+
+logger = logging.getLogger("asyncrl.models")
 
 Choose = Callable[[PreTrainedModel], ModelPath]  # how a model that was just loaded is run; the gate of a run
 # Of transformers, for what it cannot read: a configuration is checked by rules of its own, and by whatever a class does with it.
@@ -208,24 +216,57 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
             torch.manual_seed(seed)
             return _of_config(config, settings, dtype=torch.float32)
     path = model_source(config)
-    load_model_config(config)
+    settings = load_model_config(config)
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **REPORTED, **OWN_CODE, **gguf)
+        loaded: Any = _class_of(settings).from_pretrained(path, dtype=torch.float32, **REPORTED, **OWN_CODE, **gguf)
     except LOADING_ERRORS as error:
         raise ConfigError(f"model.path: the weights of {path!r} could not be loaded ({first_line(error)})") from error
     module, report = loaded
     require_all_weights(report, f"model.path: {path!r}", ". Use a complete checkpoint, or model.random_init=true")
+    if lost := sorted({*report.get("unexpected_keys", ()), *_ignored(module, path)}):
+        logger.warning(
+            "model.path: %r holds %d tensors that are no part of the %s that transformers builds, like %s: they are in no "
+            "checkpoint of this run",
+            path,
+            len(lost),
+            type(module).__name__,
+            lost[0],
+        )
     _repair(module.config)
     if config.gguf_file:
         module.hf_quantizer = None  # the weights are dequantized: with it, transformers would refuse to save them
     return module  # type: ignore[no-any-return]  # transformers: Any
 
 
+def _class_of(settings: PretrainedConfig) -> Any:
+    """The class that a checkpoint names, where transformers' auto class would take its language model alone: then a checkpoint of
+    the run would lack the rest (a vision tower). Else the auto class."""
+    named = (getattr(settings, "architectures", None) or [""])[0]
+    own = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings.model_type)
+    for kind in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
+        if own is not None and named == mapping.get(settings.model_type) != own:
+            return getattr(transformers, named)
+    return AutoModelForCausalLM
+
+
+def _ignored(module: PreTrainedModel, path: str) -> list[str]:
+    """Names of tensors in the checkpoint's files that its class leaves out without a word (layers that predict further tokens)."""
+    patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
+    found: list[str] = []
+    for file in Path(path).glob("*.safetensors") if patterns and Path(path).is_dir() else ():
+        with safe_open(file, "pt") as tensors:
+            found += [name for name in tensors.keys() if any(each.search(name) for each in patterns)]  # noqa: SIM118  no mapping
+    return found
+
+
 def _of_config(config: ModelConfig, settings: PretrainedConfig, **given: Any) -> PreTrainedModel:
     """Errors: ConfigError for a configuration of something else, or one that its class does not build."""
     try:
-        built: PreTrainedModel = AutoModelForCausalLM.from_config(settings, **given)
+        kind = _class_of(settings)
+        build = kind.from_config if kind is AutoModelForCausalLM else kind._from_config
+        built: PreTrainedModel = build(settings, **given)
     except LOADING_ERRORS as error:
         raise ConfigError(
             f"model.path: transformers builds no causal language model from the configuration in {model_source(config)!r} "

@@ -31,6 +31,7 @@ from asyncrl.models.loading import (
 )
 from asyncrl.models.native.norms import FusedRMSNorm, replace_norms
 from asyncrl.models.parameters.flat import add_wider_
+from asyncrl.models.paths import PLAIN
 from asyncrl.models.policy import PolicyModel
 
 SHAPE = {
@@ -206,6 +207,44 @@ def test_saved_model_loads_as_it_is(tmp_path: Path, dtype: str, tied: bool) -> N
     assert loaded.dtype == policy.dtype
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, policy.module.state_dict()[name])
+
+
+TEXT = {
+    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+LINEAR = {f"linear_{name}": 2 if name.startswith("num") else 16 for name in (
+    "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim",
+)}  # fmt: skip
+EYES = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 14}
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Gemma3"])
+def test_a_model_with_a_tower_is_saved_whole(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every tensor, bit for bit, under the same class; of what its class does not load, the number is said."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    kind = getattr(transformers, f"{family}ForConditionalGeneration")
+    text = TEXT | ({"num_hidden_layers": 4} | LINEAR if family == "Qwen3_5" else {"num_hidden_layers": 2})
+    own = {"depth": 1, "out_hidden_size": 32} if family == "Qwen3_5" else {"num_hidden_layers": 1, "image_size": 28}
+    eyes = EYES | own | ({} if family == "Qwen3_5" else {"num_attention_heads": 2})
+    more = {} if family == "Qwen3_5" else {"mm_tokens_per_image": 4}
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=eyes, **more)
+    torch.manual_seed(0)
+    kind(config).save_pretrained(tmp_path / "old")
+    save_tokenizer(tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    before = load_file(file)
+    save_file({**before, "mtp.layers.0.w": torch.ones(3), "other.w": torch.ones(2)}, file, metadata={"format": "pt"})
+    policy, _ = load_policy(ModelConfig(path=str(tmp_path / "old"), dtype="float32"), choose=lambda _: PLAIN[0])
+    [line] = [record.getMessage() for record in caplog.records if record.name == "asyncrl.models"]
+    assert f"holds 2 tensors that are no part of the {kind.__name__}" in line and "mtp.layers.0.w" in line
+    policy.save_pretrained(tmp_path / "new")
+    after = load_file(tmp_path / "new" / "model.safetensors")
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["architectures"] == [kind.__name__]
+    assert type(describe_module(ModelConfig(path=str(tmp_path / "old")))) is kind
 
 
 def test_norms_are_replaced_only_where_they_are_plain() -> None:

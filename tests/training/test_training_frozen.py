@@ -1,4 +1,4 @@
-"""Weights that are not trained: no gradient, no state, no part in the norm, no decay. What is trained is as torch.optim.AdamW has it."""
+"""Weights that are not trained: no gradient, no state, no part in the norm, no decay; the others as torch.optim.AdamW has them."""
 
 from __future__ import annotations
 
