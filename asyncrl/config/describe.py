@@ -76,6 +76,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     "train.warmup_steps",
     "train.min_lr_ratio",
     "train.weight_decay",
+    "train.decay_norms_and_biases",
     "train.eps",
     "train.grad_clip",
     "train.tokens_per_microbatch",
