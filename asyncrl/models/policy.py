@@ -75,8 +75,7 @@ class PolicyModel:
         refuse_unsupported(module)
         self.transform = transform or head_transform(module)  # asked before anything is replaced
         adapted = lora is not None and bool(lora.rank)
-        frozen = frozenset[str]() if served or adapted else frozen_names(module)
-        require_trained(module, frozen)
+        frozen = require_trained(module, frozen_names(module)) if not (served or adapted) else frozenset[str]()
         prepare(module, path or PACKED, DTYPES[dtype])
         self.module = module
         self.dtype = DTYPES[dtype]
@@ -84,10 +83,9 @@ class PolicyModel:
         if lora is not None and adapted:
             self.weights = FlatWeights(module, self.dtype)
             self.flat = self.lora = LoraParameters(module, self.weights, lora, seed)
-        elif served:
-            self.weights = self.flat = ServedParameters(module, self.dtype)
         else:
-            self.weights = self.flat = FlatParameters(module, self.dtype, frozen)
+            whole = ServedParameters(module, self.dtype) if served else FlatParameters(module, self.dtype, frozen)
+            self.weights = self.flat = whole
         self.decoder = decoder_of(module)
         self.head = linear_head(module)
         embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation

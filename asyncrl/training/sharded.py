@@ -97,8 +97,7 @@ class ShardedForward:
     ) -> None:
         """`model`: full weights, on the host or on `device`; it is cut in place. `transform`: of its logits, as the policy has
         found. Errors: ConfigError."""
-        frozen = frozen_names(model)
-        require_trained(model, frozen)
+        frozen = require_trained(model, frozen_names(model))
         prepare(model, dtype=dtype)
         master = torch.float64 if dtype == torch.float64 else torch.float32
         for parameter in model.parameters():  # and no buffer: rotary tables stay as they were computed

@@ -46,13 +46,14 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     return unreached_names(module) | {name for name, each in module.named_parameters() if not each.requires_grad}
 
 
-def require_trained(module: nn.Module, frozen: Collection[str]) -> None:
-    """Errors: ConfigError where nothing is left to train."""
+def require_trained(module: nn.Module, frozen: frozenset[str]) -> frozenset[str]:
+    """`frozen` as it is. Errors: ConfigError where nothing is left to train."""
     if len(frozen) == len(list(module.named_parameters())):
         raise ConfigError(
             "model.path: every weight of the model is frozen (requires_grad is False): there is nothing to train; leave some of "
             "them trainable, or set model.lora.rank"
         )
+    return frozen
 
 
 def describe_frozen(module: nn.Module, frozen: Collection[str]) -> list[str]:
