@@ -109,6 +109,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "data.template": _ROWS,
     "data.chat_template_kwargs": _ROWS,
     "data.control_tokens": _ROWS,
+    "data.date": _ROWS,
     "data.max_prompt_tokens": _ROWS,
     "data.overlong": _ROWS,
     "data.shuffle": _ROWS,

@@ -5,6 +5,7 @@ Derived values are None here until `resolve()` (config/resolve.py) fills them in
 
 from __future__ import annotations
 
+import datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import create_model, field_validator, model_validator
@@ -99,12 +100,22 @@ class DataConfig(Section):
         "Who writes control tokens such as the end of a turn: the chat template alone, so that what a message, a tool or an "
         "argument holds is text; or `text`: whoever writes the text of one. In raw prompts it is always the text.",
     )
+    date: str | None = field(
+        None,
+        "The day, like 2026-01-31, that a chat template writes where it asks for today's. Left out: the day on which the run "
+        "began, also when it is resumed.",
+    )
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(
         "refuse",
         "What to do with a longer prompt: stop with an error, cut its beginning, or skip the row; all counted.",
     )
     shuffle: bool = field(True, "Shuffle the rows anew each epoch, keyed by the seed.")
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        return None if value is None else str(datetime.date.fromisoformat(str(value)))
 
 
 class EngineConfig(Section):

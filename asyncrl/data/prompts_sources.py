@@ -107,7 +107,10 @@ def as_rows(found: Any, source: str) -> Rows:
         if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
             return IndexedRows(found, source)
         if hasattr(found, "__iter__"):
-            return _listed(_read_all(found, source), source)
+            rows = _read_all(found, source)
+            if type(found).__module__.partition(".")[0] == "datasets":
+                rows = [{name: without_nulls(value) for name, value in row.items()} for row in rows]
+            return _listed(rows, source)
     if inspect.iscoroutine(found):
         found.close()
     raise DataError(

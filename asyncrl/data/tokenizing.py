@@ -9,6 +9,7 @@ said at the start (`PromptEncoder.notes`). The tokenizer is any object of the Hu
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
 import re
@@ -28,6 +29,7 @@ _OPEN, _CLOSE = (
     "\ue001",
 )  # around the number of a control token that somebody wrote: private use, in no vocabulary
 _PROBE = "Qk7"  # a text that no template writes
+_STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 # What is said of rows that have it, behind "12 of 1,000 prompts ".
 NOTES = {
@@ -99,7 +101,7 @@ class PromptEncoder:
         self._forms: tuple[bool, bool] | None = (
             None  # whether the template shows content that is a text; a list of parts
         )
-        self._edges: tuple[str, str] | None = None  # what the template writes around one user message
+        self._openings: set[str] | None = None  # what renderings begin with, BOS and the control token behind it
         self._before: list[int] | None = None  # what the tokenizer puts before a text
 
     @property
@@ -107,11 +109,14 @@ class PromptEncoder:
         """What is known of the template itself."""
         if "strftime_now" not in self._words and not re.search(r"\bnow\(", self._template):
             return []
-        date = "date_string" if "date_string" in self._words else "its argument for the date"
         return [
-            "the chat template writes the date of the day: prompts change from one day to the next; to keep them give "
-            f"data.chat_template_kwargs {date}, where the template has one"
+            "the chat template writes the date of the day: prompts change from one day to the next; to keep them set data.date "
+            f"(here {self._day}; a run that is resumed keeps its own)"
         ]
+
+    @property
+    def _day(self) -> datetime.date:
+        return datetime.date.fromisoformat(self.config.date) if self.config.date else datetime.date.today()
 
     def encode(self, prompt: Any, columns: Mapping[str, Any] | None = None) -> Int32Array:
         """Token ids [P]. `columns`: the row, whose `tools` and `chat_template_kwargs` go to the template.
@@ -139,40 +144,52 @@ class PromptEncoder:
         if config.template == "chat" and not self._renders:
             raise DataError("data.template is chat but the tokenizer has no chat template; use data.template=raw")
         if config.template != "raw" and self._renders:
-            rendered = self._is_rendered(prompt)
-            self.notes["rendered"] += rendered
-            return rendered
+            if not self._is_rendered(prompt):
+                return False
+            self.notes["rendered"] += 1
         for name, value in (
             ("system_prompt", config.system_prompt),
             ("chat_template_kwargs", config.chat_template_kwargs),
         ):
             if value is not None and value != {}:
                 raise DataError(
-                    f"data.{name} is set but the prompt is plain text without a chat template; "
-                    "leave it out, or use a tokenizer with a template and data.template=chat"
+                    f"data.{name} is set but the prompt is plain text without a chat template, or was rendered before; "
+                    "leave it out, or give messages to a tokenizer with a template, with data.template=chat"
                 )
         return True
 
     def _is_rendered(self, prompt: str) -> bool:
-        """It holds control tokens, and begins or ends as the template's own rendering does."""
-        if not self._controls(user=False).search(prompt):
+        """It holds control tokens, and begins as the template's own renderings do. (What ends like one may be a user's text.)"""
+        control = self._controls(user=False)
+        if not control.search(prompt):
             return False
-        if self._edges is None:
-            try:
-                before, _, after = self._render([{"role": "user", "content": self._content(_PROBE)}], {}).partition(
-                    _PROBE
-                )
-            except DataError:  # of a template that wants more than one message of the user
-                before = after = ""
-            first = self._controls(user=False).match(before.lstrip())
-            self._edges = first.group(0) if first else "", after.strip()
-        head, last = self._edges
-        begins = bool(head) and prompt.lstrip().startswith(head)
-        return begins or (bool(self._controls(user=False).search(last)) and prompt.rstrip().endswith(last))
+        if self._openings is None:
+            self._openings = set()
+            user = {"role": "user", "content": self._content(_PROBE)}
+            for messages in ([user], [{**user, "role": "system"}, user]):
+                try:
+                    text = self._render(messages, self.config.chat_template_kwargs)
+                except DataError:  # of a template that wants other messages
+                    continue
+                if self._bos and text.startswith(self._bos):
+                    self._openings.add(self._bos)
+                    text = text.removeprefix(self._bos)
+                first = control.match(text.lstrip())
+                self._openings.add(first[0] if first else (text.partition(_PROBE)[0].split() or [""])[0])
+            self._openings.discard("")
+        return prompt.lstrip().startswith(tuple(self._openings))
+
+    @property
+    def _bos(self) -> str:
+        return getattr(self._tokenizer, "bos_token", None) or ""
 
     def _encode_raw(self, text: str) -> list[int]:
-        """With what the tokenizer puts before a text (BOS), unless the text begins with it; without what it puts behind (EOS)."""
+        """With the template's BOS where the text was rendered, else with what the tokenizer puts before a text, once; without
+        what it puts behind (EOS)."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._openings is not None:
+            lacks = self._bos in self._openings and not text.lstrip().startswith(self._bos)
+            return [self._tokenizer.bos_token_id, *ids] if lacks else ids
         if self._before is None:
             bare, full = (self._tokenizer.encode(_PROBE, add_special_tokens=added) for added in (False, True))
             fits = [n for n in range(len(full)) if full[n : n + len(bare)] == bare]
@@ -209,7 +226,10 @@ class PromptEncoder:
         texts, parts = self._forms
         if isinstance(content, str):
             return content if texts or not parts else [{"type": "text", "text": content}]
-        return content if parts else "".join(part["text"] for part in content)
+        text = "".join(part["text"] for part in content)
+        if parts and self.config.control_tokens == "template" and self._controls(user=True).search(text):
+            return [{"type": "text", "text": text}]  # a control token may begin in one part and end in the next
+        return content if parts else text
 
     def _shows(self, content: Any) -> bool:
         try:
@@ -225,7 +245,10 @@ class PromptEncoder:
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")
         own = columns.get("chat_template_kwargs")
-        if isinstance(own, Mapping):
+        own = _parsed(own)
+        if own and not isinstance(own, Mapping):
+            raise DataError(f"the row's chat_template_kwargs are {own!r:.80}; expected a mapping of arguments")
+        if own:
             own = {name: value for name, value in own.items() if value is not None}
             for name in own:
                 self._check_argument(name, "the row's chat_template_kwargs has")
@@ -250,9 +273,13 @@ class PromptEncoder:
     def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
         """The text before the first sampled token. A last message of the assistant is continued, not closed."""
         continued = messages[-1]["role"] == "assistant"
-        ending = {"continue_final_message": True} if continued else {"add_generation_prompt": True}
+        options = {**arguments, "continue_final_message" if continued else "add_generation_prompt": True}
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **ending, **arguments))
+            if "strftime_now" in self._words:
+                template = self._tokenizer.get_chat_template(tools=arguments.get("tools"))
+                day = self._day
+                options["chat_template"] = _STRFTIME.sub(lambda found: json.dumps(day.strftime(found[2])), template)
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # jinja's errors, and whatever a template raises by raise_exception()
             raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
 
@@ -263,7 +290,7 @@ class PromptEncoder:
             if isinstance(value, str):
                 return control.sub(numbered, value)
             if isinstance(value, Mapping):
-                return {key: mark(each, control) for key, each in value.items()}
+                return {mark(key, control): mark(each, control) for key, each in value.items()}
             return [mark(each, control) for each in value] if isinstance(value, (list, tuple)) else value
 
         def numbered(found: re.Match[str]) -> str:

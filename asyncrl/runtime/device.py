@@ -8,11 +8,13 @@ Measured on SmolLM2-135M, bfloat16 takes so many times the CPU seconds of float3
 with AVX512-BF16, 2.3 (2.2) with AVX-512 alone, 17 (2.6) with AVX2.
 
 By instructions and not by a measurement, so that every start on a machine, and `--dry-run`, say the same. A run that is resumed
-keeps the dtype it was started with, wherever it goes on: weights, bounds and the saved state belong to it.
+keeps the dtype it was started with, wherever it goes on: weights, bounds and the saved state belong to it. It also keeps the day
+that a chat template writes into its prompts.
 """
 
 from __future__ import annotations
 
+import datetime
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,17 +45,19 @@ def settle(config: Config, local_rank: int = 0) -> Settled:
     if config.train.kind != "torch":
         return Settled(config, torch.device("cpu"))
     device = choose_device(config.model.device, local_rank)
-    dtype, reason = config.model.dtype, "model.dtype"
+    dtype, reason, saved = config.model.dtype, "model.dtype", _saved(config)
     if config.model.dtype == "auto":
         dtype, reason = best_dtype(device)
-        started = _started_with(config)
-        if started not in (None, dtype):
+        started = "auto" if saved is None else saved.model.dtype
+        if started not in ("auto", dtype):
             dtype, reason = started, f"the run was started with it, though this machine would take {dtype}: {reason}"
     lines = [f"products in {dtype} on {device.type} ({reason})"]
     if dtype == "bfloat16":
         lines += _warning(device)
     model = config.model.model_copy(update={"dtype": dtype})
-    return Settled(config.model_copy(update={"model": model}), device, tuple(lines))
+    day = config.data.date or (str(datetime.date.today()) if saved is None else saved.data.date)
+    data = config.data.model_copy(update={"date": day})
+    return Settled(config.model_copy(update={"model": model, "data": data}), device, tuple(lines))
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -106,12 +110,10 @@ def meet(world: World, settled: Settled) -> None:
         )
 
 
-def _started_with(config: Config) -> DtypeName | None:
+def _saved(config: Config) -> Config | None:
+    """What the run that goes on was started with."""
     file = Path(config.run.dir) / config.run.name / "config.yaml"
-    if not config.resume or not file.exists():
-        return None
-    saved = load_config([file]).model.dtype
-    return None if saved == "auto" else saved
+    return load_config([file]) if config.resume and file.exists() else None
 
 
 def _warning(device: torch.device) -> list[str]:

@@ -397,7 +397,8 @@ def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: C
     # How often an episode that failed is played again: rollouts of agents fail by chance, and each costs time.
     # Seven ways to sample that every sampler has: min-p, three penalties, biases, bad words, a minimum of tokens.
     # Who may decide what only its user can know: whether norms are decayed, what of a text rewards read, how tokens are filtered.
-    assert len(knobs()) - len(own) <= 125, found
+    # The date of a template: two runs, or one and what it is evaluated with, read the same prompts.
+    assert len(knobs()) - len(own) <= 126, found
 
 
 def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from runtime_helpers import DRY, REAL, Process, config_of, write_yaml
 
+from asyncrl.config.describe import to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError
@@ -86,6 +87,16 @@ def test_who_insists_on_bfloat16_hears_what_it_costs(tmp_path: Path, monkeypatch
 def test_a_dry_run_has_no_products(tmp_path: Path) -> None:
     config = config_of(tmp_path, base=DRY)
     assert settle(config) == Settled(config, torch.device("cpu"))
+
+
+def test_a_run_keeps_the_day_that_its_prompts_have(tmp_path: Path) -> None:
+    begun = settle(config_of(tmp_path, "data.date=2024-07-26", base=AUTO)).config
+    assert begun.data.date == "2024-07-26" and settle(config_of(tmp_path, base=AUTO)).config.data.date is not None
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "config.yaml").write_text(to_yaml(begun), encoding="utf-8")
+    assert settle(config_of(tmp_path, "resume=true", base=AUTO)).config.data.date == "2024-07-26"
+    with pytest.raises(ConfigError, match=r"data\.date"):
+        config_of(tmp_path, "data.date=yesterday", base=AUTO)
 
 
 async def test_a_run_keeps_the_dtype_that_it_was_started_with(
