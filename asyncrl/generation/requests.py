@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
-    """How the rollouts sample. Errors: ConfigError for a text that is no single token in `logit_bias`, or none in `bad_words`."""
+    """How the rollouts sample. Errors: ConfigError for a text that the tokenizer cannot write, or that is several tokens in
+    `logit_bias`."""
     biases = {_token(key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
     if len(biases) < len(rollout.logit_bias):
         raise ConfigError(f"rollout.logit_bias names a token twice: {rollout.logit_bias} are the ids {list(biases)}")
@@ -40,23 +41,31 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
 def _token(key: int | str, tokenizer: Any) -> int:
     if isinstance(key, int) or (key.isascii() and key.isdigit()):
         return int(key)
-    ids = tokenizer.encode(key, add_special_tokens=False)
-    if len(ids) != 1:
+    ids = _written("logit_bias", key, tokenizer)
+    if len(ids) > 1:
         raise ConfigError(
-            f"rollout.logit_bias names {key!r}, which the tokenizer makes {len(ids)} tokens of ({ids}); name the text of one "
+            f"rollout.logit_bias names {key!r}, which the tokenizer makes {len(ids)} tokens of, {list(ids)}; name the text of one "
             "token, or its id; rollout.bad_words takes texts of several"
         )
-    return int(ids[0])
+    return ids[0]
 
 
 def _spellings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
     """As vLLM has it: at the beginning of a text, and behind a space where that is another word of as many tokens."""
-    first, second = (
-        tuple(map(int, tokenizer.encode(space + word.lstrip(), add_special_tokens=False))) for space in ("", " ")
-    )
-    if not first:
-        raise ConfigError(f"rollout.bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
+    first = _written("bad_words", word.lstrip(), tokenizer)
+    second = tuple(map(int, tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)))
     return [first, second] if len(second) == len(first) and second[0] != first[0] else [first]
+
+
+def _written(name: str, text: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens of a text, where they are what is meant by it, and no token for what is unknown."""
+    ids = tuple(map(int, tokenizer.encode(text, add_special_tokens=False)))
+    read = tokenizer.decode(list(ids))
+    if not ids or "".join(read.split()) != "".join(text.split()):
+        raise ConfigError(
+            f"rollout.{name} holds {text!r}, which the tokenizer cannot write: its tokens are {list(ids)}, {read!r}; leave it out"
+        )
+    return ids
 
 
 def check_request(request: GenerationRequest, max_context: int) -> None:

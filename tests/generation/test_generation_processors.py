@@ -179,10 +179,13 @@ class Words:
         assert not add_special_tokens
         found = []
         while text:
-            piece = next(each for each in sorted(self.ids, key=len, reverse=True) if text.startswith(each))
-            found.append(self.ids[piece])
+            piece = next((each for each in sorted(self.ids, key=len, reverse=True) if text.startswith(each)), text)
+            found.append(self.ids.get(piece, 0))
             text = text[len(piece) :]
         return found
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(next((text for text, each in self.ids.items() if each == token), "<unk>") for token in token_ids)
 
 
 def config(**rollout: Any) -> Config:
@@ -200,7 +203,8 @@ def test_texts_become_tokens_as_vllm_has_them() -> None:
     for wrong, text in (
         ({"logit_bias": {"c d": 1}}, "'c d'.* 3 tokens"),
         ({"logit_bias": {6: 1, "d": 1}}, "a token twice"),
-        ({"bad_words": [""]}, "'', of which .* no token"),
+        ({"logit_bias": {"é": 1}}, "'é', which .* cannot write: .*<unk>"),
+        ({"bad_words": [""]}, "'', which .* cannot write"),
     ):
         with pytest.raises(ConfigError, match=text):
             sampling_params(config(**wrong).rollout, Words())
