@@ -106,7 +106,7 @@ class PromptSource:
         self._encoded = 0  # rows
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows")
-        self._raw_prompt(0)
+        self._row(0)
         self._end = None if max_epochs is None else math.ceil(max_epochs * len(self._rows) - 1e-9)
         self._position = rank  # the next ordinal
         self._again: list[int] = []  # group ids to hand out once more, ascending
@@ -217,7 +217,7 @@ class PromptSource:
     def check_forms(self, most: int) -> None:
         """Of the first `most` rows, without the tokenizer: that the prompt is there, a text or messages. Errors: `DataError`."""
         for index in range(min(len(self._rows), most)):
-            prompt = self._raw_prompt(index)
+            prompt = self._row(index)[self.config.prompt_column]
             try:
                 check_prompt(read_prompt(prompt, self.config))
             except DataError as error:
@@ -318,23 +318,23 @@ class PromptSource:
         prompt = read_prompt(row[column], self.config)
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
-    def _raw_prompt(self, index: int) -> Any:
-        """As the row has it."""
+    def _row(self, index: int) -> Row:
+        """A row, which has a prompt. Ask once: code may make it anew at each access."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row:
             raise DataError(
                 f"{self._place(index)} has no column {column!r}; found {', '.join(map(str, row)) or 'none'}; "
                 "set data.prompt_column to the column with the prompts"
             )
-        return row[column]
+        return row
 
     def _encode(self, index: int) -> tuple[Int32Array, int]:
         """(token ids after the cut, length before it) of a row."""
         if index in self._cache:
             return self._cache[index]
-        config, prompt = self.config, self._raw_prompt(index)
+        config, row = self.config, self._row(index)
         try:
-            ids = self._encoder.encode(prompt, self._rows[index])
+            ids = self._encoder.encode(row[config.prompt_column], row)
         except DataError as error:
             raise DataError(f"{self._place(index)}: {error}") from error
         self._encoded += 1
