@@ -74,16 +74,24 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def estimate(name: str, logp_S: Tensor, reference_logp_S: Tensor, clamp: float | None = None) -> Tensor:
-    """[S]: the named estimator; with `clamp`, of log-ratios within +-20 nats, and the value within +-clamp.
+def estimate(
+    name: str,
+    logp_S: Tensor,
+    reference_logp_S: Tensor,
+    clamp: float | None = None,
+    weight_S: Tensor | None = None,
+) -> Tensor:
+    """[S]: the named estimator times `weight_S`; with `clamp`, of log-ratios within +-20 nats, and the product within +-clamp.
 
-    NeMo and verl clamp at 10 and 20: one token of a far-away policy cannot outweigh a batch. The gradient outside is 0.
+    NeMo and verl clamp at 10 and 20: one token of a far-away policy cannot outweigh a batch, whatever its weight is (NeMo clamps
+    behind it, too). The gradient outside is 0.
     """
-    fn = KL_ESTIMATORS[name]
-    if clamp is None:
-        return fn(logp_S, reference_logp_S)
-    near_S = logp_S - (logp_S - reference_logp_S).clamp(-LOG_CLAMP, LOG_CLAMP)
-    return fn(logp_S, near_S).clamp(-clamp, clamp)
+    if clamp is not None:
+        reference_logp_S = logp_S - (logp_S - reference_logp_S).clamp(-LOG_CLAMP, LOG_CLAMP)
+    value_S = KL_ESTIMATORS[name](logp_S, reference_logp_S)
+    if weight_S is not None:
+        value_S = value_S * weight_S
+    return value_S if clamp is None else value_S.clamp(-clamp, clamp)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,9 @@ class Kl(Method):
         fixed=True,
     )
     clamp: float | None = setting(
-        None, "Bound of the KL per token, with log-ratios within +-20 nats (NeMo, verl: 10); null is off.", gt=0
+        None,
+        "Bound of the KL per token, `bias_correction` included, with log-ratios within +-20 nats (NeMo, verl: 10); null is off.",
+        gt=0,
     )
     bias_correction: bool = setting(
         False,
@@ -134,9 +144,8 @@ class Kl(Method):
             raise ValueError(
                 f"kl_coef is {self.coef}, but the microbatch has no reference log-probs (`reference_logp_S`)"
             )
-        kl_S = estimate(self.estimator, inputs.logp_S, inputs.reference_logp_S.detach(), self.clamp)
-        if self.bias_correction:
-            kl_S = kl_S * ratio_S
+        weight_S = ratio_S if self.bias_correction else None
+        kl_S = estimate(self.estimator, inputs.logp_S, inputs.reference_logp_S.detach(), self.clamp, weight_S)
         metrics["kl"] = MetricSum(kl_S.detach().sum(), Normaliser.TOKENS)
         return self.coef * kl_S
 

@@ -157,7 +157,8 @@ def _no_others(numbers: Iterable[str]) -> None:
 
 def _known(name: str, names: Iterable[str], what: str) -> str:
     known = sorted(names)
-    if name in known:
-        return name
+    spelled = name.lower().replace("-", "_")
+    if spelled in known:
+        return spelled
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     raise ConfigError(f"unknown {what} {name!r}; did you mean {nearest[0]!r}? Known: {', '.join(known)}")

@@ -50,7 +50,7 @@ def check_losses(config: Config, streaming: bool) -> Iterator[str]:
     algorithm = config.algorithm
     around, terms = _around(config, streaming), chosen_terms(algorithm)
     yield from _unread_settings(algorithm, around.loss, terms)
-    yield from _check_centre(algorithm)
+    yield from _check_centre(algorithm, around.loss)
     for method in (around.loss, *terms):
         yield from method.problems(around)
     yield from _conflicts(around.loss.conflicts, f"algorithm.loss is {algorithm.loss}", around)
@@ -131,8 +131,22 @@ def _unread_term(algorithm: AlgorithmConfig, term: Method) -> Iterator[str]:
             yield f"{each.dotted} is {_said(value)} but {term.off}, or leave it out"
 
 
-def _check_centre(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.force_on_policy and algorithm.old_logprobs == "sampler":
+def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]:
+    if not algorithm.force_on_policy:
+        return
+    if loss.bounds_ratio:
+        yield (
+            f"algorithm.force_on_policy is true but loss is {algorithm.loss}, which bounds a ratio that is then always 1: use "
+            "loss=reinforce, which is what is left of it, or leave force_on_policy out"
+        )
+    elif loss.section == "clip":
+        for each in loss.settings():
+            if (value := getattr(loss, each.name)) != each.default:
+                yield (
+                    f"{each.dotted} is {_said(value)} but algorithm.force_on_policy is true: the ratio is always 1, and the bound "
+                    "would do nothing; leave one of them out"
+                )
+    if algorithm.old_logprobs == "sampler":
         yield (
             "algorithm.force_on_policy is true but old_logprobs is sampler: one centres the clip on the training "
             "forward, the other on the sampler; choose one"

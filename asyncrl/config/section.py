@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 
 def at_home(path: str | None) -> str | None:
@@ -22,6 +24,23 @@ class Section(BaseModel):
     """Base of the sections: frozen, without unknown keys, without infinity and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # no field means infinity: null does
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_without_case(cls, value: Any) -> Any:
+        """Where one of several names is asked for, `GRPO` and `dr-grpo` are names, too."""
+        if not isinstance(value, Mapping):
+            return value
+        return {key: _as_choice(each, cls.model_fields.get(key)) for key, each in value.items()}
+
+
+def _as_choice(value: Any, knob: FieldInfo | None) -> Any:
+    if knob is None or not isinstance(value, str):
+        return value
+    members = (knob.annotation, *get_args(knob.annotation))
+    choices = [name for member in members if get_origin(member) is Literal for name in get_args(member)]
+    spelled = value.lower().replace("-", "_")
+    return next((name for name in choices if isinstance(name, str) and name.lower() == spelled), value)
 
 
 def field(default: Any, text: str, **bounds: Any) -> Any:

@@ -161,9 +161,8 @@ def test_kl_term_by_hand(estimator: str, correct: bool, clamp: float | None) -> 
     ):
         d = reference - logp
         term = {"k1": -d, "k2": d * d / 2, "mse": d * d / 2, "k3": math.exp(d) - d - 1, "abs": abs(d)}[estimator]
-        if clamp is not None:
-            term = min(max(term, -clamp), clamp)
-        total += term * (math.exp(logp - old) if correct else 1.0)
+        term *= math.exp(logp - old) if correct else 1.0
+        total += term if clamp is None else min(max(term, -clamp), clamp)
     mean = total / float(batch.mask_BT.sum())
     assert float(value) == pytest.approx(0.5 * mean, rel=1e-11)
     assert metrics["kl"] == pytest.approx(mean, rel=1e-11)
@@ -176,6 +175,20 @@ def test_kl_clamp_holds_far_log_ratios_at_20_nats() -> None:
     assert values.tolist() == pytest.approx([20.0, -20.0])
     values.sum().backward()
     assert logp.grad is not None and logp.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
+def test_kl_clamp_bounds_what_the_ratio_multiplies(estimator: str) -> None:
+    """By hand: ratio 100 (log-prob -1 after -1 - log 100), a KL of less than 1 before it; clamp 1. NeMo-RL: 1, gradient 0."""
+    logp = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    ratio = (logp - (logp.detach() - torch.tensor([math.log(100.0), 0.0], dtype=torch.float64))).exp()
+    reference = logp.detach() - 0.9
+    plain = kl.estimate(estimator, logp.detach(), reference)
+    assert 0 < float(plain[0]) < 1 and float(plain[0]) * 100 > 1
+    value = kl.estimate(estimator, logp, reference, 1.0, ratio)
+    assert value.tolist() == pytest.approx([1.0, float(plain[1])])
+    value.sum().backward()
+    assert logp.grad is not None and logp.grad[0] == 0 and logp.grad[1] != 0
 
 
 def test_bias_corrected_gradient_is_that_of_the_kl() -> None:

@@ -80,6 +80,14 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
         (["old_logprobs=sampler", "importance.veto=1e-4"], "never applied together; set importance.veto=null"),
         (["old_logprobs=sampler", "importance.cap=2"], "never applied together; set importance.cap=null"),
         (["old_logprobs=sampler", "force_on_policy=true"], "choose one"),
+        (["force_on_policy=true", "loss=cispo"], "bounds a ratio that is then always 1: use loss=reinforce"),
+        (["force_on_policy=true", "loss=sapo"], "bounds a ratio that is then always 1"),
+        (
+            ["force_on_policy=true", "clip.epsilon=0.1"],
+            "algorithm.clip.epsilon is 0.1 but algorithm.force_on_policy is true",
+        ),
+        (["force_on_policy=true", "clip.epsilon_high=0.3", "loss=dapo"], "algorithm.clip.epsilon_high is 0.3 but"),
+        (["force_on_policy=true", "clip.dual_clip=3"], "the bound would do nothing"),
         (["kl.place=reward"], "algorithm.kl.place is reward but algorithm.kl.coef is 0"),
         (["kl.coef=0.1", "kl.place=reward", "kl.bias_correction=true"], "has no gradient to correct"),
         (["loss=sapo", "clip.epsilon=0.1"], "loss is sapo, which does not read it"),
@@ -91,6 +99,15 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
 )
 def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
     assert words in refusal(*(f"algorithm.{override}" for override in overrides))
+
+
+def test_names_are_matched_without_case() -> None:
+    algorithm = made(
+        "algorithm.loss=DAPO", "algorithm.advantage=Dr-GRPO", "algorithm.kl.coef=0.1", "algorithm.kl.estimator=K3"
+    ).algorithm
+    assert (algorithm.loss, algorithm.advantage, algorithm.kl.estimator) == ("dapo", "dr_grpo", "k3")
+    assert made("preset=Sync", "data.overlong=CUT").preset == "sync"
+    assert "grpo" in refusal("algorithm.loss=GRPOO")
 
 
 def test_kl_in_the_reward_needs_an_advantage_that_reads_the_reward() -> None:

@@ -135,9 +135,7 @@ def test_a_run_of_truncated_completions_ends_as_asked_and_teaches_nothing(
 def test_centres_of_the_clip(here: Path) -> None:
     moved = last(here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01}, "preset=sync")
     assert moved["clip_ratio/region_mean"] > 0
-    forced = last(
-        here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01, "force_on_policy": True}, "preset=sync"
-    )
+    forced = last(here, {"loss": "dapo", "updates_per_batch": 3, "force_on_policy": True}, "preset=sync")
     assert forced["clip_ratio/region_mean"] == 0
     sampler = last(here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01, "old_logprobs": "sampler"})
     assert sampler["clip_ratio/region_mean"] > 0 and "importance/ratio_mean" not in sampler

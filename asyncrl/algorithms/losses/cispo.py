@@ -26,6 +26,7 @@ class Cispo(LossMethod):
 
     name: ClassVar[str] = "cispo"
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
+    bounds_ratio: ClassVar[bool] = True
     instead: ClassVar[Mapping[str, str]] = {
         "algorithm.clip.epsilon_high": "the bound of its ratio is algorithm.cispo.high (5.0 in the paper's reproductions)",
     }
