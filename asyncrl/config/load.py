@@ -9,6 +9,7 @@ Overrides are relative to the working directory, and so is `run.dir` always.
 from __future__ import annotations
 
 import glob
+import difflib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -281,8 +282,8 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     if isinstance(found, float) and not math.isfinite(found):
         return f"{_wrong(name, _shown(found), knobs()[name].expected, where)}, and finite"
     if isinstance(found, str) and choices:
-        near = {str(choice).lower(): choice for choice in choices}.get(found.strip().lower())
-        hint = f"; did you mean {near}?" if near is not None else ""
+        near = difflib.get_close_matches(found.strip().lower(), [str(choice) for choice in choices], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
     elif isinstance(found, (int, float)) and knobs()[name].takes_text:
         hint = "; put it in quotes"
     return _wrong(name, _shown(found), wanted, where) + hint

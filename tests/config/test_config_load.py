@@ -313,7 +313,7 @@ def test_a_dotted_key_in_a_file_is_told_how_to_nest(tmp_path: Path) -> None:
         ("rollout.group_size=0", ("rollout.group_size is 0", "expected an integer >= 1")),
         ("rollout.group_size=true", ("rollout.group_size is true", "an integer")),
         ("train.lr=on", ("train.lr is 'on'", "expected a number >= 0")),
-        ("preset=sync1", ("expected one of sync, one_off, async", "did you mean sync?")),
+        ("preset=synk", ("expected one of sync, one_off, async", "did you mean sync?")),
         ("rollout.top_p=1.5", ("> 0 and <= 1",)),
         ("train=5", ("train is 5", "expected a mapping")),
         ("train.lr={a: 1}", ("train.lr is a mapping",)),
