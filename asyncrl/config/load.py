@@ -8,8 +8,8 @@ Overrides are relative to the working directory, and so is `run.dir` always.
 
 from __future__ import annotations
 
-import glob
 import difflib
+import glob
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
