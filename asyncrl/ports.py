@@ -175,6 +175,11 @@ class Ledger(Protocol):
         """
         ...
 
+    def due(self) -> int:
+        """Fresh groups that this rank gets slots for without waiting for anybody, as its share of the open step; 0 where ranks
+        have no shares, and any slot may be waited for."""
+        ...
+
     async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
         """Ask for a place for the first of `ready` that may have one now. Never waits for other groups."""
         ...

@@ -94,6 +94,7 @@ class GenerationRequest:
     seed: int
     prefix_key: str | None = None
     priority: int = 0
+    group: int | None = None  # id of the group whose episode asks; in `preset: sync` it chooses the worker
 
 
 @dataclass(frozen=True, slots=True)

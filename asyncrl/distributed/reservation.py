@@ -31,6 +31,11 @@ Warm-up. While `a < warmup` only `k` slots are given out: the groups of the step
 trained at `a` with age 0. Fewer slots only make admissions rarer, and `k` suffice for the open step as long as every
 turn below `warmup` is released (nothing is `held` at `v = a`): whoever publishes must not skip one of them.
 
+Shares (`by_rank`, for `m = 0`). Slots that come free together would go to whichever rank asks first, and no two runs would train
+the same steps. So a rank is admitted its own ordinals of the open step alone, those with `ordinal % ranks == rank`: all `k` slots
+are free when a step opens, and the shares add up to `k`, so nobody waits for another rank's. A group that is dropped is replaced by
+the next of the same rank. Once the prompts of a rank have run out, its places are anybody's.
+
 `late="drop"` claims without the rule, first come first served; groups past their deadline are listed by `expired()`,
 and the caller drops them.
 """
@@ -67,6 +72,7 @@ class Reservation:
     turn: int = 0
     ranks: int = 1
     warmup: int = 0  # turns below this one: only the slots of one step
+    by_rank: bool = False  # each rank has its share of every step
     entries: dict[int, Entry] = field(default_factory=dict)  # by group id, in admission order
     held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
     acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
@@ -156,6 +162,14 @@ class Reservation:
         """The one with the earliest deadline, which the open step waits for."""
         return min((e for e in self.entries.values() if not e.claimed), key=lambda e: e.ticket.deadline, default=None)
 
+    def due(self, rank: int) -> int | None:
+        """Groups of the open step that this rank has still to admit; None where ranks have no shares."""
+        if not self.by_rank or any(self.exhausted):
+            return None
+        first = self.turn * self.groups_per_step
+        share = len(range(first + (rank - first) % self.ranks, first + self.groups_per_step, self.ranks))
+        return share - sum(entry.rank == rank for entry in self.entries.values())
+
     def describe(self) -> str:
         """One sentence for error messages and the watchdog: what the open step waits for."""
         first = self.first_live()
@@ -185,6 +199,8 @@ class Reservation:
             deadline = oldest + self.max_staleness
             if deadline < self.turn or (self.late == "wait" and not self.fits(deadline, claim=False)):
                 return True, None
+        if oldest is None and self.due(rank) == 0:
+            return False, None
         if self.open_turn() < self.warmup and self.slots.held >= self.groups_per_step:
             return False, None
         deadline = admitted + self.max_staleness
@@ -305,6 +321,7 @@ class Reservation:
             "turn": self.turn,
             "ranks": self.ranks,
             "warmup": self.warmup,
+            "by_rank": self.by_rank,
             "entries": [
                 [e.ticket.group_id, e.ticket.admitted, e.ticket.deadline, e.rank, int(e.claimed)]
                 for e in self.entries.values()
@@ -328,6 +345,7 @@ class Reservation:
             turn=state["turn"],
             ranks=state["ranks"],
             warmup=state["warmup"],
+            by_rank=state["by_rank"],
             entries=entries,
             held={turn: count for turn, count in state["held"]},
             acknowledged=list(state["acknowledged"]),

@@ -78,7 +78,7 @@ class SharedBooks:
         first = {"change": 0, "by": self._rank, "at": time.time(), "kept": 0, "ranks": [[1, 0]] * mine.ranks}
         state = read(self._compare_set(b"", self._encode(first, mine)), 0)
         theirs = Reservation.from_state(state["books"])
-        for name in ("groups_per_step", "max_staleness", "late", "ranks", "warmup"):
+        for name in ("groups_per_step", "max_staleness", "late", "ranks", "warmup", "by_rank"):
             own, other = getattr(mine, name), getattr(theirs, name)
             if own != other:
                 raise LedgerError(f"rank {self._rank} has {name} = {own!r}, but the shared ledger has {other!r}")

@@ -84,10 +84,11 @@ class StoreLedger:
         rank: int = 0,
         ranks: int = 1,
         warmup: int = 0,
+        by_rank: bool = False,
         recorder: Recorder | None = None,
     ) -> StoreLedger:
         """The usual constructor: numbers as for `LocalLedger`, `groups_per_step` counted over all ranks."""
-        books = Reservation(groups_per_step, max_staleness, late, turn, ranks, warmup)
+        books = Reservation(groups_per_step, max_staleness, late, turn, ranks, warmup, by_rank)
         return cls(store, books, rank, recorder=recorder)
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -261,6 +262,10 @@ class StoreLedger:
         if self._books.turn <= self._turn:
             return []
         return [ticket for group, ticket in sorted(self._open.items()) if group not in self._books.entries]
+
+    def due(self) -> int:
+        """As `Ledger.due`: after an `admit`, of the books that it has changed, or newer ones."""
+        return self._books.due(self._rank) or 0
 
     def last_step(self, rank: int) -> list[int]:
         """As `Ledger.last_step`, as this rank last heard."""

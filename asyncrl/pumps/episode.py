@@ -64,7 +64,8 @@ class Episodes:
 
         async def counted(request: GenerationRequest) -> Generation:
             nonlocal asked, open_requests, tokens
-            request = replace(request, priority=priority, seed=request_seed(request.seed, next(numbers)))
+            seed = request_seed(request.seed, next(numbers))
+            request = replace(request, priority=priority, seed=seed, group=prompt.group_id)
             asked, open_requests = asked + 1, open_requests + 1
             place.passes_to("the engine")
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import anyio
+from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.schema import RolloutConfig
@@ -59,16 +60,26 @@ class RolloutPump:
 
     async def run(self) -> None:
         """Ends when the prompts, or the steps that need them, ran out and every group is handed on."""
+        together: list[tuple[Ticket, Prompt]] = []
         async with self._scoring, anyio.create_task_group() as groups:
             while (admitted := await self._admit()) is not None:
-                ticket, prompt = admitted
-                spawn(groups, f"rollout group {ticket.group_id}", self._play, ticket, prompt)
+                together.append(admitted)
+                if not self._parts.ledger.due():
+                    self._start(groups, together)
+            self._start(groups, together)
             await self._parts.ledger.exhaust()
+
+    def _start(self, groups: TaskGroup, together: list[tuple[Ticket, Prompt]]) -> None:
+        """They enter the engine in the same turn of the loop, so that reruns of `sync` have the same company on each rank."""
+        for ticket, prompt in together:
+            spawn(groups, f"rollout group {ticket.group_id}", self._play, ticket, prompt)
+        together.clear()
 
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
         """The next group, as soon as it has a slot. None: no more are needed, or there are no more prompts.
 
-        It must be played at once, never kept until others have their slots too: the step may wait for this very group.
+        It must be played at once, never kept until others have their slots too (but for those that are `due`, which wait for
+        nobody): the step may wait for this very group.
         (Where the slots of a whole step come free together, the admissions after the first do not yield, so its groups
         still enter the engine in the same turn: `sync` depends on no timing.)
         """

@@ -187,6 +187,7 @@ class Builder:
             rank=self.world.rank,
             ranks=self.world.world_size,
             warmup=rollout.sync_warmup_steps,
+            by_rank=self.config.preset == "sync" and (self.site.rows is not None or self.config.data.train is not None),
             recorder=self.recorder,
         )
 

@@ -134,6 +134,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         silent_s=config.watchdog.loop_timeout_s,
         closure_s=config.watchdog.lane_timeout_s,
         route_bytes=0 if routes is None else routes.token_bytes,
+        ranks=site.world.world_size if config.preset == "sync" else None,
     )
     message: dict[str, Any] = {
         "config": config.model_dump(mode="json"),

@@ -28,11 +28,13 @@ FULL, WAIT, GRANTED = ClaimState.FULL, ClaimState.WAIT, ClaimState.GRANTED
 
 
 @asynccontextmanager
-async def two_ranks(*numbers: int) -> AsyncIterator[tuple[StoreLedger, StoreLedger]]:
+async def two_ranks(*numbers: int, by_rank: bool = False) -> AsyncIterator[tuple[StoreLedger, StoreLedger]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     async with AsyncExitStack() as stack:
         a, b = [
-            await stack.enter_async_context(StoreLedger.over(SealedStore(store.clone()), *numbers, rank=rank, ranks=2))
+            await stack.enter_async_context(
+                StoreLedger.over(SealedStore(store.clone()), *numbers, rank=rank, ranks=2, by_rank=by_rank)  # type: ignore[misc]
+            )
             for rank in range(2)
         ]
         yield a, b
@@ -42,6 +44,47 @@ async def fresh(ledger: StoreLedger, group_id: int) -> Ticket:
     ticket = await ledger.admit(group_id)
     assert ticket is not None
     return ticket
+
+
+async def waits(ledger: StoreLedger, group_id: int) -> bool:
+    """Whether the group gets no slot. It is asked for once more behind a change of the other rank, if there is one."""
+    with anyio.move_on_after(0.05) as scope:
+        await ledger.admit(group_id)
+    return scope.cancelled_caught
+
+
+async def test_where_ranks_have_shares_each_is_admitted_its_own_ordinals_of_the_step() -> None:
+    """Five a step: 0, 2, 4 and 1, 3; then 6, 8 and 5, 7, 9. Whoever is first gets no slot of the other's."""
+    async with two_ranks(5, 0, by_rank=True) as (a, b):
+        mine = [await fresh(a, group) for group in (0, 2, 4)]
+        assert a.due() == 0 and await waits(a, 6)
+        await a.end(mine.pop(), "dropped", "no signal")
+        assert await waits(b, 10**6) is False, "a share that is not used up is the rank's, whatever prompt is next"
+        mine.append(await fresh(a, 6))
+        theirs = [Ticket(10**6, 0, 0), await fresh(b, 3)]
+        assert (a.due(), b.due()) == (0, 0) and await waits(b, 5)
+        for ledger, tickets in ((a, mine), (b, theirs)):
+            for ticket in tickets:
+                assert await ledger.claim([ticket]) == (GRANTED, ticket)
+        for ledger in (a, b):
+            await ledger.commit()
+        assert await waits(a, 8)  # no weights of the step are published yet
+        for ledger in (a, b):
+            await ledger.release(0)
+        for ledger, groups in ((b, (5, 7, 9)), (a, (8, 10))):
+            for group in groups:
+                await fresh(ledger, group)
+            assert ledger.due() == 0
+        assert await waits(a, 12)
+
+
+async def test_the_share_of_a_rank_without_prompts_is_anybodys() -> None:
+    async with two_ranks(4, 0, by_rank=True) as (a, b):
+        await fresh(a, 0)
+        await a.exhaust()
+        for group in (1, 3, 5):
+            await fresh(b, group)
+        assert b.due() == 0 and await waits(b, 7)
 
 
 async def test_places_and_slots_are_counted_over_both_ranks() -> None:

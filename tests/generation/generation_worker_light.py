@@ -46,6 +46,7 @@ class Light:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.receiver: TensorReceiver | None = None
         self.closure: list[Any] | None = None
+        self.batches = 0  # of what the node sent together
 
     async def at(self, moment: str) -> None:
         how = self.deaths.get(moment)
@@ -69,7 +70,8 @@ class Light:
         assert self.receiver is not None
         async for item in self.receiver:
             with item:
-                number, request = read_item(item)
+                number, request, more = read_item(item)
+            self.batches += not more
             if request is None:
                 if number in self.running:
                     self.running.pop(number).cancel()
@@ -93,7 +95,7 @@ class Light:
 
     async def report(self) -> None:
         while True:
-            statistics = {"running": len(self.running), "tokens": 1.0}
+            statistics = {"running": len(self.running), "tokens": 1.0, "decode_steps": float(self.batches)}
             parcel: dict[str, Any] = {"busy": [], "idle": [], "counts": {}, "samples": {}}
             self.control.send({"report": {"statistics": statistics, "closure": self.closure, "parcel": parcel}})
             await asyncio.sleep(0.05)

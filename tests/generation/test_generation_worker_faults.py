@@ -13,6 +13,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,17 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(SOON):
         while not condition():  # noqa: ASYNC110  what is waited for has no event
             await asyncio.sleep(0.005)
+
+
+async def test_in_sync_the_groups_of_a_step_meet_the_same_company_whichever_worker_is_faster() -> None:
+    """Six groups of three, asked for before anybody serves: each worker has its nine together, though it has four rows."""
+    async with Engine(ranks=1) as engine:
+        asked = [replace(request(9 * group + member), group=group) for group in range(6) for member in range(3)]
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(engine.generate(each)) for each in asked]
+        assert [answer.result().token_ids.tolist() for answer in answers] == [tokens_of(each) for each in asked]
+        await until(lambda: engine.statistics()["decode_steps"] >= 2)
+        assert engine.statistics()["decode_steps"] == 2 and engine._finishes == {0: 9, 1: 9}
 
 
 class Asked:

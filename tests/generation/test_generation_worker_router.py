@@ -151,6 +151,34 @@ def test_a_smaller_priority_goes_first_also_after_a_death() -> None:
     routed.loop.close()
 
 
+# -- groups that choose their worker
+
+
+def chosen(router: Router, loop: asyncio.AbstractEventLoop, groups: list[int]) -> dict[int, int | None]:
+    jobs = {g: router.add(replace(request(str(g)), group=g), loop.create_future()) for g in groups}
+    list(router.assign())
+    return {group: job.worker for group, job in jobs.items()}
+
+
+def test_in_sync_a_group_has_its_worker_whoever_is_up_free_or_pinned() -> None:
+    """The second of two ranks: its groups are 1, 3, 5, ... and every other one is at the same worker, at once."""
+    loop = asyncio.new_event_loop()
+    router = Router(1, lambda group: group // 2 % 2)
+    router.open(1)  # it was faster
+    assert chosen(router, loop, [1, 3, 5, 7]) == {1: None, 3: 1, 5: None, 7: 1}
+    router.open(0)
+    assert [(job.request.group, job.worker) for job in router.assign()] == [(1, 0), (5, 0)]
+    assert router.pin([0, 1]) == 0
+    assert chosen(router, loop, [9, 11]) == {9: None, 11: 1}
+    router.unpin()
+    assert [job.worker for job in router.assign()] == [0]
+    assert router.close(1) == 3  # its successor gets what it had, and nobody else
+    assert list(router.assign()) == [] and router.waiting == 3
+    router.open(1)
+    assert [job.request.group for job in router.assign()] == [3, 7, 11]
+    loop.close()
+
+
 # -- a pinned worker
 
 

@@ -39,7 +39,7 @@ from .names import remove, segment_name, sweep
 from .peer import Peer, Setup
 from .pin import Pin, Pins
 from .router import Job, Router
-from .wire import abort_item, check_size, read_sequence, request_item
+from .wire import check_size, read_sequence
 
 logger = logging.getLogger("asyncrl.generation")
 
@@ -63,6 +63,9 @@ class Limits:
     silent_s: float
     closure_s: float
     route_bytes: int = 0  # of a token, where it is recorded which experts it went to
+    ranks: int | None = (
+        None  # in `preset: sync`, where groups, every `ranks`th of which is this rank's, choose their workers
+    )
 
     @property
     def capacity(self) -> int:
@@ -111,7 +114,8 @@ class WorkerEngine(EngineLife):
         self.recorder = recorder
         self._setup = setup
         self._say = say
-        self._router = Router(limits.capacity)
+        by_group = None if limits.ranks is None else lambda group: group // limits.ranks % limits.workers
+        self._router = Router(limits.capacity, by_group)
         self._peers: dict[int, Peer] = {}  # alive
         self._pins = Pins(self._router, self._peers, recorder, self._assign)
         self._updates: list[_Update] = []
@@ -246,14 +250,14 @@ class WorkerEngine(EngineLife):
     def _assign(self) -> None:
         for job in self._router.assign():
             assert job.worker is not None
-            self._peers[job.worker].put(request_item(job.number, job.request))
+            self._peers[job.worker].put(job.number, job.request)
         self.recorder.gauge("engine/unsent", self._router.waiting)
 
     def _abort(self, job: Job) -> None:
         worker = self._router.end(job)
         self._aborted += 1
         if worker in self._peers:
-            self._peers[worker].put(abort_item(job.number))
+            self._peers[worker].put(job.number, None)
             self._assign()
             self._answer_updates()
 

@@ -16,10 +16,11 @@ from asyncrl.errors import ConfigError, DivergenceError, TransportError, WorkerD
 from asyncrl.telemetry.parcels import unpack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.tensor_queue import TensorSender, share_queue
+from asyncrl.types import GenerationRequest
 
 from .names import segment_name
 from .process import WorkerProcess
-from .wire import ABOUT_BYTES
+from .wire import ABOUT_BYTES, item_of
 
 _ALIGNMENT = 256  # of the two arrays of a request in the queue's arena, at most
 _LEAVE_S = 5.0  # for a worker that was asked to end, before it is killed
@@ -60,7 +61,7 @@ class Peer:
         self._leaving = False  # it hung up
         self._reason: str | None = None  # why it was killed
         self._requests = requests
-        self._outbox: deque[dict[str, Any]] = deque()
+        self._outbox: deque[tuple[int, GenerationRequest | None]] = deque()
         self._sendable = anyio.Event()
 
     @classmethod
@@ -78,9 +79,9 @@ class Peer:
             finally:
                 await process.aclose(_LEAVE_S)
 
-    def put(self, item: dict[str, Any]) -> None:
-        """Send a request, or that some were given up, in order; at once, or as soon as there is room."""
-        self._outbox.append(item)
+    def put(self, number: int, request: GenerationRequest | None) -> None:
+        """Send a request, or (None) that it was given up, in order; at once, or as soon as there is room."""
+        self._outbox.append((number, request))
         self._sendable.set()
 
     def tell(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
@@ -93,7 +94,7 @@ class Peer:
         while True:
             while self._outbox:
                 try:
-                    await self._requests.put(self._outbox[0])
+                    await self._requests.put(item_of(*self._outbox[0], more=len(self._outbox) > 1))
                 except anyio.BrokenResourceError:
                     return  # it has ended, as `hear` tells, or has to: see `culprit`
                 self._outbox.popleft()

@@ -5,6 +5,9 @@ other goes to the worker with the fewest reserved tokens (prompt + max_tokens of
 and a small reserve, so that it never waits for the node; the rest stays here, by priority and then in the order of arrival, and
 can still go to whoever is free first, or lives longest.
 
+In `preset: sync` the group of a request chooses its worker, which gets it at once: whoever is free first, or up first, would meet
+other company in a rerun.
+
 One worker may be pinned: it gets pinned requests alone, and they go to nobody else. What it had before stays there; groups that
 were at home there go on elsewhere.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.types import Generation, GenerationRequest
@@ -45,10 +48,11 @@ class _Load:
 
 
 class Router:
-    """`capacity`: requests that a worker has at most, running ones and its reserve."""
+    """`capacity`: requests that a worker has at most, running ones and its reserve. `worker_of`: a group's; None: any."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, worker_of: Callable[[int], int] | None = None) -> None:
         self.capacity = capacity
+        self._worker_of = worker_of
         self._numbers = itertools.count()
         self._waiting: dict[int, Job] = {}  # by number; in the order in which they are to be sent
         self._loads: dict[int, _Load] = {}  # workers in service
@@ -134,7 +138,7 @@ class Router:
     def assign(self) -> Iterator[Job]:
         """Give waiting requests to workers, in their order; yields each with its `worker` set. Whose home is full waits for it."""
         for job in list(self._waiting.values()):
-            if not any(self._has_room(load) for load in self._loads.values()):
+            if self._worker_of is None and not any(self._has_room(load) for load in self._loads.values()):
                 return
             worker = self._place(job)
             if worker is None:
@@ -183,6 +187,9 @@ class Router:
         loads = self._loads
         if job.pinned:
             return self.pinned if self.pinned in loads and self._has_room(loads[self.pinned]) else None
+        if self._worker_of is not None and job.request.group is not None:
+            chosen = self._worker_of(job.request.group)
+            return chosen if self.takes(chosen) and chosen != self.pinned else None
         home = self._homes.get(job.request.prefix_key or "")
         if job.request.prefix_key is not None and home is not None and home[0] in loads and home[0] != self.pinned:
             return home[0] if self._has_room(loads[home[0]]) else None

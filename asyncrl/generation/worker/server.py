@@ -89,15 +89,19 @@ class Server:
         self._prepared.set()
 
     async def take(self, requests: TensorReceiver, tasks: TaskGroup) -> None:
-        """For ever: requests begin, and those that were given up end."""
+        """For ever: requests begin, those together that the node sent together, and those that were given up end."""
+        begun: list[tuple[int, GenerationRequest]] = []
         async for item in requests:
             with item:
-                number, request = read_item(item)
+                number, request, more = read_item(item)
             if request is not None:
                 self._scopes[number] = anyio.CancelScope()
-                spawn(tasks, f"request {number}", self._generate, number, request)
+                begun.append((number, request))
             elif number in self._scopes:  # else it has ended, and the answer is on its way
                 self._scopes[number].cancel()
+            for each in () if more else begun:
+                spawn(tasks, f"request {each[0]}", self._generate, *each)
+            begun = begun if more else []
 
     async def _generate(self, number: int, request: GenerationRequest) -> None:
         try:

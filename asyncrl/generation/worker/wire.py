@@ -26,15 +26,18 @@ ABOUT_BYTES = 1 << 15  # of a request, beside its prompt
 _SEEDS = 0xFFFFFFFFFFFFFFFF  # random keys are 64 bits wide wherever they are used
 
 
-def request_item(number: int, request: GenerationRequest) -> dict[str, Any]:
-    """The item for a request that the node calls `number`."""
-    return {"prompt": np.ascontiguousarray(request.prompt_ids, np.int32), "about": _about(number, request)}
+def item_of(number: int, request: GenerationRequest | None, *, more: bool) -> dict[str, Any]:
+    """The item for a request that the node calls `number`. None: nobody waits for it any more; on the same queue, so that it
+    cannot come before the request. `more`: the node has more to send, and the worker begins none before it has them all."""
+    if request is None:
+        return {"about": _json({"number": number, "more": more})}
+    return {"prompt": np.ascontiguousarray(request.prompt_ids, np.int32), "about": _about(number, request, more)}
 
 
 def check_size(request: GenerationRequest) -> None:
     """Errors: GenerationError where what stands beside the prompt is more than the queue has room for, or no JSON."""
     try:
-        size = _about(0, request).size + 20  # a longer number
+        size = _about(0, request, False).size + 20  # a longer number
     except TypeError as error:  # a surrogate in a stop string, a type of its own
         raise GenerationError(f"this request cannot be served: {error}") from error
     if size > ABOUT_BYTES:
@@ -43,16 +46,11 @@ def check_size(request: GenerationRequest) -> None:
         )
 
 
-def abort_item(number: int) -> dict[str, Any]:
-    """The item for a request that nobody waits for any more. On the same queue: it cannot come before the request."""
-    return {"about": _json({"number": number})}
-
-
-def read_item(item: Mapping[str, Any]) -> tuple[int, GenerationRequest | None]:
-    """(number, request); None for one that was given up. Copies: the item may be released."""
+def read_item(item: Mapping[str, Any]) -> tuple[int, GenerationRequest | None, bool]:
+    """(number, request, more); no request where it was given up. Copies: the item may be released."""
     about = orjson.loads(item["about"].tobytes())
     if "prompt" not in item:
-        return int(about["number"]), None
+        return int(about["number"]), None, bool(about["more"])
     sampling = about["sampling"]
     for name in ("stop", "stop_token_ids"):
         sampling[name] = tuple(sampling[name])
@@ -61,7 +59,7 @@ def read_item(item: Mapping[str, Any]) -> tuple[int, GenerationRequest | None]:
     request = GenerationRequest(
         item["prompt"].copy(), SamplingParams(**sampling), about["seed"], about["prefix_key"], about["priority"]
     )
-    return int(about["number"]), request
+    return int(about["number"]), request, bool(about["more"])
 
 
 def sequence_plan(number: int, generation: Generation, version: int) -> Plan:
@@ -101,10 +99,11 @@ def _routes(record: Record) -> RoutesArray | None:
     return np.concatenate([prompt, completion])
 
 
-def _about(number: int, request: GenerationRequest) -> Any:
+def _about(number: int, request: GenerationRequest, more: bool) -> Any:
     return _json(
         {
             "number": number,
+            "more": more,
             "seed": int(request.seed) & _SEEDS,
             "prefix_key": request.prefix_key,
             "priority": request.priority,
