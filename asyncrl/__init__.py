@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.config.load import load_config as load_config
     from asyncrl.config.schema import Config as Config
+    from asyncrl.data.texts import CompletionText as CompletionText
     from asyncrl.data.tokenizing import encode_text as encode_text
     from asyncrl.pumps.hooks import Hooks as Hooks
     from asyncrl.runtime.notebook import NotebookRuntime as NotebookRuntime
@@ -26,11 +27,13 @@ _PLACES = {
     "load_config": "asyncrl.config.load",
     "Config": "asyncrl.config.schema",
     "Hooks": "asyncrl.pumps.hooks",
+    "CompletionText": "asyncrl.data.texts",
     "encode_text": "asyncrl.data.tokenizing",
     "SamplingParams": "asyncrl.types",
     "Trajectory": "asyncrl.types",
 }
 __all__ = [
+    "CompletionText",
     "Config",
     "Hooks",
     "NotebookRuntime",

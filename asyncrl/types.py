@@ -107,6 +107,7 @@ class Generation:
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason
     routed_experts: RoutesArray | None = None  # of [P + C], the prompt's too; -1 for the last token, which ran nowhere
+    stop: str | None = None  # the stop string that ended it
 
 
 @dataclass(frozen=True, slots=True)

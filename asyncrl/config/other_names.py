@@ -109,6 +109,8 @@ OTHER_NAMES: Mapping[str, str] = {
     "prompt_key": "data.prompt_column",
     "input_key": "data.prompt_column",
     "apply_chat_template": "data.template",
+    "skip_special_tokens": "reward.text.special_tokens",
+    "include_stop_str_in_output": "reward.text.stop",
     "reward_funcs": "reward.functions",
     "reward_fn": "reward.functions",
     "reward_file": "reward.functions",

@@ -214,6 +214,8 @@ def _check_rollout(config: Config) -> Iterator[str]:
     low, high = rollout.filter.min_mean_reward, rollout.filter.max_mean_reward
     if low is not None and high is not None and low > high:
         yield f"rollout.filter.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
+    if "" in rollout.stop:
+        yield "rollout.stop has an empty string, which would end every completion at its first token; take it out"
     cache, longest = config.reward.overlong.cache, config.reward.overlong.max_length
     if cache is not None and longest is not None and cache > longest:
         yield (

@@ -60,6 +60,22 @@ class OverlongConfig(Section):
     weight: float = field(1.0, "Weight of that component in the sum.", ge=0)
 
 
+class TextConfig(Section):
+    """What of a completion's sampled tokens is in the text that rewards read. The special token that ended it never is."""
+
+    special_tokens: bool = field(
+        True, "Special tokens that the policy wrote before the end are in the text; TRL leaves them out: false."
+    )
+    stop: bool = field(
+        True, "The stop string, or the plain stop token, that ended the completion is in the text, as in TRL."
+    )
+    opened: bool = field(
+        False,
+        "What the prompt has already opened of the answer, as a chat template does with <think>, stands in front of the text; TRL: "
+        "false.",
+    )
+
+
 class RewardConfig(Section):
     """What scores completions, and what is made of the scores."""
 
@@ -90,6 +106,7 @@ class RewardConfig(Section):
     scale_adv_by_len: bool = field(
         False, "Multiply every reward by the scored tokens of its completion before a group is compared (Atropos)."
     )
+    text: TextConfig = TextConfig()
     overlong: OverlongConfig = OverlongConfig()
 
     @field_validator("functions", mode="before")
@@ -244,6 +261,9 @@ class RolloutConfig(Section):
     )
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
     stop: tuple[str, ...] = field((), "Strings that end a completion.")
+    stop_token_ids: tuple[int | str, ...] = field(
+        (), "Tokens that end a completion, by id or by their text, beside those of the tokenizer and the model."
+    )
     ignore_eos: bool = field(
         False, "Sample on after the end-of-sequence token, to max_tokens: benchmarks of fixed length."
     )

@@ -6,21 +6,26 @@ import inspect
 from typing import Any
 
 from asyncrl.config.imports import load_object, user_code
+from asyncrl.data.texts import CompletionText
 from asyncrl.errors import ConfigError
 from asyncrl.ports import Environment
 from asyncrl.types import SamplingParams
 
-from .single_turn import SingleTurn, Tokenizer
+from .single_turn import SingleTurn
 
 
-def load_environment(address: str, *, tokenizer: Tokenizer, sampling: SamplingParams, seed: int) -> Environment:
+def load_environment(
+    address: str, *, tokenizer: Any, sampling: SamplingParams, seed: int, text: CompletionText | None = None
+) -> Environment:
     """`single_turn`, or `file.py:Class` / `module:Class`: a class (or factory) whose instances have `async def run`.
 
-    It is called with those of `tokenizer`, `sampling` and `seed` that its signature takes, by name. It runs on the
-    event loop: what blocks or computes for more than a few milliseconds belongs into a reward function.
+    It is called with those of `tokenizer`, `sampling`, `seed` and `text` (of a completion, by `reward.text`) that its
+    signature takes, by name. It runs on the event loop: what blocks or computes for more than a few milliseconds belongs into a
+    reward function.
     Errors: `ConfigError` that names the address and the cause.
     """
-    offered: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "seed": seed}
+    text = text or CompletionText(tokenizer)
+    offered: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "seed": seed, "text": text}
     if address == "single_turn":
         return SingleTurn(**offered)
     factory = load_object(address)

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.data.texts import CompletionText
 from asyncrl.ports import Generate
-from asyncrl.types import FinishReason, Generation, GenerationRequest, Messages, Prompt, SamplingParams, Trajectory
-
-
-class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of these ids."""
-        ...
+from asyncrl.types import GenerationRequest, Messages, Prompt, SamplingParams, Trajectory
 
 
 def episode_seed(seed: int, group_id: int, member: int) -> int:
@@ -32,15 +24,14 @@ def episode_seed(seed: int, group_id: int, member: int) -> int:
 
 
 class SingleTurn:
-    """Samples one completion for the prompt. Every sampled token is trained, the stop token included.
+    """Samples one completion for the prompt. Every sampled token is trained, what ended the completion included.
 
-    A stop *string* stays in the tokens (the policy said it, and is trained on it) but is cut from the text that rewards
-    read, with everything after it. Special tokens are not in the text. The completion is a string where the prompt is
-    one, else `[{"role": "assistant", "content": text}]`.
+    The completion is a string where the prompt is one, else `[{"role": "assistant", "content": text}]`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, seed: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, sampling: SamplingParams, seed: int, text: CompletionText | None = None) -> None:
+        """`text`: makes the text of a completion; None: by the defaults of `reward.text`."""
+        self._text = text or CompletionText(tokenizer)
         self._sampling = sampling
         self._seed = seed
 
@@ -53,7 +44,7 @@ class SingleTurn:
             prefix_key=str(prompt.group_id),
         )
         generation = await generate(request)
-        text = self._text(generation)
+        text = self._text(generation, prompt.ids)
         completion: str | Messages = text
         if not isinstance(prompt.prompt, str):
             completion = [{"role": "assistant", "content": text}]
@@ -72,13 +63,6 @@ class SingleTurn:
             completion=completion,
             routed_experts=generation.routed_experts,
         )
-
-    def _text(self, generation: Generation) -> str:
-        text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
-        if generation.finish_reason is not FinishReason.STOP:
-            return text
-        ends = [position for stop in self._sampling.stop if (position := text.find(stop)) >= 0]
-        return text[: min(ends, default=len(text))]
 
 
 def _behind(prompt: Prompt, filler: float, column: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -14,11 +14,13 @@ from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, GenerationReq
 if TYPE_CHECKING:
     from asyncrl.config.schema_rollouts import RolloutConfig
 
+_LONGEST_STOP = 512  # it comes back in the record of the sequence that it ended
+
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
     """How the rollouts sample. Errors: ConfigError for a text that the tokenizer cannot write, or that is several tokens in
-    `logit_bias`."""
-    biases = {_token(key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
+    `logit_bias` or `stop_token_ids`."""
+    biases = {_token("logit_bias", key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
     if len(biases) < len(rollout.logit_bias):
         raise ConfigError(f"rollout.logit_bias names a token twice: {rollout.logit_bias} are the ids {list(biases)}")
     return SamplingParams(
@@ -27,6 +29,7 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
         top_k=rollout.top_k,
         max_tokens=rollout.max_tokens,
         stop=rollout.stop,
+        stop_token_ids=tuple(_token("stop_token_ids", each, tokenizer) for each in rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
@@ -38,14 +41,14 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
     )
 
 
-def _token(key: int | str, tokenizer: Any) -> int:
+def _token(name: str, key: int | str, tokenizer: Any) -> int:
     if isinstance(key, int) or (key.isascii() and key.isdigit()):
         return int(key)
-    ids = _written("logit_bias", key, tokenizer)
+    ids = _written(name, key, tokenizer)
     if len(ids) > 1:
         raise ConfigError(
-            f"rollout.logit_bias names {key!r}, which the tokenizer makes {len(ids)} tokens of, {list(ids)}; name the text of one "
-            "token, or its id; rollout.bad_words takes texts of several"
+            f"rollout.{name} names {key!r}, which the tokenizer makes {len(ids)} tokens of, {list(ids)}; name the text of one "
+            "token, or its id; rollout.bad_words and rollout.stop take texts of several"
         )
     return ids[0]
 
@@ -98,6 +101,10 @@ def _problem(sampling: SamplingParams) -> str | None:
         "temperature": (f"{low:g} to {high:g}, or 0: greedy", lambda t: t == 0 or low <= t <= high),
         "top_p": ("0 < top_p <= 1", lambda p: 0 < p <= 1),
         "top_k": ("at least 0", lambda k: k >= 0),
+        "stop": (
+            f"a tuple of strings, none of them empty or of more than {_LONGEST_STOP} characters",
+            lambda stop: not isinstance(stop, str) and all(0 < len(each) <= _LONGEST_STOP for each in stop),
+        ),
         "min_p": ("0 to 1", lambda p: 0 <= p <= 1),
         "repetition_penalty": ("a number above 0", lambda x: 0 < x < math.inf),
         "presence_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
@@ -108,7 +115,7 @@ def _problem(sampling: SamplingParams) -> str | None:
     }
     for name, (words, holds) in expected.items():
         if not holds(value := getattr(sampling, name)):
-            return f"{name} is {value}, expected {words}"
+            return f"{name} is {value!r}, expected {words}"
     return None
 
 
@@ -120,11 +127,12 @@ def check_tokens(request: GenerationRequest, vocabulary: int, has_tokenizer: boo
             f"this request cannot be served: its prompt holds token ids from {low} to {high}, but the model's "
             f"vocabulary is [0, {vocabulary}): was it made with another tokenizer?"
         )
-    named = [*request.sampling.logit_bias, *itertools.chain(*request.sampling.bad_words)]
+    sampling = request.sampling
+    named = [*sampling.logit_bias, *itertools.chain(*sampling.bad_words), *sampling.stop_token_ids]
     if beyond := [token for token in named if not 0 <= token < vocabulary]:
         raise GenerationError(
-            f"this request cannot be served: logit_bias and bad_words name the token ids {beyond[:8]}, but the model's "
-            f"vocabulary is [0, {vocabulary})"
+            f"this request cannot be served: logit_bias, bad_words or stop_token_ids name the token ids {beyond[:8]}, but the "
+            f"model's vocabulary is [0, {vocabulary})"
         )
-    if any(request.sampling.stop) and not has_tokenizer:
+    if sampling.stop and not has_tokenizer:
         raise GenerationError("this request cannot be served: it has stop strings, but the engine has no tokenizer")

@@ -6,6 +6,7 @@ would silently compute something else than the checkpoint means is refused here,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import re
@@ -17,7 +18,14 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto
 
 from asyncrl.config.hub import require_hub
@@ -186,6 +194,9 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
     else:
         with torch.device("meta"):
             module = _of_config(config, load_model_config(config))
+        if not config.random_init:
+            with contextlib.suppress(OSError):  # most have one; else it is made of the model's configuration
+                module.generation_config = GenerationConfig.from_pretrained(model_source(config))
     module.tie_weights()
     return module
 

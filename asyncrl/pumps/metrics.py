@@ -28,6 +28,7 @@ COUNTED = (
     "reroll/",
     "train/",
     "ledger/",
+    "text/",
 )  # counts of the recorder that are summed over ranks
 
 

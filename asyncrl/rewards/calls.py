@@ -24,7 +24,8 @@ class RewardSpec:
 
     All arguments are passed by name, and only those that the signature takes. Each is a list with one entry per
     completion: `completions` strings (or `[{"role": "assistant", "content": ...}]` for conversational prompts),
-    `completion_ids` lists of token ids, and every other column of the row. The entries of a column are one object.
+    `completion_ids` lists of token ids, `generation_prompt` what the template wrote behind the last message (it may open <think>),
+    and every other column of the row. The entries of a column are one object.
     `trainer_state` has `global_step`, `max_steps` (None: without end) and `epoch`; `log_metric(name, value)` and
     `log_extra(column, values)` log a number of the call, and a value of each completion, as `NAME/name` and `NAME/column`.
     None means "does not apply to this completion". `name` is the function's own by default.
@@ -57,12 +58,13 @@ class LoadedFunction:
         return {k: v for k, v in arguments.items() if self.accepts is None or k in self.accepts}
 
 
-def arguments_of(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """TRL's arguments by name; a column of the row never replaces one of the three that we set."""
+def arguments_of(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, list[Any]]:
+    """TRL's arguments by name; a column of the row never replaces one that we set."""
     arguments: dict[str, list[Any]] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
     arguments["prompts"] = [prompt.prompt] * len(trajectories)
     arguments["completions"] = [t.completion for t in trajectories]
     arguments["completion_ids"] = [t.tokens[t.prompt_length :].tolist() for t in trajectories]
+    arguments["generation_prompt"] = [generation_prompt] * len(trajectories)
     return arguments
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 # Arguments that are not columns: no column of the data replaces one of them.
-_OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_OURS = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
 
 
 class UsageError(Exception):

@@ -44,7 +44,7 @@ from asyncrl.concurrency.shield import wait_shielded
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import Prompt, Trajectory
+from asyncrl.types import Int32Array, Prompt, Trajectory
 
 from . import leftovers
 from .calls import Answer, LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
@@ -98,6 +98,7 @@ class RewardPool:
             "global_step": 0,
             "max_steps": None,
         }  # of the run, now
+        self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
         self._state = _State.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
@@ -329,7 +330,7 @@ class RewardPool:
             raise LifecycleError(f"the reward pool is {self._state.value}; score inside `async with pool:`")
         if not self._specs or not trajectories:
             return list(trajectories)
-        arguments = arguments_of(prompt, trajectories)
+        arguments = arguments_of(prompt, trajectories, self.generation_prompt(prompt.ids))
         with self._recorder.timed("time/reward"):
             failures: list[AsyncrlError] = []
             answers: dict[str, Answer] = {}

@@ -17,6 +17,7 @@ from asyncrl.config.resolve import row_limit, turns_bound, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store, store_metrics
+from asyncrl.data.texts import CompletionText
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.store_ledger import StoreLedger
 from asyncrl.distributed.world import World
@@ -104,11 +105,14 @@ class Builder:
         last = None if most is None else most * each
         functions.progress = lambda: {"global_step": parts.trainer.version, "max_steps": last}
         reward = self._reward(functions, parts)
+        text = self._text(parts.tokenizer)
+        functions.generation_prompt = text.generation_prompt
         environment = overrides.environment or load_environment(
             self.config.rollout.environment,
             tokenizer=parts.tokenizer,
             sampling=sampling_params(self.config.rollout, parts.tokenizer),
             seed=self.config.seed,
+            text=text,
         )
         address = self.config.hooks
         hooks = (overrides.hooks or (Hooks() if address is None else Hooks.load(address))).check()
@@ -157,6 +161,11 @@ class Builder:
             return [unpacked(each) for each in every]
 
         return gather
+
+    def _text(self, tokenizer: Any) -> CompletionText:
+        config = self.config
+        chosen, arguments = config.reward.text.model_dump(), config.data.chat_template_kwargs
+        return CompletionText(tokenizer, **chosen, arguments=arguments, recorder=self.recorder)
 
     def _scores_groups(self, environment: Environment) -> bool:
         batch = self.config.reward.batch

@@ -18,7 +18,7 @@ class ByteTokenizer:
         """A byte, a token."""
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         """The inverse; what is no UTF-8 is replaced."""
         return bytes(int(t) % 256 for t in token_ids).decode(errors="replace")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import DataConfig
+from asyncrl.data.texts import decode
 from asyncrl.data.tokenizing import encode_prompt, read_prompt
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
 from asyncrl.ports import Engine, Generate
@@ -23,7 +24,7 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
     if not hasattr(prompt, "__len__"):
         raise DataError(f"the prompt is {type(prompt).__name__}; expected a string, a list of messages or token ids")
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (int, np.integer)):
-        text = tokenizer.decode(list(prompt))
+        text = decode(tokenizer, prompt)
         return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
     ids = encode_prompt(prompt, config, tokenizer, columns)
     return Prompt(group_id=group_id, ids=ids, prompt=read_prompt(prompt, config), columns=columns)
@@ -75,7 +76,7 @@ def as_group(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
     columns: Mapping[str, Any],
-    decode: Callable[[Sequence[int]], str],
+    tokenizer: Any,
 ) -> tuple[tuple[Trajectory, ...], Prompt]:
     """The trajectories with their rewards, and their prompt. Errors: ValueError (DataError)."""
     if not trajectories or len(trajectories) != len(rewards):
@@ -101,4 +102,4 @@ def as_group(
     )
     first = members[0]
     ids = first.tokens[: first.prompt_length]
-    return members, Prompt(first.group_id, ids, decode(ids.tolist()), columns)
+    return members, Prompt(first.group_id, ids, decode(tokenizer, ids.tolist()), columns)

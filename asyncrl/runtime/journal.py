@@ -31,7 +31,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import write_report
-from asyncrl.telemetry.reward_signal import SignalWatch, warning
+from asyncrl.telemetry.reward_signal import SignalWatch, left_out, warnings
 from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
@@ -56,9 +56,13 @@ class Journal:
         self._recorder = recorder
         # Known once the model is there. Rates of this rank's device, for `perf/limit_share` and `perf/mfu`: None leaves them out.
         self.rates: Rates | None = None
+        self.known: list[str] = []  # why completions do not end, as it was said at the start
+        self._said: set[str] = set()  # metrics of what texts lack
         self.reserve = 0  # bytes of disk that no rollouts are written into: the next checkpoint needs them
         self._budget = RunBudget()
-        self._signal = SignalWatch(config.algorithm.advantage, config.rollout.group_size)
+        self._signal = SignalWatch(
+            config.algorithm.advantage, config.rollout.group_size, ends=not config.rollout.ignore_eos
+        )
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         self.history = History()
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
@@ -149,7 +153,8 @@ class Journal:
             self._sinks.write(version, line)
         if report is not None:
             self.live.step(version, line)
-            self.warn(warning(line))
+            for text in (*warnings(line, self.known), *left_out(line, self._said)):
+                self.warn(text)
         else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 

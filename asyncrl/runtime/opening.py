@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl.concurrency.offload import offload
@@ -17,8 +18,11 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import EMBEDDED_GROUPS
 from asyncrl.data.prompts_files import Rows
 from asyncrl.data.prompts_sources import load_rows
+from asyncrl.data.texts import decode, eos_token_ids
+from asyncrl.data.texts import notes as text_notes
 from asyncrl.distributed.heartbeat import Heartbeat
 from asyncrl.distributed.world import World
+from asyncrl.generation.requests import sampling_params
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.recorder import Recorder
 
@@ -74,8 +78,16 @@ async def open_run(
         await checkpointer.restore(saved, prompts)
     stages.begin("opening what the run writes")
     base.journal.reserve = checkpointer.bytes_needed()
-    await base.journal.open(built.tokenizer.decode)
+    await base.journal.open(partial(decode, built.tokenizer))
     note = base.journal.live.note
+    if (policy := built.policy) is not None:
+        stops = sampling_params(base.config.rollout, built.tokenizer).stop_token_ids
+        ends, vocabulary = (
+            (*eos_token_ids(policy.module, built.tokenizer), *stops),
+            policy.config.get_text_config().vocab_size,
+        )
+        base.journal.known, lacking = text_notes(base.config, built.tokenizer, ends, int(vocabulary))
+        notes = [*notes, *base.journal.known, *lacking]
     for line in notes:
         note(f"note: {line}")
     profiler = StepProfiler(base.config, built.lanes[0], base.device, base.directory, base.world.rank, note)

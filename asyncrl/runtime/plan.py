@@ -10,8 +10,10 @@ import anyio
 from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
+from asyncrl.data.texts import eos_token_ids, notes
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
+from asyncrl.generation.requests import sampling_params
 
 from .device import settle
 from .directory import RunDirectory, unusable
@@ -49,10 +51,20 @@ def plan(config: Config) -> str:
             cache_line(config, prompts),
             "predicted memory of one rank:",
             table(parts),
-            *(f"note: {line}" for line in prompts.notes),
+            *(f"note: {line}" for line in (*prompts.notes, *_text_notes(config))),
         ]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)
+
+
+def _text_notes(config: Config) -> list[str]:
+    from asyncrl.models.loading import describe_module, load_tokenizer_of
+
+    module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
+    vocabulary = int(module.config.get_text_config().vocab_size)
+    ends = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
+    endless, lacking = notes(config, tokenizer, ends, vocabulary)
+    return endless + lacking
 
 
 def _verdict(config: Config) -> Verdict:

@@ -12,6 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
 from asyncrl.data.prompts_sources import load_rows
+from asyncrl.data.texts import decode
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generation.requests import check_tokens, sampling_params
@@ -62,7 +63,7 @@ def measure_prompts(config: Config, given: Rows | None = None, own_environment: 
 
 def _check_sampling(config: Config) -> None:
     """The tokens that are named in `rollout`, without the model's weights. Errors: ConfigError."""
-    if not (config.rollout.logit_bias or config.rollout.bad_words):
+    if not (config.rollout.logit_bias or config.rollout.bad_words or config.rollout.stop_token_ids):
         return
     from asyncrl.models.loading import describe_module, load_tokenizer_of
 
@@ -73,7 +74,7 @@ def _check_sampling(config: Config) -> None:
         check_tokens(request, vocabulary, has_tokenizer=True)
         check_size(request)
     except GenerationError as error:
-        raise ConfigError(f"rollout.logit_bias, rollout.bad_words: {error}") from error
+        raise ConfigError(f"rollout.logit_bias, bad_words, stop_token_ids: {error}") from error
 
 
 def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]], list[str]]:
@@ -88,7 +89,7 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
 
     tokenizer = load_tokenizer_of(config.model)
     source = PromptSource(load_rows(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1)
-    shown = [(prompt, tokenizer.decode(prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
+    shown = [(prompt, decode(tokenizer, prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
     return shown, source.notes()
 
 

@@ -207,7 +207,7 @@ class Runtime:
         Errors: DataError (a ValueError) that names the member and the field that cannot be trained; LifecycleError.
         """
         graph = self._open("submit").graph
-        members, prompt = as_group(trajectories, rewards, columns or {}, self.tokenizer.decode)
+        members, prompt = as_group(trajectories, rewards, columns or {}, self.tokenizer)
         return await graph.submit(members, prompt)
 
     async def finish(self) -> RunSummary:

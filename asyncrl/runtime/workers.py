@@ -9,8 +9,9 @@ from typing import Any
 from asyncrl.concurrency.lane import Lane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import row_limit
+from asyncrl.data.texts import eos_token_ids
 from asyncrl.errors import ConfigError
-from asyncrl.generation.embedded.engine import cache_shape, eos_token_ids
+from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Setup
@@ -45,7 +46,7 @@ def _form(sampler: Sampler) -> dict[str, Any]:
     """What the embedded engine needs to know of the model beside its weights, as JSON takes it."""
     return {
         "rest": describe_rest(sampler.policy),
-        "stop_ids": eos_token_ids(sampler.policy, sampler.tokenizer),
+        "stop_ids": eos_token_ids(sampler.policy.module, sampler.tokenizer),
     }
 
 
@@ -71,7 +72,7 @@ def _form_for_vllm(sampler: Sampler, context: int, routes: RoutesShape | None) -
         "config": config | {"architectures": [type(policy.module).__name__]},
         "layout": asdict(policy.weights.layout()),
         "vocabulary": int(text.vocab_size),
-        "stop_ids": eos_token_ids(policy, sampler.tokenizer),
+        "stop_ids": eos_token_ids(policy.module, sampler.tokenizer),
         "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
         "routes": None if routes is None else asdict(routes),
         "routed": has_experts(policy.module),

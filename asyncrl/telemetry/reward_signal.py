@@ -2,51 +2,86 @@
 
 `reward/steps_without_signal` is how many steps in a row, the present one included, had no completion with a reward at
 all, one reward for all of their completions, or, where advantages are taken within a group, no group with two different
-rewards. The reason is told from the metrics of the step alone, so that the report finds the same one later.
+rewards. The reason is told from the metrics of the step, so that the report finds the same one later; a run adds what it knew at
+its start. `completions/steps_clipped` counts steps in a row in which almost no completion came to its end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 COUNT = "reward/steps_without_signal"
+CLIPPED = "completions/steps_clipped"
+MOST_CLIPPED = 0.9  # a larger `completions/clipped_ratio` is worth a warning, also where rewards differ
+# Counts of what the texts of completions lack -> (what it is, what to do). See data/texts.py.
+LACKING: Mapping[str, tuple[str, str]] = {
+    "text/openings_left_out": (
+        "what the chat template opens in the prompt, as <think>, of {} completions",
+        "reward.text.opened=true puts it in front",
+    ),
+    "text/stops_left_out": ("the stop string or token that ended {} completions", "reward.text.stop=true keeps it"),
+    "text/special_tokens_left_out": ("{} special tokens", "reward.text.special_tokens=true keeps them"),
+    "text/ids_without_text": ("{} sampled ids that are no token of the tokenizer", "`completion_ids` has them"),
+}
 _MOST = 100
 FIRST = 3  # steps in a row that are worth a warning; then at twice as many, and so on
 # Rewards of groups without a difference still count with these: raw ones, those of the whole step, those of components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
+_FIRST_TOKEN = (
+    "every completion ends with its first token; see with `asyncrl prompts` whether the prompts end where an answer "
+    "begins"
+)
+
 Metrics = Mapping[str, float]
 
 
 class SignalWatch:
-    """Hears of every step, in order. `advantage` and `group_size` are the run's."""
+    """Hears of every step, in order. `advantage` and `group_size` are the run's; `ends`: completions should come to an end."""
 
-    def __init__(self, advantage: str, group_size: int) -> None:
+    def __init__(self, advantage: str, group_size: int, ends: bool = True) -> None:
         self._within_groups = group_size > 1 and advantage not in _ACROSS_GROUPS
-        self._count = 0
+        self._ends = ends
+        self._count = self._clipped = 0
 
     def step(self, metrics: Metrics) -> dict[str, float]:
-        """The count after this step; nothing where no completion was trained in it."""
+        """The counts after this step; nothing where no completion was trained in it."""
         if "reward/applicable" not in metrics:
             return {}
         flat = metrics["reward/applicable"] == 0 or metrics["reward/min"] == metrics["reward/max"]
         if self._within_groups and not flat:
             flat = metrics["frac_reward_zero_std"] == 1
         self._count = self._count + 1 if flat else 0
-        return {COUNT: float(self._count)}
+        clipped = self._ends and metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED
+        self._clipped = self._clipped + 1 if clipped else 0
+        return {COUNT: float(self._count), CLIPPED: float(self._clipped)}
 
 
-def warning(metrics: Metrics) -> str | None:
-    """The line for people at the FIRST step of a row and at every doubling; None at all others."""
-    count = int(metrics.get(COUNT, 0.0))
-    times = count // FIRST
-    if count == 0 or count % FIRST or times & (times - 1):
-        return None
-    return f"warning: {describe(metrics)}"
+def warnings(metrics: Metrics, known: Sequence[str] = ()) -> Iterator[str]:
+    """The lines for people: each at the FIRST step of a row and at every doubling. `known`: at the start, why completions do not
+    end."""
+    if _due(metrics.get(COUNT, 0.0)):
+        yield f"warning: {describe(metrics, known)}"
+    if _due(metrics.get(CLIPPED, 0.0)):
+        yield f"warning: {_clipped(metrics, known)}, for {metrics[CLIPPED]:.0f} steps in a row"
 
 
-def describe(metrics: Metrics) -> str:
+def _due(count: float) -> bool:
+    times, rest = divmod(int(count), FIRST)
+    return times > 0 and rest == 0 and times & (times - 1) == 0
+
+
+def left_out(metrics: Metrics, said: set[str]) -> Iterator[str]:
+    """A line on what the texts of completions lack that was not said before. `said`: metrics by name; grows."""
+    found = [name for name in LACKING if metrics.get(name) and name not in said]
+    said.update(found)
+    if found:
+        lines = (f"{LACKING[name][0].format(int(metrics[name]))} ({LACKING[name][1]})" for name in found)
+        yield f"note: the texts that rewards read lack, so far: {'; '.join(lines)}; metrics text/* go on counting"
+
+
+def describe(metrics: Metrics, known: Sequence[str] = ()) -> str:
     """What the rewards of a step without a signal were, for how long, and why that is likely so."""
     count = int(metrics[COUNT])
     steps = f"for {count} steps in a row" if count > 1 else "in this step"
@@ -57,21 +92,41 @@ def describe(metrics: Metrics) -> str:
         what = f"every reward was {metrics['reward/max']:g} {steps}"
     else:
         what = f"no group had two different rewards {steps}"
-    return f"{what}, so nothing is learned from them; likely reason: {_reason(metrics)}"
+    return f"{what}, so nothing is learned from them; likely reason: {'; or '.join(_reasons(metrics, known))}"
 
 
-def _reason(metrics: Metrics) -> str:
+def _clipped(metrics: Metrics, known: Sequence[str]) -> str:
+    why = (
+        "; ".join(known)
+        or "raise it, or see in rollouts/ what the completions end with (rollout.stop, rollout.stop_token_ids)"
+    )
+    cut = metrics["completions/clipped_ratio"]
+    share = "every completion was" if cut == 1 else f"{cut:.0%} of the completions were"
+    return f"{share} cut at rollout.max_tokens before the end of an answer: {why}"
+
+
+def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
+    failed = _failed(metrics)
+    if failed or metrics.get("completions/max_length", 2.0) <= 1:
+        return [failed or _FIRST_TOKEN]
+    found = [_clipped(metrics, known)] if metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED else []
+    found += [
+        f"the text that the functions read lacks {what.format(int(metrics[name]))} ({fix})"
+        for name, (what, fix) in LACKING.items()
+        if metrics.get(name)
+    ]
+    return found or [_fallback(metrics)]
+
+
+def _failed(metrics: Metrics) -> str:
     failed = {name: n for name, n in metrics.items() if name.startswith("reward/") and name.endswith("/errors") and n}
     if failed:
         names = ", ".join(name.removeprefix("reward/").removesuffix("/errors") for name in failed)
         return f"calls of {names} failed and were not counted as rewards (reward.on_error); the log has the errors"
-    if metrics.get("completions/max_length", 2.0) <= 1:
-        return (
-            "every completion ends with its first token; see with `asyncrl prompts` whether the prompts end where an answer "
-            "begins"
-        )
-    if metrics.get("completions/clipped_ratio") == 1:
-        return "every completion was cut at rollout.max_tokens before it could end with an answer; raise it"
+    return ""
+
+
+def _fallback(metrics: Metrics) -> str:
     see = "; compare completions in rollouts/ with what the function looks for"
     if metrics["reward/applicable"] == 0:
         return f"the functions find nothing that they apply to (a column, or a form of the answer){see}"

@@ -398,6 +398,7 @@ def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: C
     # Seven ways to sample that every sampler has: min-p, three penalties, biases, bad words, a minimum of tokens.
     # Who may decide what only its user can know: whether norms are decayed, what of a text rewards read, how tokens are filtered.
     # The date of a template: two runs, or one and what it is evaluated with, read the same prompts.
+    # The tokens that end a completion, where a template ends turns with another one.
     assert len(knobs()) - len(own) <= 126, found
 
 

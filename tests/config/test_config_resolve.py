@@ -120,6 +120,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         ),
         (["reward.overlong.cache=9", "rollout.environment=a.py:Loop"], ("a.py:Loop", "set reward.overlong.max_length")),
         (["reward.overlong.cache=9", "door.ring=r"], ("outside of single_turn", "set reward.overlong.max_length")),
+        (['rollout.stop=["END", ""]'], ("rollout.stop has an empty string",)),
         (["reward.overlong.cache=257"], ("overlong.cache is 257", "max_length = 256")),
         (["reroll.start_fraction=0.5", "train.max_steps=null", "train.time_limit_s=9"], ("start_fraction is 0.5",)),
         (["train.skip_zero_advantage=true", "algorithm.kl.coef=0.1"], ("skip_zero_advantage", "kl.coef=0.1")),

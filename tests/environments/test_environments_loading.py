@@ -13,10 +13,11 @@ from asyncrl.types import SamplingParams
 
 FILE = Path(__file__).with_name("environments_user_code.py")
 OFFERED = {"tokenizer": "a tokenizer", "sampling": SamplingParams(max_tokens=3), "seed": 5}
+TEXT = {"text": "makes texts"}
 
 
 def load(name):
-    return load_environment(f"{FILE}:{name}", **OFFERED)
+    return load_environment(f"{FILE}:{name}", **OFFERED, **TEXT)
 
 
 def test_single_turn_has_a_short_name():
@@ -26,7 +27,7 @@ def test_single_turn_has_a_short_name():
 def test_a_class_is_given_what_its_signature_takes():
     mine = load("Mine")
     assert (mine.tokenizer, mine.seed) == ("a tokenizer", 5)
-    assert load("Everything").given == OFFERED
+    assert load("Everything").given == OFFERED | TEXT
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from asyncrl.data.texts import CompletionText
 from asyncrl.environments.single_turn import SingleTurn, episode_seed
 from asyncrl.types import FinishReason, Generation, Prompt, SamplingParams
 
@@ -13,11 +14,13 @@ WORDS = {5: "The", 6: " answer", 7: " is 4", 8: ".\n\nNext", 9: "<eos>"}
 class WordTokenizer:
     """Id 9 is the one special token."""
 
-    def decode(self, token_ids, *, skip_special_tokens=False):
+    all_special_ids = (9,)
+
+    def decode(self, token_ids, *, skip_special_tokens, clean_up_tokenization_spaces):
         return "".join(WORDS[i] for i in token_ids if not (skip_special_tokens and i == 9))
 
 
-def engine(*ids, finish=FinishReason.STOP, seen=None):
+def engine(*ids, finish=FinishReason.STOP, stop=None, seen=None):
     async def generate(request):
         if seen is not None:
             seen.append(request)
@@ -28,6 +31,7 @@ def engine(*ids, finish=FinishReason.STOP, seen=None):
             sampled_logprobs=-np.arange(1, count + 1, dtype=np.float32) / 2,
             versions=np.arange(3, 3 + count, dtype=np.int32),
             finish_reason=finish,
+            stop=stop,
         )
 
     return generate
@@ -74,11 +78,13 @@ async def test_the_request_is_keyed_by_group_and_member():
     assert all(request.sampling.max_tokens == 7 and request.prompt_ids.tolist() == [1, 2, 3] for request in seen)
 
 
-async def test_a_stop_string_stays_in_the_tokens_and_leaves_the_text():
-    trajectory = await single_turn(stop=("ever", "\n\n", ".")).run(prompt(), 0, 1, engine(5, 6, 7, 8))
+async def test_a_stop_string_stays_in_the_tokens_and_in_the_text_unless_it_is_to_be_cut():
+    trajectory = await single_turn(stop=("ever", ".")).run(prompt(), 0, 1, engine(5, 6, 7, 8, stop="."))
     assert trajectory.tokens.tolist()[3:] == [5, 6, 7, 8]
     assert trajectory.mask.tolist()[3:] == [True] * 4
-    assert trajectory.completion == "The answer is 4"
+    assert trajectory.completion == "The answer is 4.\n\nNext"
+    cut = SingleTurn(WordTokenizer(), SamplingParams(), 0, CompletionText(WordTokenizer(), stop=False))
+    assert (await cut.run(prompt(), 0, 1, engine(5, 6, 7, 8, stop="."))).completion == "The answer is 4"
 
 
 async def test_text_that_was_cut_by_length_stays_whole():

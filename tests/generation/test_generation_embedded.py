@@ -13,9 +13,10 @@ from generation_models import VOCABULARY, generate_all, opened, plain_logprobs, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.data.texts import eos_token_ids
 from asyncrl.errors import DivergenceError, GenerationError
 from asyncrl.generation.embedded.cache import CacheShape, KVCache, split_rows
-from asyncrl.generation.embedded.engine import cache_shape, eos_token_ids
+from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.embedded.stops import StopStrings
 from asyncrl.types import FinishReason
 
@@ -52,7 +53,7 @@ async def test_eos_of_model_and_tokenizer_and_ignore_eos() -> None:
     policy.module.generation_config.eos_token_id = [int(free.token_ids[4]), 3]
     tokenizer = Characters()
     tokenizer.eos_token_id = 2  # type: ignore[assignment]
-    assert eos_token_ids(policy, tokenizer) == tuple(sorted({2, 3, int(free.token_ids[4])}))
+    assert eos_token_ids(policy.module, tokenizer) == tuple(sorted({2, 3, int(free.token_ids[4])}))
     async with opened(policy, tokenizer) as run:
         cut = await run.engine.generate(request(5, 3, max_tokens=20))
         whole = await run.engine.generate(request(5, 3, max_tokens=20, ignore_eos=True))
@@ -89,7 +90,7 @@ def test_the_window_of_stop_strings_misses_nothing(tokens: list[int], stop: str)
     search, array = StopStrings(tokenizer, (stop,)), np.array(tokens)
     for end in range(1, len(tokens) + 1):
         whole = stop in tokenizer.decode(tokens[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert search.hit(array[:end]) == whole
+        assert (search.hit(array[:end]) == stop) == whole
         if whole:
             break
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.telemetry.report import collect
-from asyncrl.telemetry.reward_signal import COUNT, SignalWatch, describe, warning
+from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, describe, left_out, warnings
 
 NONE = {"reward/applicable": 0.0, "completions/max_length": 9.0, "completions/clipped_ratio": 0.0}
 LENGTHS = {"completions/max_length": 9.0, "completions/clipped_ratio": 0.5}
@@ -31,8 +31,31 @@ def test_what_counts() -> None:
 def test_it_is_said_at_the_third_step_and_at_every_doubling() -> None:
     watch = SignalWatch("grpo", 4)
     lines = [ZERO | watch.step(ZERO) for _ in range(30)]
-    assert [int(line[COUNT]) for line in lines if warning(line)] == [3, 6, 12, 24]
-    assert warning(GOOD) is None and warning(GOOD | {COUNT: 0.0}) is None
+    assert [int(line[COUNT]) for line in lines if list(warnings(line))] == [3, 6, 12, 24]
+    assert not list(warnings(GOOD)) and not list(warnings(GOOD | {COUNT: 0.0}))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_completions_that_are_cut_are_a_warning_of_their_own_also_where_rewards_differ(ends: bool) -> None:
+    """Unless every completion is to have the same length (`rollout.ignore_eos`)."""
+    watch, ratios = SignalWatch("grpo", 4, ends), [0.95, 0.9, 0.89, 0.95, 0.9, 1.0]
+    steps = [GOOD | {"completions/clipped_ratio": ratio} for ratio in ratios]
+    lines = [step | watch.step(step) for step in steps]
+    assert [line[CLIPPED] for line in lines] == ([1, 2, 0, 1, 2, 3] if ends else [0] * 6)
+    said = [list(warnings(line, ["turns end with <|stop|>"])) for line in lines]
+    assert said[:5] == [[]] * 5 and len(said[5]) == ends
+    if ends:
+        assert "every completion was cut at rollout.max_tokens" in said[5][0] and "<|stop|>" in said[5][0]
+
+
+def test_what_texts_lack_is_said_once_with_its_count() -> None:
+    said: set[str] = set()
+    assert list(left_out(GOOD, said)) == []
+    [line] = left_out(GOOD | {"text/special_tokens_left_out": 98.0}, said)
+    assert "98 special tokens (reward.text.special_tokens=true" in line
+    [line] = left_out(GOOD | {"text/special_tokens_left_out": 9.0, "text/ids_without_text": 5.0}, said)
+    assert "5 sampled ids" in line and "special tokens" not in line
+    assert list(left_out(GOOD | {"text/ids_without_text": 6.0}, said)) == []
 
 
 @pytest.mark.parametrize(
@@ -42,7 +65,14 @@ def test_it_is_said_at_the_third_step_and_at_every_doubling() -> None:
         (NONE, "the functions find nothing that they apply to"),
         (NONE | {"reward/f/errors": 8.0}, "calls of f failed"),
         (ZERO | {"completions/clipped_ratio": 1.0}, "cut at rollout.max_tokens"),
+        (ZERO | {"completions/clipped_ratio": 0.92}, "92% of the completions were cut at rollout.max_tokens"),
         (ZERO | {"completions/max_length": 1.0}, "ends with its first token"),
+        (ZERO | {"text/openings_left_out": 8.0}, "chat template opens in the prompt, as <think>, of 8 completions"),
+        (ZERO | {"text/stops_left_out": 7.0}, "the stop string or token that ended 7 completions (reward.text.stop=true"),
+        (ZERO | {"text/special_tokens_left_out": 6.0}, "lacks 6 special tokens"),
+        (ZERO | {"text/ids_without_text": 5.0}, "lacks 5 sampled ids that are no token of the tokenizer"),
+        (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "the end of an answer: raise it, or"),
+        (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "; or the text that the functions read"),
         (ZERO, "every reward was 0 for 3 steps in a row, so nothing is learned from them; likely reason: the prompts are too"),
         (ONE, "the prompts are solved already, or the function gives the same"),
         (APART, "no group had two different rewards for 3 steps in a row"),

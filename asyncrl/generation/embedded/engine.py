@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.concurrency.lane import Lane
+from asyncrl.data.texts import eos_token_ids
 from asyncrl.generation.life import WHO
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
@@ -21,7 +22,7 @@ from .cache import CacheShape, KVCache
 from .core import Core, Decoded
 from .plain_core import PlainCore
 from .sequences import Sequences, prefix_key
-from .stops import StopStrings, Tokenizer
+from .stops import StopStrings
 
 if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
@@ -39,15 +40,6 @@ def cache_shape(config: Any, max_sequences: int, max_context: int) -> CacheShape
         positions=max_context,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
-
-
-def eos_token_ids(policy: PolicyModel, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's, and those of the model's generation config."""
-    ids: set[int] = set()
-    for source in (tokenizer, getattr(policy.module, "generation_config", None)):
-        value = getattr(source, "eos_token_id", None)
-        ids.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
-    return tuple(sorted(ids))
 
 
 def open_core(
@@ -89,7 +81,7 @@ class EmbeddedEngine(OwnedEngine):
     def __init__(
         self,
         policy: PolicyModel,
-        tokenizer: Tokenizer | None,
+        tokenizer: Any,
         lane: Lane,
         recorder: Recorder,
         *,
@@ -112,7 +104,7 @@ class EmbeddedEngine(OwnedEngine):
         self._recompute = kv_after_update == "recompute"
         self._record_routes = record_routes
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
-        self._eos = eos_token_ids(policy, tokenizer) if eos is None else eos
+        self._eos = eos_token_ids(policy.module, tokenizer) if eos is None else eos
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
         self._core: Core | PlainCore | None = None
 
@@ -156,7 +148,7 @@ class EmbeddedEngine(OwnedEngine):
         sampling = job.request.sampling
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
         slot = self.core.add(job.request, tuple(dict.fromkeys(stop_ids)))
-        if any(sampling.stop):
+        if sampling.stop:
             assert self.tokenizer is not None  # `check` refused it otherwise
             self._stop_strings[slot] = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
         return slot
@@ -187,10 +179,12 @@ class EmbeddedEngine(OwnedEngine):
     def _ended(self, core: Core | PlainCore, decoded: Decoded) -> list[tuple[Job, Generation]]:
         reasons = dict.fromkeys(decoded.ended, FinishReason.LENGTH)
         reasons |= dict.fromkeys(decoded.stopped, FinishReason.STOP)
+        found: dict[int, str] = {}
         for slot, stop in self._stop_strings.items():
-            if reasons.get(slot) is not FinishReason.STOP and stop.hit(core.sequences.completion(slot)):
-                reasons[slot] = FinishReason.STOP
-        return [(self._running[slot], core.sequences.generation(slot, reason)) for slot, reason in reasons.items()]
+            if reasons.get(slot) is not FinishReason.STOP and (string := stop.hit(core.sequences.completion(slot))):
+                reasons[slot], found[slot] = FinishReason.STOP, string
+        generation = core.sequences.generation
+        return [(self._running[slot], generation(slot, reason, found.get(slot))) for slot, reason in reasons.items()]
 
     async def _refresh(self) -> int:
         return await self.lane.run(self.core.sync, name="engine/weights")

@@ -164,8 +164,8 @@ class Sequences:
             found[: self.prompt[slot] - 1] = self._first[slot]
         return found
 
-    def generation(self, slot: int, reason: FinishReason) -> Generation:
-        """Copies of the columns of a sequence that ended."""
+    def generation(self, slot: int, reason: FinishReason, stop: str | None = None) -> Generation:
+        """Copies of the columns of a sequence that ended. `stop`: the stop string that ended it."""
         own = slice(int(self.prompt[slot]), int(self.length[slot]))
         return Generation(
             token_ids=self.tokens[slot, own].astype(np.int32),
@@ -174,4 +174,5 @@ class Sequences:
             versions=self.versions[slot, own].copy(),
             finish_reason=reason,
             routed_experts=self._routes_of(slot),
+            stop=stop,
         )

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.generation.embedded.sampling import LogitChanges, RowParams, Sampled, Sampler, keyed_uniform, seed_array
-from asyncrl.generation.embedded.stops import StopStrings, Tokenizer
+from asyncrl.generation.embedded.stops import StopStrings
 from asyncrl.generation.life import WHO
 from asyncrl.generation.owner import Job, OwnedEngine
 from asyncrl.generation.requests import check_tokens
@@ -96,11 +96,11 @@ class Running:
         """Those of the prompt, and what was sampled."""
         return np.concatenate([self.request.prompt_ids, self._tokens[: self.count]])
 
-    def append(self, token: int, logprobs: tuple[float, float], version: int) -> bool:
-        """The next token, and the version of the weights behind it. Whether it completes a stop string."""
+    def append(self, token: int, logprobs: tuple[float, float], version: int) -> str | None:
+        """The next token, and the version of the weights behind it. The stop string that it completes."""
         at, self.count = self.count, self.count + 1
         self._tokens[at], self._logprobs[:, at], self._versions[at] = token, logprobs, version
-        return self._stop is not None and self._stop.hit(self._tokens[: self.count])
+        return None if self._stop is None else self._stop.hit(self._tokens[: self.count])
 
     def keep_routes(self, read: Callable[[int, int], RoutesArray]) -> None:
         """Before the token is appended that was sampled in a step. `read`: routes of positions [start, stop), as cached now. Those
@@ -110,13 +110,13 @@ class Running:
             start = stop - 1 if self.count else 0
             self._routes[start:stop] = read(start, stop)
 
-    def generation(self, reason: FinishReason) -> Generation:
-        """What was sampled."""
+    def generation(self, reason: FinishReason, stop: str | None) -> Generation:
+        """What was sampled. `stop`: the stop string that ended it."""
         own = slice(0, self.count)
         whole, sampled = self._logprobs[:, own].copy()
         routes = None if self._routes is None else self._routes[: self._prompt + self.count].copy()
         return Generation(
-            self._tokens[own].astype(np.int32), whole, sampled, self._versions[own].copy(), reason, routes
+            self._tokens[own].astype(np.int32), whole, sampled, self._versions[own].copy(), reason, routes, stop
         )
 
 
@@ -160,7 +160,7 @@ class VllmEngine(OwnedEngine):
         self,
         open_core: Callable[[Choose], Any],
         made: Made,
-        tokenizer: Tokenizer | None,
+        tokenizer: Any,
         lane: Lane,
         recorder: Recorder,
         *,
@@ -269,7 +269,7 @@ class VllmEngine(OwnedEngine):
         sampling, slot = job.request.sampling, next(self._numbers)
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.made.stop_ids)
         stop = None
-        if any(sampling.stop):
+        if sampling.stop:
             assert self.tokenizer is not None  # `check` refused it otherwise
             stop = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
         self._changes.append((slot, Running(job.request, tuple(dict.fromkeys(stop_ids)), stop, self.made.routes)))
@@ -345,7 +345,7 @@ class VllmEngine(OwnedEngine):
             hit = running.append(each.token, self._drawn[each.name], self.version)
             if hit or each.ended:
                 reason = FinishReason.STOP if hit or each.stopped else FinishReason.LENGTH
-                self._ended.append((slot, running.generation(reason)))
+                self._ended.append((slot, running.generation(reason, None if each.stopped else hit)))
             if hit and not each.ended:
                 self._core.abort([each.name])
             if hit or each.ended:

@@ -21,7 +21,7 @@ from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.types import FinishReason, Generation, GenerationRequest, RoutesArray, SamplingParams
 
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)  # by their code in a record, less one
-_PROMPT_ROUTES = USER_SECTIONS.start
+_PROMPT_ROUTES, _STOP = USER_SECTIONS.start, USER_SECTIONS.start + 1
 ABOUT_BYTES = 1 << 15  # of a request, beside its prompt
 _SEEDS = 0xFFFFFFFFFFFFFFFF  # random keys are 64 bits wide wherever they are used
 
@@ -75,12 +75,14 @@ def sequence_plan(number: int, generation: Generation, version: int) -> Plan:
     if routes is not None:
         prompt = routes.shape[0] - generation.token_ids.size
         sections |= {Section.ROUTED_EXPERTS: [routes[prompt:]], _PROMPT_ROUTES: routes[:prompt].tobytes()}
+    if generation.stop is not None:
+        sections[_STOP] = generation.stop.encode()
     return plan(Draft(number, [0], 1, sections, policy_version=version))
 
 
 def read_sequence(record: Record) -> Generation:
     """The generation in a record of `sequence_plan`. Copies: the record may be released."""
-    arrays = record.arrays
+    arrays, stop = record.arrays, record.strings.get(_STOP)
     return Generation(
         arrays[Section.TOKENS].copy(),
         arrays[Section.LOGPROBS].copy(),
@@ -88,6 +90,7 @@ def read_sequence(record: Record) -> Generation:
         arrays[Section.VERSIONS].copy(),
         _REASONS[int(arrays[Section.FINISH_REASONS][0]) - 1],
         _routes(record),
+        None if stop is None else bytes(stop).decode(),
     )
 
 
