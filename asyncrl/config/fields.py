@@ -56,6 +56,11 @@ class Knob:
         return bool in self._members
 
     @property
+    def takes_texts(self) -> bool:
+        """Whether it may be a list of free strings."""
+        return tuple[str, ...] in self._members
+
+    @property
     def takes_list(self) -> bool:
         """Whether it may be a list."""
         return any(get_origin(member) is tuple for member in self._members)

@@ -28,7 +28,7 @@ from .other_names import ABSENT
 from .schema import Config
 from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
 from .section import Section, at_home
-from .text import parse_file, parse_scalar, yaml_problem
+from .text import parse_file, parse_override, parse_override_text, yaml_problem
 
 # A path, or `file.py:name`. The hooks, and what is listed in `reward`, are handled with them.
 PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer", "rollout.environment")
@@ -90,7 +90,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     """`a.b=value`, `--a.b=value` and `--a.b value`; a dash in a name is an underscore. Values are YAML.
 
     A bare `--a.b` is true where the knob is a switch. Where the knob is a string, the text is taken as it stands unless
-    it is quoted YAML or null; a list takes a single item too. Errors: `ConfigError`.
+    it is quoted YAML or null; a list takes a single item too, a string as it stands. Errors: `ConfigError`.
     """
     found: list[Override] = []
     rest = list(arguments)
@@ -119,19 +119,23 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 def _value(name: str, text: str, typed: str) -> Any:
     knob = knobs().get(full_name(name))
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ConfigError(f"override {typed!r}: the value is not valid UTF-8")
     try:
-        value = parse_scalar(text)
+        value = parse_override(text, knob is None or knob.takes_text or knob.takes_texts)
     except yaml.YAMLError as error:
-        if knob is not None and knob.takes_text:
-            return text
-        raise ConfigError(f"override {typed!r}: the value is not valid YAML: {yaml_problem(error)}") from error
-    if knob is None:
+        if knob is None or not (knob.takes_text or (knob.takes_texts and text[:1] != "[")):
+            raise ConfigError(
+                f"override {typed!r}: the value is not valid YAML: {yaml_problem(error)}; put text in quotes"
+            ) from error
+        value = text
+    if knob is None or (value is None and (knob.takes_null or knob.takes_texts)):
         return value
-    if knob.takes_text and not isinstance(value, str) and not (value is None and knob.takes_null):
-        return text  # `run.name=5`, `data.system_prompt=You are: terse`
-    if knob.takes_list and isinstance(value, (str, int, float)):
-        return [value]
-    return value
+    if knob.takes_text:
+        return parse_override_text(text)  # `run.name=5`, `data.system_prompt=You are: terse`
+    if knob.takes_texts and not isinstance(value, list):
+        return [parse_override_text(text)]
+    return [value] if knob.takes_list and isinstance(value, (str, int, float)) else value
 
 
 def _branch(name: str, value: Any) -> dict[str, Any]:

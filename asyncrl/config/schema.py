@@ -17,7 +17,7 @@ from .methods import names, sections
 from .old_names import respelled
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .schema_run import CheckpointConfig, RunConfig, TelemetryConfig, WatchdogConfig
-from .section import OptionalPath, Section, field
+from .section import OptionalPath, Section, Untyped, field
 
 if TYPE_CHECKING:
     from asyncrl.algorithms.entropy import Entropy
@@ -90,7 +90,7 @@ class DataConfig(Section):
         "`chat` renders through the tokenizer's chat template, `raw` tokenizes strings as they are; "
         "auto: messages are rendered, strings are rendered as one user message where the tokenizer has a template.",
     )
-    chat_template_kwargs: dict[str, Any] = field(
+    chat_template_kwargs: Untyped = field(
         {},
         "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}; those in a row's columns "
         "`chat_template_kwargs` and `tools` go before them. `asyncrl prompts` shows the result.",

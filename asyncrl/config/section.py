@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from .text import Word
 
 
 def at_home(path: str | None) -> str | None:
@@ -18,6 +20,19 @@ def at_home(path: str | None) -> str | None:
 # Settings that may name a file or directory.
 LocalPath: TypeAlias = Annotated[str, AfterValidator(at_home)]
 OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(at_home)]
+
+
+def _without_words(value: Any) -> Any:
+    """`no` without quotes is false: templates take every text for true."""
+    if isinstance(value, Mapping):
+        return {str(key) if isinstance(key, Word) else key: _without_words(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_words(each) for each in value]
+    return value.meaning if isinstance(value, Word) else value
+
+
+# Values of which only their reader knows the type.
+Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_without_words)]
 
 
 class Section(BaseModel):

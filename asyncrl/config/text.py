@@ -1,7 +1,8 @@
 """YAML as asyncrl reads and writes it: the YAML 1.2 core types, no duplicate keys, line numbers for error messages.
 
 PyYAML follows YAML 1.1, where `1e-6` is a string, `off` and `no` are booleans, `1:30` is ninety and `2026-11-21` a
-date. Here numbers are numbers (`1e-6` too), only `true` and `false` are booleans, and everything else is a string.
+date. Here numbers are numbers (`1e-6` too), only `true` and `false` are booleans, and everything else is a string: `no` is
+one, which a setting that is true or false takes for false, and so does one without a type (`Word`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,19 @@ _CORE_TYPES: tuple[tuple[str, str, str], ...] = (
     ),
     ("tag:yaml.org,2002:merge", r"^(?:<<)$", "<"),
 )
+
+
+_TEXT = "tag:yaml.org,2002:str"
+_WORD = "tag:asyncrl:word"
+
+
+class Word(str):
+    """`yes`, `no`, `on` or `off` without quotes: text, and where no type says so what it means."""
+
+    @property
+    def meaning(self) -> bool:
+        """What it means where a value has no type."""
+        return self.lower() in ("yes", "on")
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,9 +71,27 @@ _Dumper.add_representer(str, _represent_str)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def parse_scalar(text: str) -> Any:
-    """The value of an override. Raises `yaml.YAMLError` where the text is no YAML."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader with other resolvers
+_Loader.add_implicit_resolver(_WORD, re.compile("^(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)$"), list("yYnNoO"))
+_Loader.add_constructor(_WORD, lambda loader, node: Word(node.value))
+
+
+def parse_override(text: str, as_it_stands: bool) -> Any:
+    """The value of an override, read as in a file. `as_it_stands`: words are kept with ` #`, line breaks and blanks. Raises
+    `yaml.YAMLError` where the text is no YAML."""
+    node = yaml.compose(text, Loader=_Loader)  # a SafeLoader with other resolvers
+    words = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _TEXT)
+    return text if as_it_stands and words and text else yaml.load(text, Loader=_Loader)
+
+
+def parse_override_text(text: str) -> str:
+    """The text of an override, as it stands. Quotes around all of it are those of YAML."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+    if isinstance(node, yaml.ScalarNode) and node.style in ("'", '"'):
+        return str(node.value) if (node.start_mark.index, node.end_mark.index) == (0, len(text)) else text
+    return text
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.check_unread import own_to_a_method
+from asyncrl.config.describe import to_yaml
 from asyncrl.config.fields import knobs, nearest_name, sections
 from asyncrl.config.load import load_config
 from asyncrl.config.other_names import NOT_HERE, OTHER_NAMES
@@ -68,6 +70,57 @@ def test_values_of_text_and_list_knobs_are_taken_as_typed() -> None:
         load_config([], ["data.system_prompt=null", "algorithm.importance.cap=null"]).algorithm.importance.cap is None
     )
     assert load_config([], ['rollout.stop=["\\n", "5"]']).rollout.stop == ("\n", "5")
+
+
+TEXTS = [
+    "End with #### 42",
+    "### ",
+    "one\ntwo\n\nfour",
+    " spaced ",
+    "\n\n",
+    "{x}",
+    "no",
+    "1e-3",
+    "a: b",
+    "'",
+    "%d",
+    "\ta\r\n",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_taken_as_it_stands_and_read_back_from_the_written_configuration(tmp_path: Path, text: str) -> None:
+    names = ("data.system_prompt", "rollout.stop", "data.prompt_column")
+    config = load_config([], [f"{name}={text}" for name in names])
+    assert (config.data.system_prompt, config.rollout.stop, config.data.prompt_column) == (text, (text,), text)
+    assert load_config([write(tmp_path / "config.yaml", to_yaml(config))]) == config
+    assert complaint(f"data.system_prompt={text}\udcff").endswith("not valid UTF-8")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no", "Off", "YES", "on", "false", "True", "'no'", '"false"', "[no, 'no', {a: off}]", "{a: {b: on}}", "null", "7"],
+)
+def test_a_value_without_a_type_is_false_where_it_says_no(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path / "x.yaml", f"data: {{chat_template_kwargs: {{switch: {text}}}}}")
+    for config in (
+        load_config([file]),
+        load_config([], [f"data.chat_template_kwargs.switch={text}"]),
+        load_config([], [f"data.chat_template_kwargs={{switch: {text}}}"]),
+    ):
+        assert config.data.chat_template_kwargs == {"switch": yaml.safe_load(text)}
+        assert load_config([write(tmp_path / "config.yaml", to_yaml(config))]) == config
+
+
+def test_words_of_an_argument_are_kept_and_of_a_setting_of_text_too(tmp_path: Path) -> None:
+    for note in ("End with #### 42", "one\n\ntwo", " spaced ", "#"):
+        config = load_config([], [f"data.chat_template_kwargs.note={note}"])
+        assert config.data.chat_template_kwargs == {"note": note}
+    assert complaint("data.chat_template_kwargs.note=a: b: c").endswith("put text in quotes")
+    text = "resume: no\nrun: {name: no}\nrollout: {stop: [no, on], logit_bias: {yes: -1}, streaming: off}\n"
+    config = load_config([write(tmp_path / "x.yaml", text)])
+    assert (config.resume, config.run.name, config.rollout.streaming) == (False, "no", False)
+    assert (config.rollout.stop, config.rollout.logit_bias) == (("no", "on"), {"yes": -1})
 
 
 def test_yaml_traps(tmp_path: Path) -> None:
@@ -410,7 +463,7 @@ def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
 def test_no_setting_takes_infinity_or_nan(value: str) -> None:
     for name, knob in knobs().items():
-        if not knob.takes_text:
+        if not (knob.takes_text or knob.takes_texts):
             assert name in complaint(f"{name}={value}")
     assert complaint(f"train.lr={value}").endswith("expected a number >= 0, and finite")
     assert "weight is" in complaint(f"reward.functions=[{{function: 'a.py:f', weight: {value}}}]")
