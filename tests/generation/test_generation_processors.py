@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generation.embedded.sampling import keyed_uniform, seed_array
 from asyncrl.generation.requests import sampling_params
-from asyncrl.generation.worker.wire import read_item, request_item
+from asyncrl.generation.worker.wire import item_of, read_item
 from asyncrl.types import FinishReason, GenerationRequest, SamplingParams
 
 EVEN = tuple(range(0, VOCABULARY, 2))
@@ -54,6 +55,11 @@ WAYS: list[dict[str, Any]] = [
         "bad_words": ((9,), (1, 1)), "min_tokens": 5, "stop_token_ids": EVEN, "temperature": 0.9, "top_p": 0.95, "min_p": 0.01,
     },
 ]  # fmt: skip
+
+
+@cache
+def banned(words: tuple[tuple[int, ...], ...]) -> NoBadWordsLogitsProcessor:
+    return NoBadWordsLogitsProcessor([list(word) for word in words])
 
 
 def scores(sampling: SamplingParams, tokens: torch.Tensor, prompt: int, logits: torch.Tensor) -> torch.Tensor:
@@ -79,7 +85,7 @@ def scores(sampling: SamplingParams, tokens: torch.Tensor, prompt: int, logits: 
     count = torch.bincount(tokens[0, prompt:], minlength=VOCABULARY)
     found = found - count * sampling.frequency_penalty - (count > 0) * sampling.presence_penalty
     if sampling.bad_words:
-        found = NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words])(tokens[:, prompt:], found)
+        found = banned(sampling.bad_words)(tokens[:, prompt:], found)
     return rest(tokens, found)[0]
 
 
@@ -111,8 +117,8 @@ def expected(model: PreTrainedModel, asked: GenerationRequest) -> tuple[list[int
 async def test_tokens_and_both_columns_are_those_of_transformers_processors(path: str) -> None:
     """All ways in one batch, alone and as members that share a prompt."""
     policy, plain = policy_and_plain("llama") if path == "packed" else plain_path("lfm2", EAGER)
-    asked = [request(6, seed, max_tokens=14, **way) for seed, way in enumerate(WAYS)]
-    asked += [request(9, seed, prefix_key="shared", max_tokens=10, **way) for seed, way in enumerate(WAYS[::2], 100)]
+    asked = [request(6, seed, max_tokens=12, **way) for seed, way in enumerate(WAYS)]
+    asked += [request(9, seed, prefix_key="shared", max_tokens=6, **way) for seed, way in enumerate(WAYS[::2], 100)]
     async with opened(policy, max_sequences=16, prefill_tokens=64) as run:
         answers = await generate_all(run.engine, asked)
     for wanted, answer in zip(asked, answers, strict=True):
@@ -127,18 +133,14 @@ async def test_tokens_and_both_columns_are_those_of_transformers_processors(path
 
 async def test_a_stop_string_ends_nothing_before_the_minimum() -> None:
     policy, _ = policy_and_plain("qwen3")
-    decode = Characters().decode
+    cases = {("7", 0): 8, ("7", 7): 8, ("7", 8): 10, ("7", 10): 24, ("727", 9): 10, ("727", 10): 24}
+    asked = [request(5, 1, max_tokens=24, stop=(stop,), min_tokens=least) for stop, least in cases]
     async with opened(policy, Characters()) as run:
-        (free,) = await generate_all(run.engine, [request(5, 2, max_tokens=24)])
-        text = decode(free.token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        stop = text[4]
-        later = text.find(stop, 9) if stop in text[9:] else 23
-        asked = [request(5, 2, max_tokens=24, stop=(stop,), min_tokens=least) for least in (0, 4, 9)]
-        ends = [answer.token_ids.size for answer in await generate_all(run.engine, asked)]
-        straddling = request(5, 2, max_tokens=24, stop=(text[8:10],), min_tokens=9)
-        (across,) = await generate_all(run.engine, [straddling])
-    assert ends == [text.index(stop) + 1, max(text.index(stop), text.find(stop, 4)) + 1, later + 1]
-    assert across.token_ids.size == 10
+        (free,) = await generate_all(run.engine, [request(5, 1, max_tokens=24)])
+        answers = await generate_all(run.engine, asked)
+    text = Characters().decode(free.token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert text.startswith("Gy$j;k[727Y") and "7" not in text[10:]
+    assert [answer.token_ids.size for answer in answers] == list(cases.values())
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ async def test_what_cannot_be_drawn_is_refused(sampling: dict[str, Any], text: s
 def test_they_travel_to_a_worker() -> None:
     for way in WAYS:
         sent = request(3, 1, **way)
-        _, received = read_item(request_item(7, sent))
+        _, received, _ = read_item(item_of(7, sent, more=False))
         assert received is not None and received.sampling == sent.sampling and hash(received.sampling) is not None
 
 
