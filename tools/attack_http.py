@@ -147,7 +147,7 @@ def watched(target: Target, outcome: Outcome) -> Iterator[None]:
 
 
 def memory_of(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def strangers(target: Target, outcome: Outcome, _: int) -> None:
@@ -311,7 +311,7 @@ def untrained(target: Target, rollouts: Path, patience: float = 120.0) -> set[fl
     left, seen, until = set(target.good), set[Path](), time.monotonic() + patience
     while left and time.monotonic() < until:
         for path in set(rollouts.glob("step_*.jsonl")) - seen:
-            left -= {json.loads(line)["reward"] for line in path.read_text().splitlines()}
+            left -= {json.loads(line)["reward"] for line in path.read_text(encoding="utf-8").splitlines()}
             seen.add(path)
         target.send(
             target.request("POST", "/scored_data", json.dumps(group([0.0, 1.0])).encode()), 5.0
@@ -349,9 +349,9 @@ def quickstart(folder: Path) -> Iterator[tuple[Target, Path]]:
     log = folder / "log.txt"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as run:
         try:
-            while not (said := re.search(r"environments at (http://\S+)", log.read_text())):
+            while not (said := re.search(r"environments at (http://\S+)", log.read_text(encoding="utf-8"))):
                 if run.poll() is not None:
-                    sys.exit(log.read_text())
+                    sys.exit(log.read_text(encoding="utf-8"))
                 time.sleep(0.1)
             yield Target(said[1], run.pid), folder / "attacked" / "rollouts"
         finally:

@@ -128,11 +128,11 @@ def moments(folder: Path) -> dict[str, list[str]]:
     seen = folder / "moments"
     life = Faulty(folder, 1, "replicate", "", (), False, (FAULTY,), of("record", "", 0, seen))
     if wrong := [*life.watch()] or life.process.returncode:
-        raise SystemExit(f"a life without a fault: {wrong}\n{life.log.read_text()}")
+        raise SystemExit(f"a life without a fault: {wrong}\n{life.log.read_text(encoding='utf-8')}")
     shutil.rmtree(life.run)
     found: dict[str, list[str]] = {phase: [] for phase in PHASES}
     trains = False
-    for line in seen.read_text().splitlines():
+    for line in seen.read_text(encoding="utf-8").splitlines():
         kind, _, name = line.partition(" ")
         name = re.split(r"[:0-9]", name)[0].strip() if kind == "stage" else name
         trains = trains or kind == "version"
@@ -155,7 +155,7 @@ def meet(folder: Path, ranks: int, fault: str, moment: str, rank: int | None = N
     environment = of(fault, moment, rank, met)
     first = Faulty(folder, ranks, "replicate", "", (), False, (FAULTY,), environment)
     wrong = [*first.watch(met)]
-    said, code = first.log.read_text(errors="replace"), first.process.returncode
+    said, code = first.log.read_text(errors="replace", encoding="utf-8"), first.process.returncode
     if not met.exists():
         return [*wrong, f"never came to {moment!r} (code {code})"]
     if ranks == 1 and code not in expected.codes:

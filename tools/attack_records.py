@@ -223,7 +223,9 @@ class Range:
             shutil.rmtree(self._folder / "runs", ignore_errors=True)  # of a run that came to no checkpoint
         tree = {**CONFIG, "train": {**CONFIG["train"], **train}, "resume": resume, "door": {"ring": self.attacker.name}}
         path = self._folder / "run.yaml"
-        path.write_text(yaml.safe_dump({**tree, "run": {"dir": str(self._folder / "runs"), "name": "run"}}))
+        path.write_text(
+            yaml.safe_dump({**tree, "run": {"dir": str(self._folder / "runs"), "name": "run"}}), encoding="utf-8"
+        )
         return load_config([path], self._overrides)
 
     async def _run(self) -> None:

@@ -79,7 +79,7 @@ def breeds(completions: list[str]) -> list[float]:
 
 
 def _note(notes: str) -> None:
-    Path(f"{notes}.new").write_text(f"{os.getpid()} {os.getppid()}")
+    Path(f"{notes}.new").write_text(f"{os.getpid()} {os.getppid()}", encoding="utf-8")
     Path(f"{notes}.new").rename(notes)
 
 
@@ -191,7 +191,7 @@ def brood(token: str, notes: Path) -> set[str]:
 
 
 def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 def _alive(pid: int) -> bool:
@@ -228,7 +228,7 @@ def attack(end: str, folder: Path, bound: float) -> dict[str, Any]:
                 f"{end}: {brood(token, notes)} only"
             )
         assert _until(notes.exists), f"{end}: no worker"
-        worker, guard = (int(each) for each in notes.read_text().split())
+        worker, guard = (int(each) for each in notes.read_text(encoding="utf-8").split())
         guarded = guard != process.pid
         _strike(end, process, worker, guard if guarded else None)
         if end == "guard and run killed":  # the next owner

@@ -155,7 +155,7 @@ def in_child(attack: Callable[[], object]) -> int:
     """The exit code of a forked child that tries: what it breaks, and what it leaves open, goes with it."""
     pid = os.fork()
     if not pid:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         code = FAILED
         with contextlib.suppress(BaseException):
             attack()
@@ -333,7 +333,7 @@ def stranger(name: str, content: bytes) -> Outcome:
     owner = _role("own", name)
     assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
     prefix = f"@asyncrl/{content[48:64].hex()}/"
-    rows = [row.split()[-1] for row in Path("/proc/net/unix").read_text().splitlines()]
+    rows = [row.split()[-1] for row in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()]
     number = next(int(row.removeprefix(prefix)) for row in rows if row.startswith(prefix))
     sockets = []
     for ahead in range(1, 65):

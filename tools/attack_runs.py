@@ -180,7 +180,7 @@ class Life:
         for each in left:
             each.kill()
         yield from self.left_in_shared_memory()
-        said = self.log.read_text(errors="replace")
+        said = self.log.read_text(errors="replace", encoding="utf-8")
         if "=== asyncrl watchdog" in said:
             yield "was ended by the watchdog"
         if self.how in TO_LAUNCHER and "asyncrl: RankLost" in said:
@@ -330,8 +330,8 @@ def tallied(counts: Counter[str], file: Path | None) -> Counter[str]:
     """With those of the parts before, which `file` has."""
     if file is None:
         return counts
-    before = Counter[str](json.loads(file.read_text()) if file.exists() else {})
-    file.write_text(json.dumps(before + counts, indent=1, sort_keys=True) + "\n")
+    before = Counter[str](json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    file.write_text(json.dumps(before + counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return before + counts
 
 

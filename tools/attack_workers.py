@@ -120,7 +120,7 @@ class WorkersLife(Life):
 
     def named(self) -> Iterator[str]:
         """What is wrong with an end that nobody asked for."""
-        said, code = self.log.read_text(errors="replace"), self.process.poll()
+        said, code = self.log.read_text(errors="replace", encoding="utf-8"), self.process.poll()
         last = said[-4000:]
         if code != 7 or not self.hit or not NAMED.search(last):
             yield f"ended with {code}, which no blow explains: {last[-300:]!r}"

@@ -92,7 +92,9 @@ def exported(module: Module) -> list[str]:
 def programs(root: Path) -> Iterator[ast.Module]:
     yield from (module.tree for module in python_files(root, "examples"))
     readme = root / "README.md"
-    for block in re.findall(r"^```python\n(.*?)^```$", readme.read_text() if readme.exists() else "", re.M | re.S):
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", readme.read_text(encoding="utf-8") if readme.exists() else "", re.M | re.S
+    ):
         yield ast.parse(block)  # `await` outside of a function, as in a notebook, is syntax enough for this
 
 

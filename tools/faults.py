@@ -127,7 +127,7 @@ begin, at_version = Stages.begin, OpenRun._at_version
 def reached(now: str, exactly: bool) -> bool:
     """True: this is the moment, for the first time."""
     if fault == "record":
-        with met.open("a") as lines:
+        with met.open("a", encoding="utf-8") as lines:
             lines.write(now + "\n")
     if not mine or met.exists() or not (now == moment if exactly else now.startswith(moment)):
         return False

@@ -34,7 +34,7 @@ class Module:
 
     @cached_property
     def text(self) -> str:
-        return self.path.read_text()
+        return self.path.read_text(encoding="utf-8")
 
     @cached_property
     def tree(self) -> ast.Module:

@@ -139,7 +139,7 @@ def run_all(work: list[Job], processes: int, runs: Path) -> None:
 
     Errors: RuntimeError with the end of a child's log where one died.
     """
-    done = dict(map(json.loads, runs.read_text().splitlines())) if runs.exists() else {}
+    done = dict(map(json.loads, runs.read_text(encoding="utf-8").splitlines())) if runs.exists() else {}
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in work:
         if job.key in done:
@@ -160,7 +160,10 @@ def _worker(waiting: queue.SimpleQueue[Job], log: Path, runs: Path, failed: thre
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    with log.open("w") as file, subprocess.Popen([sys.executable, str(CHILD)], stderr=file, **pipes) as child:
+    with (
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen([sys.executable, str(CHILD)], stderr=file, **pipes) as child,
+    ):
         while not failed.is_set():
             try:
                 job = waiting.get_nowait()
@@ -173,10 +176,10 @@ def _worker(waiting: queue.SimpleQueue[Job], log: Path, runs: Path, failed: thre
             if not line.startswith("{"):
                 failed.set()
                 child.kill()
-                tail = "\n".join(log.read_text().splitlines()[-25:])
+                tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-25:])
                 raise RuntimeError(f"the run {job.name}, {job.mode}, seed {job.seed} died; its last lines:\n{tail}")
             job.result = json.loads(line)
-            with runs.open("a") as file_of_runs:
+            with runs.open("a", encoding="utf-8") as file_of_runs:
                 file_of_runs.write(json.dumps([job.key, job.result]) + "\n")
             print(f"{job.part:11} {job.name:16} {job.mode:8} seed {job.seed}: {said(job)}", flush=True)
 
@@ -313,8 +316,8 @@ def main() -> int:
         run_all(work, given.processes, given.runs or Path(folder) / "runs.jsonl")
     found = document(work, time.perf_counter() - started, given)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "learning_comparison.json").write_text(json.dumps(found) + "\n")
-    (given.out / "learning_comparison.md").write_text(text := markdown(work, found))
+    (given.out / "learning_comparison.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    (given.out / "learning_comparison.md").write_text(text := markdown(work, found), encoding="utf-8")
     if not given.quick:
         draw(work, given.out / "learning_comparison.png")
     print("\n" + text)

@@ -19,8 +19,10 @@ from statistics import median
 
 def since_start() -> float:
     """Seconds of this process so far."""
-    started = float(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return float(Path("/proc/uptime").read_text().split()[0]) - started
+    started = float(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )
+    return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0]) - started
 
 
 async def measure(files: list[str], overrides: list[str]) -> None:

@@ -136,7 +136,7 @@ def build(seed: int) -> Any:
 
 
 def status(field: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return int(lines[field].split()[0]) * 1024
 
 
@@ -144,7 +144,7 @@ class Part:
     """Resident memory around a part of the work. `peak` and `left` are above what lay there before."""
 
     def __enter__(self) -> Part:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts again from here
         self.before = status("VmRSS")
         return self
 
@@ -324,7 +324,7 @@ def measure(case: str, dtype: str, only_microbatch: bool = False) -> dict[str, A
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
     }
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8", suffix=".json") as answer:
         command = [sys.executable, __file__, "--child", answer.name, "--case", case, "--dtype", dtype]
         command += ["--only-microbatch"] if only_microbatch else []
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -373,7 +373,9 @@ def main() -> int:
         import torch
 
         torch.set_num_threads(1)
-        arguments.child.write_text(json.dumps(parts_of(cases[0], dtypes[0], arguments.only_microbatch)))
+        arguments.child.write_text(
+            json.dumps(parts_of(cases[0], dtypes[0], arguments.only_microbatch)), encoding="utf-8"
+        )
         return 0
     lines: list[str] = []
     for case in cases:
@@ -383,7 +385,7 @@ def main() -> int:
             lines += rows_of(case, dtype, found)
             print("\n".join(lines[-len(found["predicted"]) - 1 :]), flush=True)
     if arguments.out:
-        arguments.out.write_text(report(lines, arguments))
+        arguments.out.write_text(report(lines, arguments), encoding="utf-8")
     return 0
 
 

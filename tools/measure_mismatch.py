@@ -202,7 +202,7 @@ def main() -> int:
     if arguments.out:
         rows = [f"--oracle-rows {arguments.oracle_rows}"] if arguments.oracle_rows else []
         command = " ".join(["python tools/measure_mismatch.py", *arguments.given, *rows])
-        with arguments.out.open("a") as file:
+        with arguments.out.open("a", encoding="utf-8") as file:
             file.write("\n" + report(command, lines, steps, verdict))
     return int(not good)
 

@@ -176,7 +176,7 @@ def main() -> int:
         "runs": runs,
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if util.find_spec("matplotlib") is not None:  # vLLM's environment has none
         draw(runs, RESULTS / f"{name}.png")
     for each in runs:

@@ -66,7 +66,7 @@ def rows() -> list[dict[str, str]]:
 
 
 def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -182,7 +182,8 @@ def main() -> int:
     if options.out is not None:
         title = f"# Memory over {'many dry' if options.dry else 'many small'} steps"
         where = f"{time.strftime('%Y-%m-%d')}, {describe_cpu()}"
-        options.out.write_text("\n".join([title, "", where, "", HEAD, *map(str, found), "", *left, "", verdict, ""]))
+        lines = [title, "", where, "", HEAD, *map(str, found), "", *left, "", verdict, ""]
+        options.out.write_text("\n".join(lines), encoding="utf-8")
     return int(grown > ALLOWED_MIB)
 
 

@@ -170,7 +170,7 @@ def main() -> int:
     if out is None:
         print(text)
     else:
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
     print(summary(found))
     return int(any(row.status in ("WRONG", "inner error") for row in found))
 

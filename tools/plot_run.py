@@ -18,7 +18,7 @@ KEPT = ("reward/mean", "completions/mean_length", "entropy", "mismatch_kl/mean",
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def record(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def main() -> int:
     name = given.name or given.runs[0].name
     RESULTS.mkdir(exist_ok=True)
     kept = runs if len(runs) > 1 else runs[given.runs[0].name]
-    (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     draw(name, runs, RESULTS / f"{name}.png")
     for run, numbers in runs.items():
         print(run, json.dumps({k: v for k, v in numbers.items() if not isinstance(v, list)}, indent=1))

@@ -40,7 +40,7 @@ def run(name: str, overrides: list[str], directory: str) -> dict[str, Any]:
     started = time.perf_counter()
     subprocess.run([*command, *options], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - started
-    text = (Path(directory) / name.replace(" ", "_") / "metrics.jsonl").read_text()
+    text = (Path(directory) / name.replace(" ", "_") / "metrics.jsonl").read_text(encoding="utf-8")
     steps = [line for line in map(json.loads, text.splitlines()) if "reward/mean" in line]
     tokens = sum(line["train/tokens"] for line in steps)
     spanning = sum(line["staleness/spanning_token_share"] * line["train/tokens"] for line in steps)
@@ -111,7 +111,7 @@ def write(results: list[dict[str, Any]], command: str, name: str) -> None:
 
     RESULTS.mkdir(exist_ok=True)
     record = {"date": date.today().isoformat(), "command": command, "cpu": describe_cpu(), "runs": results}
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     draw(results, RESULTS / f"{name}.png")
 
 

@@ -26,7 +26,7 @@ def examples() -> list[Path]:
 
 def sentence(path: Path) -> str:
     """What an example says of itself first."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     about = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.partition("\n")[0].lstrip("# ")
     return about.partition("\n")[0]
 

@@ -54,6 +54,18 @@ def load_object(address: str) -> Any:
     return found
 
 
+def installed(package: str) -> bool:
+    """Whether an optional package can be imported. A folder without `__init__.py` (data, what a sink wrote) is none. Errors:
+    ConfigError where a folder with one, in the working directory, is found in the package's place."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path.cwd() / package
+    if str(folder) in (spec.submodule_search_locations or ()):
+        raise ConfigError(f"the folder {folder} hides the package {package}; rename it, or start in another directory")
+    return True
+
+
 def raised(error: BaseException) -> str:
     """What user code raised and where, in one line: `ValueError: no such row (/home/me/rows.py:12 in rows)`.
 

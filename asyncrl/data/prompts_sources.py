@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from asyncrl.config.hub import hub_silence
-from asyncrl.config.imports import load_object, raised, user_code
+from asyncrl.config.imports import installed, load_object, raised, user_code
 from asyncrl.errors import DataError
 
 from .prompts_files import ENDINGS, ListRows, Row, Rows, TableRows, is_local, open_rows
@@ -178,10 +178,10 @@ def _open_hub(source: str) -> Rows:
     """Errors: `DataError`: not installed, not reached, or not of that name, with what the package says."""
     name, *rest = source.split(":")
     wanted = f"there is no file or directory {name} (looked from {Path.cwd()}), and as a data set of the hub"
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"{wanted} it needs the package `datasets`: pip install 'asyncrl[datasets]'") from error
+    if not installed("datasets"):
+        raise DataError(f"{wanted} it needs the package `datasets`: pip install 'asyncrl[datasets]'")
+    import datasets
+
     local = (
         "on a machine without the hub give a directory of its parquet files, or one that save_to_disk wrote elsewhere"
     )

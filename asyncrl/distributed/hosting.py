@@ -192,7 +192,7 @@ def _listening(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 def _leave(secret: str) -> Path:
     descriptor, name = tempfile.mkstemp(prefix=_PREFIX)  # mode 0600
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secret)
     return Path(name)
 
@@ -209,7 +209,7 @@ def _taken(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise forged from error
-    with os.fdopen(descriptor) as file:
+    with os.fdopen(descriptor, encoding="utf-8") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise forged

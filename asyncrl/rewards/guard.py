@@ -135,7 +135,7 @@ def _kill_children() -> bool:
 
 def _children() -> list[int]:
     try:
-        with open("/proc/thread-self/children") as file:
+        with open("/proc/thread-self/children", encoding="utf-8") as file:
             return [int(each) for each in file.read().split()]
     except OSError:  # a kernel without this file, or no Linux
         return [pid for pid in _processes() if _parent(pid) == os.getpid()]
@@ -150,7 +150,7 @@ def _processes() -> list[int]:
 
 def _parent(pid: int) -> int | None:
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return int(file.read().rpartition(")")[2].split()[1])
     except OSError:
         return None

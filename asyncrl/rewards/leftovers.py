@@ -68,7 +68,7 @@ def _kill(is_left: Callable[[str], bool]) -> Iterator[tuple[int, str]]:
                 mark = _mark(pid)
                 if mark is None or not is_left(mark):
                     continue
-                name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+                name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
                 waiting = select.poll()
                 waiting.register(handle, select.POLLIN)
@@ -97,7 +97,7 @@ def _is_of_a_dead_run(mark: str) -> bool:
 def _start_time(pid: int) -> int | None:
     """Clock ticks since boot at which the process began. None where there is none, or only its zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])

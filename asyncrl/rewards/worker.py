@@ -192,7 +192,7 @@ def _utf8(text: str) -> str:
 def anonymous_bytes() -> int:
     """Memory of this process that no file backs: what is mapped and can be read again is no leak. 0 where there is no /proc."""
     try:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="utf-8") as file:
             _, resident, shared, *_ = file.read().split()
     except OSError:
         return 0

@@ -6,7 +6,6 @@ All that is wrong is told at once. Reward functions, environment and hooks are l
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.checkpoint.store import require_whole_model
 from asyncrl.config.hub import require_hub
-from asyncrl.config.imports import load_object, split_address
+from asyncrl.config.imports import installed, load_object, split_address
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
@@ -194,5 +193,5 @@ def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _check_package(setting: str, package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    if not installed(package):
         raise ConfigError(f"{setting}, and the package {package} is not installed: `pip install 'asyncrl[{extra}]'`")

@@ -153,7 +153,7 @@ def available(device: torch.device) -> int:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # not Linux: no cheap and honest number
         return 1 << 62
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 

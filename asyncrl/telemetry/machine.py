@@ -16,7 +16,7 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # by which a user keeps
 def _cpuinfo() -> dict[str, str]:
     """The fields of the first processor."""
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().partition("\n\n")[0].splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").partition("\n\n")[0].splitlines() if file.exists() else []
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 

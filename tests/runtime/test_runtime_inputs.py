@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_a_path_that_looks_local_is_not_looked_for_on_the_hub(
     (here / "runs").mkdir()
     for setting in ("model.path", "model.tokenizer"):
         assert main([str(write_yaml(here, REAL)), f"model.path={MODEL.parent}", f"{setting}={path}"]) == 2
-        assert f"{setting}: there is no directory '{path}'" in capsys.readouterr().err
+        assert f"{setting}: there is no directory '{os.path.expanduser(path)}'" in capsys.readouterr().err
     assert asked == []
 
 

@@ -106,7 +106,7 @@ class Core:
         try:
             _inspect_here(form.config["architectures"])
             with scratch_folder() as folder, _unbound_memory():
-                Path(folder, "config.json").write_text(json.dumps(form.config))
+                Path(folder, "config.json").write_text(json.dumps(form.config), encoding="utf-8")
                 engine = LLMEngine.from_engine_args(_arguments(folder, form, room))
         except ConfigError:
             raise

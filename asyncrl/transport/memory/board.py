@@ -303,7 +303,7 @@ def _total_of(nbytes: int, elsewhere: bool) -> int:
 
 def _allocate(fd: int, total: int) -> None:
     """Pages now. A machine without room for them would end some process, perhaps another: so it is asked first."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     why: OSError | None = None
     if total <= free:

@@ -13,7 +13,7 @@ def start_time(pid: int) -> int | None:
     Errors: OSError where it cannot be told, such as with too many open files: nobody is dead for that.
     """
     try:
-        raw = Path(f"/proc/{pid}/stat").read_text()
+        raw = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     return int(raw.rpartition(")")[2].split()[19])
@@ -26,7 +26,7 @@ def owner_of(fd: int) -> int | None:
     """
     status = os.fstat(fd)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
             fields = line.split()
             if len(fields) > 5 and fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == status.st_ino:
                 major, minor, _ = fields[5].split(":")

@@ -89,7 +89,7 @@ async def _batch(engine: EmbeddedEngine, job: GenerateJob, prompts: list[Int32Ar
 
 
 def run_generation(job: GenerateJob) -> dict[str, Any]:
-    rows = [np.asarray(row, np.int32) for row in json.loads(Path(job.prompts).read_text())]
+    rows = [np.asarray(row, np.int32) for row in json.loads(Path(job.prompts).read_text(encoding="utf-8"))]
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(generate(job, rows))
 

@@ -76,7 +76,7 @@ async def _generate(runtime: Runtime, job: StepJob) -> tuple[dict[str, float], G
 
 
 def prompts_of(file: str) -> list[Any]:
-    return [json.loads(line)["prompt"] for line in Path(file).read_text().splitlines()]
+    return [json.loads(line)["prompt"] for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
 async def _train(runtime: Runtime, job: StepJob, groups: Groups) -> dict[str, float]:

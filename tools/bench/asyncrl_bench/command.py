@@ -256,7 +256,7 @@ class Place:
             "cores": os.cpu_count(),
             "python": platform.python_version(),
         }
-        self.file(".json").write_text(json.dumps(about | content, indent=1) + "\n")
+        self.file(".json").write_text(json.dumps(about | content, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def say(text: str) -> None:

@@ -107,7 +107,7 @@ def _earlier(options: argparse.Namespace) -> list[HeadRun]:
     path = Path(options.out) / f"{options.name}.json"
     if not path.exists():
         return []
-    content, defaults = json.loads(path.read_text()), BENCH.parse([])
+    content, defaults = json.loads(path.read_text(encoding="utf-8")), BENCH.parse([])
     for name in _SIZES:
         there = content["options"].get(name, getattr(defaults, name))
         if there != getattr(options, name):

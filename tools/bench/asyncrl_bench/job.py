@@ -34,12 +34,12 @@ class Job:
     threads: int  # of each side
 
     def write(self, path: Path) -> Path:
-        path.write_text(json.dumps(asdict(self), indent=1))  # type: ignore[call-overload]
+        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")  # type: ignore[call-overload]
         return path
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     @classmethod
@@ -189,7 +189,7 @@ def write_token_prompts(job: GenerateJob, vocabulary: int) -> None:
     draw = random.Random(job.seed)
     count = 2 * -(-job.sequences // job.group_size)
     rows = [[draw.randrange(10, vocabulary) for _ in range(job.prompt_tokens)] for _ in range(count)]
-    Path(job.prompts).write_text(json.dumps(rows))
+    Path(job.prompts).write_text(json.dumps(rows), encoding="utf-8")
 
 
 def cache_directory(given: str | None) -> Path:
@@ -218,7 +218,7 @@ def write_prompts(path: Path, count: int = 512, seed: int = 0, distinct: int | N
         topic, reader, wish = draw.choice(_TOPICS), draw.choice(_READERS), draw.choice(_WISHES)
         text = f"Please write one or two short sentences about {topic} for {reader}. {wish}"
         rows.append(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
-    path.write_text("".join(rows[i % len(rows)] for i in range(count)))
+    path.write_text("".join(rows[i % len(rows)] for i in range(count)), encoding="utf-8")
     return path
 
 

@@ -68,7 +68,7 @@ def model_size(path: str) -> dict[str, Any]:
 def prompt_tokens(job: RatesJob) -> dict[str, Any]:
     """Mean and largest length of the rendered prompts."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
-    rows = [json.loads(line)["prompt"] for line in Path(job.prompts).read_text().splitlines()]
+    rows = [json.loads(line)["prompt"] for line in Path(job.prompts).read_text(encoding="utf-8").splitlines()]
     texts = [tokenizer.apply_chat_template(row, add_generation_prompt=True, tokenize=False) for row in rows]
     lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
     return {"prompt_tokens_mean": sum(lengths) / len(lengths), "prompt_tokens_max": max(lengths)}

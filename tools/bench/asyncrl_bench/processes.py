@@ -54,7 +54,7 @@ def run_json(
     """
     words = [str(word) for word in command]
     with (
-        log.open("w") as file,
+        log.open("w", encoding="utf-8") as file,
         subprocess.Popen(
             words, env=dict(environment), stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True
         ) as done,
@@ -70,7 +70,7 @@ def run_json(
             _clear(done.pid)
     lines = [line for line in printed.splitlines() if line.strip()]
     if done.returncode != 0 or not lines or not lines[-1].startswith("{"):
-        tail = "\n".join([*log.read_text().splitlines(), *lines][-_LAST_LINES:])
+        tail = "\n".join([*log.read_text(encoding="utf-8").splitlines(), *lines][-_LAST_LINES:])
         raise BenchError(
             f"{' '.join(words)} ended with exit code {done.returncode}; see {log}. Its last lines:\n{tail}"
         )
@@ -159,7 +159,7 @@ def peer_python(peer: str, cache: Path, given: str | None = None) -> Path:
     if recipe.removed:
         _shell([*pip, "uninstall", "-q", "-y", *recipe.removed], log)
     frozen = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True)
-    complete.write_text(frozen.stdout)
+    complete.write_text(frozen.stdout, encoding="utf-8")
     return python
 
 
@@ -188,8 +188,8 @@ def vllm_environment(threads: int) -> dict[str, str]:
 
 
 def _shell(command: Sequence[str | Path], log: Path) -> None:
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         done = subprocess.run([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT)
     if done.returncode != 0:
-        tail = "\n".join(log.read_text().splitlines()[-_LAST_LINES:])
+        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-_LAST_LINES:])
         raise BenchError(f"{' '.join(map(str, command))} ended with exit code {done.returncode}; see {log}:\n{tail}")

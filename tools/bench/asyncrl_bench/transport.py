@@ -80,7 +80,7 @@ def measure(place: Place) -> Measured:
     lines = report.tables(runs, costs)
     loads = f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} behind"  # what else ran disturbs every figure
     head = f"`{place.command}`, {time.strftime('%Y-%m-%d')}, {describe_cpu()}, {os.cpu_count()} cores, {loads}"
-    place.file(".md").write_text("\n".join([head, "", *lines, ""]))
+    place.file(".md").write_text("\n".join([head, "", *lines, ""]), encoding="utf-8")
     return Measured(lines, lambda path: report.draw(path, runs, costs))
 
 

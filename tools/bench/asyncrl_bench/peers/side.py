@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 
 def job() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    found: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     return found
 
 
@@ -24,7 +24,7 @@ def answer(found: dict[str, Any], file: TextIO | None = None) -> None:
 
 def status(key: str, pid: int | str = "self") -> int:
     """Bytes from /proc."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
     return 0
@@ -37,7 +37,7 @@ def tree() -> list[int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-                    pids += [int(child) for child in (task / "children").read_text().split()]
+                    pids += [int(child) for child in (task / "children").read_text(encoding="utf-8").split()]
     return pids
 
 
@@ -46,7 +46,7 @@ def cpu_seconds() -> float:
     ticks = 0
     for pid in tree():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             ticks += sum(map(int, words[11:15]))  # user and system, its own and that of its ended children
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -75,7 +75,7 @@ def peak_above(run: Callable[[], None], device: str = "cpu") -> int:
         run()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - held)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of making the inputs
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak so far is that of making the inputs
     before = status("VmRSS")
     run()
     return max(status("VmHWM") - before, 0)

@@ -75,7 +75,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     weights = "float32" if job["float32_masters"] else job["dtype"]  # Trainer's `bf16=True` is autocast in either case
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, weights))
-    rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(job["prompts"]).read_text(encoding="utf-8").splitlines()]
     sampled: list[int] = []  # tokens of each generation batch, which is one step
     prompt_tokens: list[int] = []  # tokens of its prompts, once per group
 

@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 def cache_bytes(job: dict[str, Any]) -> int:
     """Keys and values of all sequences, rounded up to whole blocks, and a quarter more."""
-    config = json.loads((Path(job["model"]) / "config.json").read_text())
+    config = json.loads((Path(job["model"]) / "config.json").read_text(encoding="utf-8"))
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     position = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * size
@@ -30,10 +30,10 @@ def cache_bytes(job: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to stdout, also while it shuts down, and the answer has to be the last line there
     job = side.job()
-    prompts = json.loads(Path(job["prompts"]).read_text())
+    prompts = json.loads(Path(job["prompts"]).read_text(encoding="utf-8"))
     groups = len(prompts) // 2
     llm = LLM(
         model=job["model"],

@@ -56,7 +56,7 @@ class Streams:
 
 
 def vocabulary(job: dict[str, Any]) -> int:
-    found: int = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
+    found: int = json.loads((Path(job["model"]) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     return found
 
 
@@ -119,6 +119,6 @@ async def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    output = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM logs to stdout, also while it shuts down, and the answer has to be the last line there
     side.answer(asyncio.run(main(side.job())), output)
