@@ -321,7 +321,8 @@ class Config(Section):
     preset: Literal["sync", "one_off", "async"] = field(
         "async", "sync: age 0, bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )
-    seed: int = field(0, "Keys all randomness together with (group, member).", ge=0)
+    # As far as torch and numpy go.
+    seed: int = field(0, "Keys all randomness together with (group, member).", ge=0, le=2**64 - 1)
     resume: bool = field(
         False, "Go on from the checkpoint that checkpoints/latest of the run directory names, the newest."
     )

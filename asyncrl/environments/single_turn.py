@@ -17,9 +17,11 @@ from asyncrl.types import GenerationRequest, Messages, Prompt, SamplingParams, T
 def episode_seed(seed: int, group_id: int, member: int) -> int:
     """The seed of one episode, in [0, 2**63): a hash of (run seed, group, member), never of arrival or neighbours.
 
-    The same on every machine and in every process (BLAKE2b over three little-endian signed 64-bit integers).
+    The same on every machine and in every process (BLAKE2b over three little-endian 64-bit integers).
     """
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, group_id, member), digest_size=8, person=b"asyncrl-episode")
+    digest = hashlib.blake2b(
+        struct.pack("<Qqq", seed % (1 << 64), group_id, member), digest_size=8, person=b"asyncrl-episode"
+    )
     return int.from_bytes(digest.digest(), "little") >> 1
 
 

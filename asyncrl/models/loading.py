@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,64 @@ def load_served(
     nn.Module.to(module, torch.device(device))
     policy = PolicyModel(module, config.dtype, served=True, head_kernel=config.head_kernel, path=path)
     return policy, twin, load_tokenizer(config) if tokenizer is None else tokenizer
+
+
+def require_saveable(module: PreTrainedModel, tokenizer: Any) -> None:
+    """Write a checkpoint without weights to a temporary directory, so that what cannot be written is told before a run, not at its
+    first checkpoint. Where transformers writes no `generation_config` because settings in it have no effect, they are unset;
+    generation settings in the model's own configuration move there. Errors: ConfigError."""
+    generation, before = module.generation_config, getattr(module.config, "dtype", None)
+    for name, value in getattr(module.config, "_get_generation_parameters", dict)().items():
+        setattr(generation, name, value)
+        setattr(module.config, name, None)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+        try:
+            generation.save_pretrained(folder)
+        except ValueError as error:
+            unset = re.findall(r"^- `(\w+)`:", str(error), re.MULTILINE)
+            for name in unset:
+                setattr(generation, name, None)
+            if unset:
+                logger.warning("generation_config: %s have no effect, and checkpoints leave them out", ", ".join(unset))
+        try:
+            module.save_pretrained(folder, state_dict={})
+            if hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(folder)
+        except Exception as error:  # whatever a class of the user's raises
+            said = " ".join(str(error).split())[:400]
+            raise ConfigError(
+                f"model.path: no checkpoint of this model and tokenizer can be written ({type(error).__name__}: {said})"
+            ) from error
+        finally:
+            module.config.dtype = before
+
+
+def require_rows(module: PreTrainedModel, tokenizer: Any) -> None:
+    """Errors: ConfigError for token ids that have no row in the embedding."""
+    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
+    rows = embedding.weight.shape[0]
+    # Text models keep the placeholder of an image in the tokenizer that they share with larger ones (Gemma 3).
+    placeholders = {getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "audio", "video")}
+    found = [
+        f"{token!r} ({number})"
+        for token, number in sorted(getattr(tokenizer, "get_vocab", dict)().items(), key=lambda item: item[1])
+        if number >= rows and token not in placeholders
+    ]
+    for where, holder in (
+        ("generation_config", module.generation_config),
+        ("config", module.config),
+        ("tokenizer", tokenizer),
+    ):
+        for name in ("eos_token_id", "pad_token_id"):
+            given = getattr(holder, name, None)
+            numbers = given if isinstance(given, (list, tuple)) else [given]
+            found += [f"{where}.{name} ({each})" for each in numbers if isinstance(each, int) and each >= rows]
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ConfigError(
+            f"model.path: the embedding has {rows} rows, and beyond them are {', '.join(found[:5])}{more}; save the model after "
+            "resize_token_embeddings(len(tokenizer)), or name the tokenizer that belongs to it in model.tokenizer"
+        )
 
 
 def load_reader(

@@ -18,6 +18,7 @@ link stays; the old run and the lock lie beside the directory that it names.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -109,6 +110,9 @@ class RunDirectory:
                 left.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         (self.path / MARK).unlink(missing_ok=True)  # a run that was moved aside, and that somebody goes on with
+        for folder in (self.checkpoints, self.rollouts):  # else it would be told at the first checkpoint
+            if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         partial = self.config_file.with_name("config.yaml.partial")
         partial.write_text(to_yaml(config), encoding="utf-8")
         partial.replace(self.config_file)  # a kill in between must not leave half of it: `resume` reads it

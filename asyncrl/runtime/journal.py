@@ -92,8 +92,14 @@ class Journal:
 
             try:
                 await offload(files, "sinks")
+                free = await offload(lambda: shutil.disk_usage(directory.path).free, "sinks")
             except OSError as error:
                 raise ConfigError(unusable(directory.path, error)) from error
+            if free < self.reserve:
+                self.warn(
+                    f"warning: a checkpoint takes about {self.reserve / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free in "
+                    f"{directory.path}"
+                )
         self._recorder.take_window()  # what was before belongs to no step
 
     async def __aenter__(self) -> Journal:

@@ -69,13 +69,15 @@ def _text_notes(config: Config) -> list[str]:
 
 def _verdict(config: Config) -> Verdict:
     """Which way the model is run, by its class and configuration: the weights are not read, random ones are compared."""
-    from asyncrl.models.loading import (
-        describe_module,
-    )  # transformers takes seconds to import, and a dry run has no model
+    # Imported here: transformers takes seconds, and a dry run has no model.
+    from asyncrl.models.loading import describe_module, load_tokenizer_of, require_rows, require_saveable
 
     from .gate import check_for
 
-    return check_for(config, describe_module(config.model))
+    module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
+    require_rows(module, tokenizer)
+    require_saveable(module, tokenizer)
+    return check_for(config, module)
 
 
 def announcement(

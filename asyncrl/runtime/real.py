@@ -15,7 +15,7 @@ from asyncrl.config.resolve import row_limit, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.loading import Choose, load_policy, load_served
+from asyncrl.models.loading import Choose, load_policy, load_served, require_rows, require_saveable
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
@@ -111,6 +111,8 @@ def _load(
 
     build = _build_sharded if config.distributed.sharding == "fsdp" else _build
     policy, tokenizer, core = build(config, world, device, choose)
+    require_rows(policy.module, tokenizer)
+    require_saveable(policy.module, tokenizer)
     if config.algorithm.router_replay:
         require_routing(policy.routing, policy.module, "algorithm.router_replay is true")
     return policy, tokenizer, core, measure_rates(device, policy.dtype), found[0]
