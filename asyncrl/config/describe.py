@@ -103,6 +103,7 @@ REFUSED_ON_RESUME: Mapping[str, str] = {
     "model.lora.rank": _WEIGHTS,
     "model.lora.alpha": _WEIGHTS,
     "model.lora.target_modules": _WEIGHTS,
+    "model.lora.target_parameters": _WEIGHTS,
     "model.lora.dropout": _WEIGHTS,
     "data.train": _ROWS,
     "data.prompt_column": _ROWS,

@@ -311,9 +311,8 @@ def _check_lora(config: Config) -> Iterator[str]:
             f"model.lora.dropout is {lora.dropout}; expected 0: dropout in an RL policy is refused, the sampler's log-probs "
             "would be those of another model"
         )
-    if lora.rank and (
-        not lora.target_modules or ("all-linear" in lora.target_modules and len(lora.target_modules) > 1)
-    ):
+    every = "all-linear" in lora.target_modules
+    if lora.rank and (not (lora.target_modules or lora.target_parameters) or (every and len(lora.target_modules) > 1)):
         yield (
             f"model.lora.target_modules is {list(lora.target_modules)}; expected all-linear alone, or names of layers, like "
             "[q_proj, v_proj]"

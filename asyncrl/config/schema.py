@@ -36,9 +36,13 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = field(
         ("all-linear",), "Layers with adapters, by the end of their name as in peft; all-linear is all but the head."
     )
+    target_parameters: tuple[str, ...] = field(
+        (),
+        "Parameters with adapters that are no layer's weight, as in peft: stacked experts, like [experts.gate_up_proj].",
+    )
     dropout: float = field(0.0, "Must be 0: sampler and trainer have to compute the same.", ge=0)
 
-    @field_validator("target_modules", mode="before")
+    @field_validator("target_modules", "target_parameters", mode="before")
     @classmethod
     def _one_word(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value

@@ -241,9 +241,9 @@ def adapter_sizes(config: ModelConfig) -> tuple[int, int]:
     """(parameters of the adapters, weights that they are merged into), from the configuration alone; zeros without any."""
     if not config.lora.rank:
         return 0, 0
-    layers = [layer for _, layer in find_targets(describe_module(config), config.lora)]
-    adapters = sum(config.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
-    return adapters, sum(layer.weight.numel() for layer in layers)
+    targets = find_targets(describe_module(config), config.lora)
+    adapters = sum(config.lora.rank * experts * (i + o) for experts, o, i in (target.shape for target in targets))
+    return adapters, sum(target.weight.numel() for target in targets)
 
 
 def describe_module(config: ModelConfig) -> PreTrainedModel:

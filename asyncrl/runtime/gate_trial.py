@@ -333,13 +333,15 @@ def _adapter_pairs(
     policy: PolicyModel, found: dict[str, Tensor], gradients: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Gradients of the adapters' B, found and expected: `scale dW A'` (models/parameters/lora.py). (A's is zero where B is.)"""
-    assert policy.lora is not None
+    lora = policy.lora
+    assert lora is not None
+    names = {id(parameter): name for name, parameter in policy.module.named_parameters()}
     pairs, masters = {}, dict(policy.flat.named_masters())
-    for name, own in found.items():
-        layer, _, end = name.removeprefix("base_model.model.").rpartition(".lora_")
-        if end.startswith("B"):
-            a = masters[name.replace(".lora_B.", ".lora_A.")]
-            pairs[name] = own, policy.lora.scale * gradients[f"{layer}.weight"] @ a.t()
+    for number, target in enumerate(lora.targets):
+        first, name = lora.names[2 * number : 2 * number + 2]
+        a_ErI, own_EOr = target.factors(masters[first], found[name])
+        gradient_EOI = target.stacked(gradients[names[id(target.weight)]])
+        pairs[name] = own_EOr, lora.scale * gradient_EOI @ a_ErI.transpose(1, 2)
     return pairs
 
 

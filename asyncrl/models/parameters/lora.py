@@ -9,9 +9,14 @@ their gradients from a layer's input x and the gradient g of its output; the gra
 
     dB = s g' (x A')        dA = s (g B)' x        dx = g W
 
+A weight that is no layer's, such as a stack of experts [E, O, I] (or [E, I, O]), has an A and a B for each expert, which lie in
+peft's form: A [E r, I], B [O, r E]. There autograd makes the gradient of W, a layer at a time, and a hook takes both from it:
+
+    dB = s dW A'            dA = s B' dW
+
 The buffers of `LoraParameters` hold A and B alone: optimizer, clip, reduction and saved state are those of a plain run.
 
-Shape legend: N rows, I input features, O output features, r rank.
+Shape legend: N rows, I input features, O output features, r rank, E experts (1 of a plain weight).
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +92,67 @@ class _Adapted(torch.autograd.Function):
         return grad @ weight if ctx.needs_input_grad[0] else None, None, None, grad_a, grad_b, None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A weight that gets adapters. `name`: of them in peft's files, without `.lora_A.weight`."""
+
+    name: str
+    weight: Tensor  # [O, I]; of experts [E, O, I], or [E, I, O] where it is `transposed`
+    layer: nn.Linear | None  # that reads it; None: some other module does
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, O, I)."""
+        sizes = (1, *self.weight.shape)[-3:]
+        return (sizes[0], sizes[2], sizes[1]) if self.transposed else (sizes[0], sizes[1], sizes[2])
+
+    def stacked(self, weight: Tensor) -> Tensor:
+        """A weight of this form, or its gradient, as [E, O, I]; a view."""
+        whole = weight.view(-1, *weight.shape[-2:])
+        return whole.transpose(1, 2) if self.transposed else whole
+
+    def factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """A [E r, I] and B [O, r E] as [E, r, I] and [E, O, r]; views."""
+        experts, outputs, inputs = self.shape
+        return a.view(experts, -1, inputs), b.view(outputs, -1, experts).permute(2, 0, 1)
+
+
 class LoraParameters(FlatParameters):
     """The adapters of a module as flat parameters, by the names of peft's files; `refresh` merges them."""
 
     def __init__(self, module: PreTrainedModel, weights: FlatWeights, config: LoraConfig, seed: int) -> None:
         """`weights`: the module's own, frozen. `seed` keys A. Errors: ConfigError, where no layer or a wrong one is named."""
-        targets = find_targets(module, config)
+        self.targets = targets = find_targets(module, config)
+        self._has_stacks = any(parameter.ndim == 3 for parameter in module.parameters())
         self.config = config
         self.scale = config.alpha / config.rank
         self.weights = weights
         place = {id(parameter): i for i, parameter in enumerate(weights.parameters)}
-        self._places = [place[id(layer.weight)] for _, layer in targets]
+        self._places = [place[id(target.weight)] for target in targets]
         self._base = [weights.view(weights.working, i).clone() for i in self._places]
         super().__init__(list(_initial(targets, config.rank, seed)), weights.working.dtype)
-        for number, (_, layer) in enumerate(targets):
+        for number, target in enumerate(targets):
             a, b = 2 * number, 2 * number + 1
-            layer.__class__ = AdaptedLinear
-            layer.adapter = Adapter(  # type: ignore[assignment]  # its class was changed in the line above
+            if target.layer is None:
+                target.weight.requires_grad_(True)
+                target.weight.register_post_accumulate_grad_hook(partial(self._take_gradient, number))
+                continue
+            target.layer.__class__ = AdaptedLinear
+            target.layer.adapter = Adapter(  # type: ignore[assignment]  # its class was changed in the line above
                 self.parameters[a], self.parameters[b], self.view(self.grad, a), self.view(self.grad, b), self.scale
             )
+
+    @torch.no_grad()
+    def _take_gradient(self, number: int, weight: Tensor) -> None:
+        """Of a weight that no layer of ours reads, once autograd has it whole: into those of A and B, and forgotten."""
+        assert weight.grad is not None
+        target, grad_EOI = self.targets[number], self.targets[number].stacked(weight.grad)
+        a_ErI, b_EOr = target.factors(*(self.parameters[2 * number + i].detach() for i in (0, 1)))
+        into_a, into_b = target.factors(*(self.view(self.grad, 2 * number + i) for i in (0, 1)))
+        into_a.add_(b_EOr.transpose(1, 2) @ grad_EOI, alpha=self.scale)
+        into_b.add_(grad_EOI @ a_ErI.transpose(1, 2), alpha=self.scale)
+        weight.grad = None
 
     def refresh(self) -> None:
         """As `FlatParameters.refresh`, and every merged weight anew from its W0."""
@@ -114,10 +162,14 @@ class LoraParameters(FlatParameters):
                 self.weights.view(self.weights.working, place).copy_(self._merged(number))
 
     def _merged(self, number: int) -> Tensor:
-        """W0 + s B A of a layer in the matmul dtype, from the masters: [O, I]."""
-        base = self._base[number]
+        """W0 + s B A of a weight in the matmul dtype, from the masters, in its own form."""
+        base, target = self._base[number], self.targets[number]
         a, b = (self.view(self.master, 2 * number + i) for i in (0, 1))
-        return torch.addmm(base.to(self.master_dtype), b, a, alpha=self.scale).to(base.dtype)
+        if target.layer is not None:
+            return torch.addmm(base.to(self.master_dtype), b, a, alpha=self.scale).to(base.dtype)
+        a_ErI, b_EOr = target.factors(a, b)
+        whole_EOI = torch.baddbmm(target.stacked(base).to(self.master_dtype), b_EOr, a_ErI, alpha=self.scale)
+        return (whole_EOI.transpose(1, 2) if target.transposed else whole_EOI).reshape(base.shape).to(base.dtype)
 
     @torch.no_grad()
     def merged_agrees(self, version: int, merged: Tensor) -> bool:
@@ -145,33 +197,79 @@ class LoraParameters(FlatParameters):
         """Write `host_state()` for `peft.PeftModel.from_pretrained(base model, directory)`. Any thread."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        _peft_config(self.config, base).save_pretrained(str(directory))
+        # Of a model with stacks of experts peft takes all-linear for those stacks, too: there the layers are named.
+        leaves = sorted({target.name.rpartition(".")[2] for target in self.targets if target.layer is not None})
+        _peft_config(self.config, base, leaves if self._has_stacks else None).save_pretrained(str(directory))
         save_file(state, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[tuple[str, nn.Linear]]:
-    """The layers that `config.target_modules` names, as peft matches names. Errors: ConfigError."""
+def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[Target]:
+    """The weights that `config` names, as peft matches names; where text passes alone. Errors: ConfigError."""
+    layers = _find_layers(module, config.target_modules)
+    return [
+        *(Target(name, layer.weight, layer) for name, layer in layers.items()),
+        *_find_parameters(module, config.target_parameters, layers),
+    ]
+
+
+def _find_layers(module: PreTrainedModel, names: Sequence[str]) -> dict[str, nn.Linear]:
     head, unreached = module.get_output_embeddings(), unreached_names(module)
     linear = {
         name: part
         for name, part in module.named_modules()
         if type(part) is nn.Linear and part is not head and f"{name}.weight" not in unreached
     }
-    if config.target_modules == (ALL_LINEAR,):
-        return list(linear.items())
-    found: list[tuple[str, nn.Linear]] = []
-    for wanted in config.target_modules:
-        named = {n: p for n, p in module.named_modules() if n == wanted or n.endswith(f".{wanted}")}
-        wrong = sorted(named.keys() - linear.keys())
+    if names == (ALL_LINEAR,):
+        return linear
+    chosen: set[str] = set()
+    for wanted in names:
+        named = {n for n, _ in module.named_modules() if _matches(n, wanted)}
+        wrong = sorted(named - linear.keys())
         if not named or wrong:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             what = f"{wrong[0]}, which is no plain linear layer of the decoder" if wrong else "no module"
             raise ConfigError(
                 f"model.lora.target_modules: {wanted!r} names {what}; use {ALL_LINEAR}, or some of: {kinds}"
             )
-        found += [(name, linear[name]) for name in named]
-    chosen = dict(found)  # two words may name one layer
-    return [(name, part) for name, part in linear.items() if name in chosen]
+        chosen |= named
+    return {name: part for name, part in linear.items() if name in chosen}
+
+
+def _find_parameters(
+    module: PreTrainedModel, names: Sequence[str], layers: Mapping[str, nn.Linear]
+) -> Iterator[Target]:
+    """Parameters of other modules. Of several of one module peft wraps the first one innermost."""
+    unreached, found = unreached_names(module), set[str]()
+    for owner, part in module.named_modules():
+        own: dict[str, nn.Parameter] = dict(part.named_parameters(recurse=False))
+        chosen = [leaf for leaf in own if any(_matches(f"{owner}.{leaf}", wanted) for wanted in names)]
+        for number, leaf in enumerate(chosen):
+            weight, name = own[leaf], f"{owner}.{leaf}"
+            found.update(wanted for wanted in names if _matches(name, wanted))
+            if weight.ndim not in (2, 3) or owner in layers or name in unreached:
+                why = (
+                    "has adapters already, by model.lora.target_modules"
+                    if owner in layers
+                    else "no text reaches"
+                    if name in unreached
+                    else f"has {weight.ndim} dimensions, and adapters need 2 or 3"
+                )
+                raise ConfigError(f"model.lora.target_parameters: {name} is named, which {why}; leave it out")
+            nested = ".base_layer" * (len(chosen) - 1 - number)
+            stack = weight.ndim == 3 and bool(getattr(part, "is_transposed", False))
+            yield Target(owner + nested, weight, None, stack)
+    if missing := [wanted for wanted in names if wanted not in found]:
+        others = sorted(
+            {family(name) for name, p in module.named_parameters() if p.ndim == 3 and name not in unreached}
+        )
+        raise ConfigError(
+            f"model.lora.target_parameters: {missing[0]!r} names no parameter; stacks of experts here are: "
+            f"{', '.join(others) or 'none'}"
+        )
+
+
+def _matches(name: str, wanted: str) -> bool:
+    return name == wanted or name.endswith(f".{wanted}")
 
 
 def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
@@ -184,9 +282,9 @@ def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
         for name, parameter in module.named_parameters()
         if parameter.ndim >= 2 and parameter is not looked_up and name not in unreached
     }
-    adapted = {f"{name}.weight" for name, _ in find_targets(module, config)}
-    without = dict.fromkeys(family(name) for name in through if name not in adapted)
-    share = sum(each.numel() for name, each in through.items() if name in adapted) / sum(
+    adapted = {id(target.weight) for target in find_targets(module, config)}
+    without = dict.fromkeys(family(name) for name, each in through.items() if id(each) not in adapted)
+    share = sum(each.numel() for each in through.values() if id(each) in adapted) / sum(
         map(torch.numel, through.values())
     )
     rest = f"; without: {', '.join(list(without)[:6])}" if without else ""
@@ -201,20 +299,22 @@ def require_peft() -> None:
         )
 
 
-def _initial(targets: Sequence[tuple[str, nn.Linear]], rank: int, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
+def _initial(targets: Sequence[Target], rank: int, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
     """A uniform within 1 / sqrt(I), which is peft's `kaiming_uniform_(a=sqrt(5))`; B zero."""
     generator = torch.Generator().manual_seed(seed)
-    for name, layer in targets:
-        bound = 1 / math.sqrt(layer.in_features)
-        a = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
-        b = torch.zeros(layer.out_features, rank)
+    for target in targets:
+        experts, outputs, inputs = target.shape
+        bound = 1 / math.sqrt(inputs)
+        a = torch.empty(experts * rank, inputs).uniform_(-bound, bound, generator=generator)
+        b = torch.zeros(outputs, rank * experts)
         for letter, values in (("A", a), ("B", b)):
-            wide = torch.float64 if layer.weight.dtype == torch.float64 else torch.float32
-            values = values.to(layer.weight.device, wide)
-            yield f"{_PREFIX}{name}.lora_{letter}.weight", nn.Parameter(values)
+            wide = torch.float64 if target.weight.dtype == torch.float64 else torch.float32
+            values = values.to(target.weight.device, wide)
+            yield f"{_PREFIX}{target.name}.lora_{letter}.weight", nn.Parameter(values)
 
 
-def _peft_config(config: LoraConfig, base: str | None) -> Any:
+def _peft_config(config: LoraConfig, base: str | None, leaves: Sequence[str] | None) -> Any:
+    """`leaves`: last parts of the adapted layers' names in the place of all-linear."""
     from peft import LoraConfig as PeftConfig  # an extra: seconds to import, and only checkpoints need it
 
     every = config.target_modules == (ALL_LINEAR,)
@@ -225,6 +325,7 @@ def _peft_config(config: LoraConfig, base: str | None) -> Any:
         r=config.rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules=ALL_LINEAR if every else list(config.target_modules),
+        target_modules=(ALL_LINEAR if leaves is None else list(leaves)) if every else list(config.target_modules),
+        target_parameters=list(config.target_parameters) or None,
         inference_mode=True,
     )
