@@ -313,7 +313,7 @@ def _initial(targets: Sequence[Target], rank: int, seed: int) -> Iterator[tuple[
             yield f"{_PREFIX}{target.name}.lora_{letter}.weight", nn.Parameter(values)
 
 
-def _peft_config(config: LoraConfig, base: str | None, leaves: Sequence[str] | None) -> Any:
+def _peft_config(config: LoraConfig, base: str | None, leaves: Sequence[str] | None = None) -> Any:
     """`leaves`: last parts of the adapted layers' names in the place of all-linear."""
     from peft import LoraConfig as PeftConfig  # an extra: seconds to import, and only checkpoints need it
 
