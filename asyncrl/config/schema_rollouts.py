@@ -84,7 +84,18 @@ class RewardConfig(Section):
         (), "Reward models, on the run's device: a path, or a list; their scores are added to those of the functions."
     )
     workers: int = field(1, "Worker processes.", ge=1)
-    timeout_s: float = field(30.0, "Deadline of one call in seconds; a worker that misses it is killed.", gt=0)
+    concurrency: int = field(64, "Calls of `async def` functions that one worker runs at a time.", ge=1)
+    timeout_s: float = field(
+        30.0,
+        "Deadline of one call in seconds. A coroutine that misses it is cancelled; else its worker is killed.",
+        gt=0,
+    )
+    retries: int = field(
+        2,
+        "How often a call of an `async def` function that failed or missed its deadline is tried again, after about 1, 2, 4, ... "
+        "seconds. Other functions are never tried again: they would fail alike.",
+        ge=0,
+    )
     on_error: Literal["fail", "none", "zero"] = field(
         "fail",
         "A function that raised, crashed or timed out, a text that a reward model cannot score: end the run (of groups of "

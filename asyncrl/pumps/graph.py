@@ -161,14 +161,15 @@ class Graph:
 
     async def _generation(self) -> None:
         assert self._prompts is not None
-        edge: Edge[Scoring] = open_queue("scoring", self._ports.config.reward.workers, self._ports.recorder)
+        calls = self._ports.calls_at_once or self._ports.config.reward.workers
+        edge: Edge[Scoring] = open_queue("scoring", calls, self._ports.recorder)
         scoring_in, scoring_out = edge
         try:
             with self._generation_scope:
                 async with anyio.create_task_group() as pumps:
                     self._pumps = pumps.cancel_scope
                     self._rollout = rollout = RolloutPump(rollout_parts(self._ports), self._prompts, scoring_in)
-                    score = ScorePump(self.intake, scoring_out, self._ports.config.reward.workers)
+                    score = ScorePump(self.intake, scoring_out, calls)
                     spawn(pumps, "rollout pump", rollout.run)
                     spawn(pumps, "score pump", score.run)
         finally:

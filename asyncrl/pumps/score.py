@@ -1,7 +1,7 @@
 """The score pump: played trajectories in, through the intake (edge 3).
 
-As many scorers as there are reward workers (and one more, so that a worker is never idle while a reply is handled). The
-buffer before them is bounded; rollouts wait there for a free scorer. What arrives is one trajectory, or a whole group
+As many scorers as calls of reward functions can be under way (and one more, so that a worker is never idle while a reply is
+handled). The buffer before them is bounded; rollouts wait there for a free scorer. What arrives is one trajectory, or a whole group
 whose members are scored in one call of the reward functions (`reward.batch`): the rollout pump decides.
 """
 

@@ -67,6 +67,7 @@ class Ports:
     gather: Gather = alone
     round: Round | None = None  # of a trainer whose microbatches are collectives (rounds.py)
     scores: bool = True  # the run has reward functions or models
+    calls_at_once: int | None = None  # of reward functions; None: one a worker
     score_groups: bool = False  # all members of a group in one call of the reward functions, once the last one is done
     weights: Mapping[str, float] = field(default_factory=dict)  # of reward components, by name; 1 where none is given
     reward_penalty: RewardPenalty | None = None  # KL to the reference, taken off the rewards

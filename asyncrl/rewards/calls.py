@@ -52,6 +52,7 @@ class LoadedFunction:
     index: int
     name: str
     accepts: Sequence[str] | None  # None: every column (`**kwargs`)
+    asynchronous: bool
 
     def select(self, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """What the function's signature takes: nothing else travels to the worker."""

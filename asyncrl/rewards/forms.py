@@ -73,6 +73,13 @@ def columns_check(call: Callable[..., Any]) -> Callable[[Collection[str]], None]
     return check
 
 
+def is_async(call: Callable[..., Any]) -> bool:
+    """Whether calling it only makes a coroutine: `async def`, also as a method or as `__call__` of an object."""
+    if isinstance(call, _InOtherForm):
+        return call.asynchronous
+    return any(inspect.iscoroutinefunction(each) for each in (call, getattr(call, "__call__", None)))  # noqa: B004  not whether it can be called
+
+
 def text_of(completion: Any) -> str:
     """What the model wrote, as one string: a conversation's messages of the assistant, one after the other."""
     if isinstance(completion, str):
@@ -86,6 +93,7 @@ class _InOtherForm:
 
     call: Callable[..., Any]
     check: Callable[[Collection[str]], None]  # see `columns_check`
+    asynchronous: bool
 
     def __call__(self, completions: list[Any], **columns: list[Any]) -> Any:
         return self.call(completions, **columns)
@@ -130,7 +138,7 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
         results = [function(solution_str=text_of(each), **arguments) for each in completions]
         return _gathered(results, columns["log_extra"])
 
-    return _InOtherForm(score, lambda there: check(there, "reward_model" in there))
+    return _InOtherForm(score, lambda there: check(there, "reward_model" in there), is_async(function))
 
 
 def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +155,7 @@ def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
         entry.setdefault("question", prompts[0])
         return _gathered([function(answer=_answer_of(each), entry=entry) for each in completions], columns["log_extra"])
 
-    return _InOtherForm(score, check)
+    return _InOtherForm(score, check, is_async(function))
 
 
 def _listed(names: Collection[str]) -> str:

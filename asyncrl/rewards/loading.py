@@ -22,7 +22,7 @@ async def load(process: WorkerProcess, specs: Sequence[RewardSpec], request: dic
     sources = ", ".join(s.function if isinstance(s.function, str) else repr(s.function) for s in specs)
     try:
         with anyio.fail_after(_TIMEOUT_S):
-            kind, body = await process.request(Kind.INIT, request)
+            kind, body = await process.reply(process.send(Kind.INIT, request))
     except TimeoutError:
         raise RewardTimeout(f"reward worker {process.pid} did not load {sources} within {_TIMEOUT_S:g} s") from None
     except WorkerDiedError as died:
@@ -34,6 +34,6 @@ async def load(process: WorkerProcess, specs: Sequence[RewardSpec], request: dic
         raise ConfigError(f"reward functions {sources}: {remote_text(reply)}")
     process.pid = reply["pid"]
     return [
-        LoadedFunction(i, spec.name or found["name"], found["accepts"])
+        LoadedFunction(i, spec.name or found["name"], found["accepts"], found["asynchronous"])
         for i, (spec, found) in enumerate(zip(specs, reply["functions"], strict=True))
     ]

@@ -1,23 +1,34 @@
 """The reward pool: the user's functions in worker processes, behind the `Reward` port.
 
-    score ──▶ one call per function ──▶ idle workers (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
-                                            ▲                     │ deadline, crash, cancellation: killed; or worn
-                                            └──── keeper ◀────────┘ (one per place: starts the next)
+    score ──▶ one call per function ──▶ a worker with room (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
+                                            ▲                          │ deadline, crash, cancellation: killed; or worn
+                                            └──── keeper ◀─────────────┘ (one per place: starts the next)
 
-| who waits | for what           | bounded by                     | woken when                         |
-|-----------|--------------------|--------------------------------|------------------------------------|
-| caller    | an idle worker     | the deadlines of those before  | a worker is idle; the pool closes  |
-| caller    | the reply          | `timeout_s`                    | reply, deadline, death of a worker |
-| keeper    | its worker's end   | -                              | the process ends, or is worn       |
-| keeper    | another's renewal  | the start of a worker          | its successor is loaded, or failed |
+| who waits | for what           | bounded by                     | woken when                            |
+|-----------|--------------------|--------------------------------|---------------------------------------|
+| caller    | a worker with room | the deadlines of those before  | a call or a start ends; the pool closes |
+| caller    | the reply          | `timeout_s`                    | reply, deadline, death of a worker    |
+| caller    | its next try       | about 2 ** tries seconds       | the time is over                      |
+| keeper    | its worker's end   | -                              | the process ends, or is worn          |
+| keeper    | another's renewal  | the start of a worker          | its successor is loaded, or failed    |
+| -         | a cancelled coroutine's end | `CANCEL_GRACE_S`      | it ends; else its worker is killed    |
 
 Guarantees
-* A worker serves one request at a time; after a deadline, a crash or a cancelled caller it is killed and replaced, so
-  no answer to an old request is ever taken for a new one (request ids guard that a second time).
-* Callers get workers in the order in which they asked. A caller that is cancelled while it waits loses nothing.
+* A worker runs up to `concurrency` calls of `async def` functions at a time, and one call of any other function. That one stops
+  the coroutines of its worker as long as it runs; their deadlines move by that time, and none begins there meanwhile. It goes where
+  the fewest are.
+* After a deadline, a crash or a cancelled caller the worker of a function that is not async is killed and replaced. A coroutine is
+  cancelled alone; where it does not end, its worker is killed, too. No answer to an old request is ever taken for a new one
+  (requests have ids).
+* A call whose worker is killed because of another one is asked again, once. So is a coroutine in whose company a worker crashed,
+  alone this time, so that the one which crashes is found.
+* An `async def` function that raised, crashed or missed its deadline is tried again up to `retries` times, each with a deadline of
+  its own; counted as `reward/{fn}/retries`.
+* Callers of the same kind (async or not) get workers in the order in which they asked. A caller that is cancelled while it waits
+  loses nothing.
 * All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts.
 * A worker that is worn (it gained `max_mib` of memory, or had `max_calls`) goes on until its successor has loaded the functions,
-  and leaves between two calls. One successor starts at a time.
+  and leaves when its last call has ended. One successor starts at a time.
 * Closing ends every worker, also when the block is left by an error or a cancellation. What a worker had started ends with it
   (`guard.py`), also where this process is killed; opening ends what dead runs left (`leftovers.py`).
 
@@ -30,12 +41,16 @@ import asyncio
 import logging
 import math
 import os
+import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import orjson
 from anyio.abc import TaskGroup
@@ -49,12 +64,15 @@ from asyncrl.types import Int32Array, Prompt, Trajectory
 from . import leftovers
 from .calls import Answer, LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
 from .loading import load
-from .process import WorkerDiedError, WorkerProcess
+from .process import Call, WorkerDiedError, WorkerProcess
 from .wire import Kind
 
 logger = logging.getLogger("asyncrl.rewards")
 
 CLOSE_GRACE_S = 3.0  # for idle workers to leave, which includes that they are killed
+CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
+_LONGEST_BACKOFF_S = 60.0
+_NAMED = 4  # calls in the message about a crash
 
 OnError: TypeAlias = Literal["fail", "none", "zero"]
 
@@ -71,7 +89,8 @@ class RewardPool:
     `on_error` decides what a function that raised, crashed or missed its deadline means: `fail` raises, `none` counts
     the component as not applicable, `zero` as 0; the last two are logged and counted as `reward/{fn}/errors`.
     `max_mib` and `max_calls` bound what one worker gains in memory and how often it is called (None: without bound); then
-    another takes its place, which `reward/workers_recycled` counts.
+    another takes its place, which `reward/workers_recycled` counts. `concurrency` and `retries` are about `async def` functions:
+    calls that one worker runs at a time, and how often one that failed is tried again.
     """
 
     def __init__(
@@ -83,6 +102,8 @@ class RewardPool:
         recorder: Recorder | None = None,
         max_mib: int | None = None,
         max_calls: int | None = None,
+        concurrency: int = 64,
+        retries: int = 0,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
             raise ConfigError(f"reward workers ({workers}) and timeout_s ({timeout_s}) must be positive")
@@ -93,6 +114,10 @@ class RewardPool:
         self._recorder = recorder if recorder is not None else Recorder(max_events=0, nvtx=False)
         self._max_mib = max_mib
         self._max_calls = max_calls
+        self._concurrency = concurrency
+        self._retries = retries
+        self._jitter = random.Random()  # not the one that a user seeds
+        self._waiting: deque[Call] = deque()  # for a worker with room, in the order in which they asked
         self.columns: Sequence[Sequence[str]] = ()  # of known rows, by source: a function that needs others is refused
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {
             "global_step": 0,
@@ -114,13 +139,18 @@ class RewardPool:
     ) -> RewardPool:
         """`functions`: in the place of those of the configuration."""
         specs = functions or [RewardSpec(f.function, f.weight, f.name) for f in config.functions]
-        limits = (config.worker_max_mib, config.worker_max_calls)
+        limits = (config.worker_max_mib, config.worker_max_calls, config.concurrency, config.retries)
         return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the functions in order; known once the pool is open."""
         return tuple(function.name for function in self._loaded)
+
+    @property
+    def calls_at_once(self) -> int:
+        """How many calls may be under way; known once the pool is open."""
+        return self._workers * (self._concurrency if any(f.asynchronous for f in self._loaded) else 1)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -138,7 +168,6 @@ class RewardPool:
         self._folder = os.getcwd()  # replacements start where the first workers did, wherever the run goes
         sources = [source_of(spec) for spec in self._specs]
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
-        self._idle_send, self._idle = anyio.create_memory_object_stream[WorkerProcess](math.inf)
         try:
             if self._specs:
                 await self._end_leftovers()
@@ -190,14 +219,11 @@ class RewardPool:
             return
         self._state = _State.CLOSED
         try:
-            self._idle_send.close()
-            while self._idle.statistics().current_buffer_used:
-                process = self._idle.receive_nowait()
-                if process.usable:
-                    process.hang_up()
-            self._idle.close()
+            self._hand_out()
             for process in self._alive:
-                if process.usable:  # a caller is still waiting for it: it hears that the pool closed
+                if process.usable and process.serving and not process.calls:
+                    process.hang_up()
+                elif process.usable:  # a caller is still waiting for it, and is told that the pool closed
                     process.kill()
             if self._tasks is not None:
                 self._tasks.cancel_scope.shield = True
@@ -223,12 +249,13 @@ class RewardPool:
     async def _keep(self, process: WorkerProcess) -> None:
         """Keep one place filled."""
         while True:
-            self._release(process)
+            process.serving = True
+            self._hand_out()
             try:
                 successor = await self._successor(process)
             except AsyncrlError as error:
                 self._broken = error
-                self._idle_send.close()  # nobody must wait for a worker that will never come
+                self._hand_out()  # nobody must wait for a worker that will never come
                 return
             if successor is None:
                 return
@@ -252,8 +279,8 @@ class RewardPool:
                     continue
             assert self._tasks is not None
             self._recorder.count("reward/workers_recycled")
-            process.leaving = True
-            if not process.busy:
+            process.serving = False
+            if not process.calls:
                 process.hang_up()
             self._tasks.start_soon(self._see_off, process, name=f"end of reward worker {process.pid}")
             return successor
@@ -298,25 +325,64 @@ class RewardPool:
             await self._end(process)
             raise
 
-    async def _acquire(self) -> WorkerProcess:
-        """The next idle worker, first come first served."""
-        while True:
-            try:
-                process = await self._idle.receive()
-            except (anyio.EndOfStream, anyio.ClosedResourceError):
-                if self._broken is not None:
-                    raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
-                raise LifecycleError("the reward pool was closed while a group waited for a worker") from None
-            if process.usable and not process.hung_up:  # else it ended while it was idle; its keeper sends the next one
-                process.busy = True
-                return process
+    async def _acquire(self, call: Call) -> WorkerProcess:
+        """A worker with room for this call."""
+        self._waiting.append(call)
+        try:
+            # The loop hears of workers that ended before: none of them is given out.
+            await anyio.lowlevel.checkpoint()
+            self._hand_out()
+            return await call.given
+        except BaseException:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif not call.given.cancelled() and call.given.exception() is None:  # cancelled just after it was given one
+                self._release(call.given.result(), call)
+            raise
 
-    def _release(self, process: WorkerProcess) -> None:
-        process.busy = False
-        if process.leaving and process.usable:
+    def _hand_out(self) -> None:
+        """Give every caller that waits a worker with room, as far as there are some."""
+        full: set[bool] = set()
+        for call in list(self._waiting):
+            if self._state is _State.CLOSED:
+                found: WorkerProcess | AsyncrlError | None = LifecycleError(
+                    "the reward pool was closed while a group waited for a worker"
+                )
+            elif self._broken is not None:
+                found = RewardError(f"reward workers cannot be replaced: {self._broken}")
+                found.__cause__ = self._broken
+            else:
+                found = None if call.alone in full else self._with_room(call)
+            if found is None:
+                full.add(call.alone)
+                if len(full) == 2:  # no kind of call finds room
+                    return
+                continue
+            self._waiting.remove(call)
+            if isinstance(found, AsyncrlError):
+                call.given.set_exception(found)
+            else:
+                found.calls.add(call)
+                call.given.set_result(found)
+
+    def _with_room(self, call: Call) -> WorkerProcess | None:
+        """The one with the fewest calls. One that ended while it was idle is no longer usable; its keeper starts the next."""
+        most = math.inf if call.alone else self._concurrency
+        fit = [
+            process
+            for process in self._alive
+            if process.serving
+            and process.usable
+            and len(process.calls) < most
+            and not any(c.alone for c in process.calls)
+        ]
+        return min(fit, key=lambda process: (len(process.calls), process.place), default=None)
+
+    def _release(self, process: WorkerProcess, call: Call) -> None:
+        process.calls.discard(call)
+        if not process.serving and not process.calls and process.usable:
             process.hang_up()
-        if process.usable and self._state is _State.OPEN and self._broken is None:
-            self._idle_send.send_nowait(process)
+        self._hand_out()
 
     # ---- scoring
 
@@ -385,37 +451,119 @@ class RewardPool:
             return answer
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
-        """One call in one worker. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`, each naming the function."""
+        """The answer, where need be after some tries. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`, each naming the
+        function."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
-        with self._recorder.wait(who, what, on="an idle reward worker", cause="reward"):
-            process = await self._acquire()
+        tries = 0
+        while True:
+            try:
+                return await self._asked(function, group_id, request)
+            except RewardError as error:
+                if not function.asynchronous or tries == self._retries or self._broken is not None:
+                    raise
+                pause = min(2.0**tries, _LONGEST_BACKOFF_S) * self._jitter.uniform(0.5, 1.0)
+                tries += 1
+                logger.warning("%s; try %d of %d follows in %.1f s", error, tries, self._retries, pause)
+            self._recorder.count(f"reward/{function.name}/retries")
+            with self._recorder.wait(who, what, on="its next try", cause="reward"):
+                await anyio.sleep(pause)
+
+    async def _asked(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
+        """One try: a call that lost its worker to another one is asked a second time."""
+        who, what = f"group {group_id}", f"reward {function.name!r}"
+        alone, again = not function.asynchronous, False
+        while True:
+            call = Call(f"{what} of {who}", alone, asyncio.get_running_loop().create_future())
+            with (
+                self._recorder.wait(who, what, on="a reward worker with room", cause="reward"),
+                self._recorder.timed("time/reward_queue"),
+            ):
+                process = await self._acquire(call)
+            try:
+                return await self._answer(function, group_id, request, process, call)
+            except WorkerDiedError as died:
+                if self._state is _State.CLOSED:
+                    raise LifecycleError(f"the reward pool was closed while {what} was at work") from None
+                company = sorted(other.what for other in process.died_with if other is not call)
+                crashed = (
+                    f"{what} crashed (group {group_id}): its worker {died.pid} {died.status} and is being replaced"
+                )
+                if company:
+                    more = f", and {len(company) - _NAMED} more" if len(company) > _NAMED else ""
+                    crashed += f"; in flight there were also {', '.join(company[:_NAMED])}{more}"
+                if again or not (process.killed_for or (function.asynchronous and company)):
+                    raise RewardCrash(crashed) from None
+                alone, again = alone or not process.killed_for, True
+                logger.warning("%s; it is asked again", process.killed_for or crashed)
+
+    async def _answer(
+        self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: WorkerProcess, call: Call
+    ) -> Answer:
+        """Of the worker that this call was given, which is released. Errors: `WorkerDiedError` where it ended; RewardError."""
+        who, what = f"group {group_id}", f"reward {function.name!r}"
+        number: int | None = None
         try:
             with (
                 self._recorder.wait(who, what, on=f"reward worker {process.pid}", cause="reward"),
                 self._recorder.span(f"reward/{function.name}", track=f"reward worker {process.place}", group=group_id),
-                anyio.fail_after(self._timeout_s),
+                self._others_stand_still(process, call),
+                anyio.fail_after(self._timeout_s) as call.scope,
             ):
-                kind, body = await process.request(Kind.CALL, request)
-        except TimeoutError:
-            process.kill()
-            raise RewardTimeout(
-                f"{what} did not answer within {self._timeout_s:g} s (group {group_id}); "
-                f"its worker {process.pid} was killed and is being replaced"
-            ) from None
-        except WorkerDiedError as died:
-            if self._state is _State.CLOSED:
-                raise LifecycleError(f"the reward pool was closed while {what} was at work") from None
-            raise RewardCrash(
-                f"{what} crashed (group {group_id}): its worker {died.pid} {died.status} and is being replaced"
-            ) from None
-        except BaseException:
-            process.kill()  # cancelled: it may be in the middle of the call
+                number = process.send(Kind.CALL, request)
+                kind, body = await process.reply(number)
+        except WorkerDiedError:
+            self._release(process, call)
             raise
-        else:
-            self._look_at_wear(process)
-        finally:
-            self._release(process)
+        except BaseException as error:  # a deadline, or a cancellation: it may be in the middle of the call
+            late = f"{what} did not answer within {self._timeout_s:g} s (group {group_id})"
+            self._abandon(process, call, number, late)
+            if not isinstance(error, TimeoutError):
+                raise
+            how = f"its worker {process.pid} was killed and is being replaced" if call.alone else "it was cancelled"
+            raise RewardTimeout(f"{late}; {how}") from None
+        self._look_at_wear(process)
+        self._release(process, call)
         reply = orjson.loads(body)
         if kind is Kind.ERROR:
             raise RewardError(f"{what} failed (group {group_id}): {remote_text(reply)}")
         return Answer(**reply)
+
+    @contextmanager
+    def _others_stand_still(self, process: WorkerProcess, call: Call) -> Iterator[None]:
+        """While a call runs alone, the coroutines of its worker do not, and their deadlines move."""
+        others = [other for other in process.calls if call.alone and other is not call]
+        started = anyio.current_time()
+        for other in others:
+            other.scope.deadline += self._timeout_s
+        try:
+            yield
+        finally:
+            for other in others:
+                other.scope.deadline -= self._timeout_s - (anyio.current_time() - started)
+
+    def _abandon(self, process: WorkerProcess, call: Call, number: int | None, why: str) -> None:
+        """Nobody waits for this call any more."""
+        if number is None:  # it was not sent
+            self._release(process, call)
+        elif call.alone or self._state is not _State.OPEN:
+            process.killed_for = why
+            process.kill()
+            self._release(process, call)
+        else:
+            assert self._tasks is not None
+            process.cancel(number)
+            self._tasks.start_soon(self._until_ended, process, call, number, why, name=f"end of {call.what}")
+
+    async def _until_ended(self, process: WorkerProcess, call: Call, number: int, why: str) -> None:
+        """Of a coroutine that was cancelled: kill its worker where it does not end. It cannot, as long as another call stands in
+        its way."""
+        now = anyio.current_time()
+        longer = sum(max(0.0, other.scope.deadline - now) for other in process.calls if other.alone)
+        call.scope = anyio.CancelScope(deadline=now + CANCEL_GRACE_S + longer)
+        with call.scope, suppress(WorkerDiedError):
+            await process.reply(number)
+        if call.scope.cancelled_caught:
+            process.killed_for = f"{why}, and did not end when it was cancelled"
+            logger.warning("%s: its worker %d was killed", process.killed_for, process.pid)
+            process.kill()
+        self._release(process, call)

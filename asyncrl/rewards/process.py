@@ -1,4 +1,4 @@
-"""One reward worker process as the pool sees it: start, one request at a time, kill, end.
+"""One reward worker process as the pool sees it: start, requests and their replies, kill, end.
 
 The process that is started here is the worker's guard (`guard.py`); the worker is its child. When the guard has ended, nothing
 is left of the worker and of what it had started, and the guard's exit status is the worker's.
@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -23,9 +24,8 @@ import cloudpickle
 from asyncrl.concurrency.child import Child
 
 from . import guard
-from .wire import HEADER_SIZE, Kind, WireError, pack, unpack
+from .wire import Kind, WireError, pack, take_frame
 
-_READ_LIMIT = 1 << 20  # bytes buffered by asyncio before it stops reading the socket
 _EXIT_GRACE_S = 1.0  # between the end of the socket and the end of the process
 _LEAVE_GRACE_S = 2.0  # for the exit handlers of a worker that was sent home, before it is killed
 _END_TIMEOUT_S = 10.0  # a killed worker that is still there is stuck in the kernel, or its guard was stopped
@@ -40,29 +40,48 @@ class WorkerDiedError(Exception):
         self.status = status
 
 
-class WorkerProcess:
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of a reward function, from when it waits for a worker on."""
+
+    what: str
+    alone: bool  # no other call begins in its worker meanwhile
+    given: asyncio.Future[WorkerProcess]
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # has its deadline
+
+
+class WorkerProcess(asyncio.Protocol):
     """States: running, leaving (`hang_up`, `kill`), ended (`exited` is done). Made by `start`; `destroy` must be called."""
 
-    def __init__(self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: str) -> None:
-        self._child = child
-        self._reader = reader
-        self._writer = writer
+    pid: int
+    _child: Child
+    _transport: asyncio.Transport
+
+    def __init__(self, mark: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
         self._last_id = 0
         self._killed = False
-        self.pid = child.pid  # the guard's, until the worker has said its own
+        self._data = bytearray()  # received, and no whole frame
+        self._replies: dict[int, asyncio.Future[tuple[Kind, bytes] | None]] = {}  # by request; None: there will be none
+        self._status = ""  # how it ended, where its exit status does not say so
         self.mark = mark
         self.place = 0  # which of the pool's places it fills; replacements keep it
         self.usable = True  # False as soon as it may not take another request
-        self.busy = False  # somebody has acquired it
-        self.leaving = False  # its successor is there: it hangs up once it is not busy
+        self.hung_up = (
+            False  # it closed its end: it is dead or dying, though its guard is still busy with what it started
+        )
+        self.serving = (
+            False  # it fills its place; not until its functions are loaded, and no longer once its successor does
+        )
+        self.calls: set[Call] = set()  # that it was given and has not ended
+        self.died_with: frozenset[Call] = frozenset()  # those, when it died
+        self.killed_for = ""  # the call because of which the pool killed it, in words
         self.worn = False
         self._calls, self._grown = 0, 0
         self._forgiven = (0, 0)
         self.exited: asyncio.Future[None] = self._loop.create_future()
         self.attention = asyncio.Event()  # for the keeper of its place: it has ended, or is worn
-        child.watch(self._reap)
 
     @classmethod
     async def start(cls, folder: str, mark: str) -> WorkerProcess:
@@ -70,25 +89,23 @@ class WorkerProcess:
 
         `mark`: what its descendants carry in their environment (`leftovers.py`).
         """
+        process = cls(mark)
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             try:
-                reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_LIMIT)
+                process._transport, _ = await process._loop.create_connection(lambda: process, sock=ours)
             except BaseException:
                 ours.close()
                 raise
             try:
-                child = _start(theirs.fileno(), folder, mark)
+                process._child = _start(theirs.fileno(), folder, mark)
             except BaseException:
-                writer.transport.abort()
+                process._transport.abort()
                 raise
-        return cls(child, reader, writer, mark)
-
-    @property
-    def hung_up(self) -> bool:
-        """The worker closed its end: it is dead or dying, though its guard is still busy with what it started."""
-        return self._reader.at_eof()
+        process.pid = process._child.pid  # the guard's, until the worker has said its own
+        process._child.watch(process._reap)
+        return process
 
     @property
     def wear(self) -> tuple[int, int]:
@@ -100,29 +117,60 @@ class WorkerProcess:
         self.worn = False
         self._forgiven = (self._calls, self._grown)
 
-    async def request(self, kind: Kind, content: dict[str, Any]) -> tuple[Kind, bytes]:
-        """Send one request and wait for its reply; replies with another id are discarded.
-
-        Errors: `WorkerDiedError`. If it is cancelled the worker must be destroyed: it may still be at work.
-        """
-        self._last_id += 1
+    def send(self, kind: Kind, content: dict[str, Any]) -> int:
+        """Send a request. Returns its number, for `reply` and `cancel`."""
         payload = cloudpickle.dumps(content, protocol=5)
+        self._last_id += 1
+        reply = self._replies[self._last_id] = self._loop.create_future()
+        if self.hung_up:
+            reply.set_result(None)
+        else:
+            self._transport.write(pack(kind, self._last_id, len(payload)))
+            self._transport.write(payload)
+        return self._last_id
+
+    def cancel(self, number: int) -> None:
+        """End the coroutine of this request; its reply says that it has ended."""
+        if not self.hung_up:
+            self._transport.write(pack(Kind.CANCEL, number, 0))
+
+    async def reply(self, number: int) -> tuple[Kind, bytes]:
+        """Wait for the reply to this request. It may be waited for again after a cancellation. Errors: `WorkerDiedError`."""
+        await asyncio.wait([reply := self._replies[number]])
+        del self._replies[number]
+        if (found := reply.result()) is None:
+            raise WorkerDiedError(self.pid, self._status or await self._last_words())
+        return found
+
+    def data_received(self, data: bytes) -> None:
+        """Of the transport. A reply to a request that is not open is discarded."""
+        self._data += data
         try:
-            self._writer.write(pack(kind, self._last_id, len(payload)))
-            self._writer.write(payload)
-            await self._writer.drain()
-            while True:
-                header = unpack(await self._reader.readexactly(HEADER_SIZE))
-                body = await self._reader.readexactly(header.length)
-                if header.request_id == self._last_id:
-                    self._calls += kind is Kind.CALL
-                    self._grown = header.grown
-                    return header.kind, body
+            while (frame := take_frame(self._data)) is not None:
+                header, payload = frame
+                self._calls += header.kind is not Kind.READY
+                self._grown = header.grown
+                reply = self._replies.get(header.request_id)
+                if reply is not None and not reply.done():
+                    reply.set_result((header.kind, payload))
         except WireError:
+            self._status = "wrote bytes into the protocol's socket that are not ours"
+            self.connection_lost(None)
             self.kill()
-            raise WorkerDiedError(self.pid, "wrote bytes into the protocol's socket that are not ours") from None
-        except (asyncio.IncompleteReadError, OSError):
-            raise WorkerDiedError(self.pid, await self._last_words()) from None
+            self._transport.abort()
+
+    def eof_received(self) -> None:
+        """Of the transport, which then closes."""
+        self.connection_lost(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Of the transport."""
+        if self.hung_up:
+            return
+        self.hung_up, self.usable, self.died_with = True, False, frozenset(self.calls)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_result(None)
 
     async def _last_words(self) -> str:
         self.usable = False
@@ -140,7 +188,7 @@ class WorkerProcess:
     def hang_up(self) -> None:
         """Close our end: an idle worker ends by itself, and is killed where it does not."""
         self.usable = False
-        self._writer.close()
+        self._transport.close()
         if not self.exited.done():
             self._within(_LEAVE_GRACE_S, self.kill)
 
@@ -155,7 +203,7 @@ class WorkerProcess:
     def destroy(self) -> None:
         """Kill it and close everything. May be called twice; must run on the loop that started the process."""
         self.kill()
-        self._writer.transport.abort()
+        self._transport.abort()
 
     def _within(self, seconds: float, act: Callable[[], None]) -> None:
         if self._deadline is not None:

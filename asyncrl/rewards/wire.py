@@ -4,7 +4,8 @@
 
 Requests (INIT, CALL) are pickled by cloudpickle: columns arrive as exactly the Python objects they were, and a callable
 object travels by value. Replies (READY, RESULT, ERROR) are JSON: what a worker writes cannot run code in the parent.
-Every reply carries the id of its request; a reply to any other request than the open one is discarded by the reader.
+Every reply carries the id of its request; a reply to a request that is not open is discarded by the reader. A CANCEL carries
+the id of the request that it ends; the reply to that one says that it has ended.
 `grown`: bytes of memory that the worker has gained since the first calls of its functions (0 in requests).
 No asyncio and nothing heavy here: the worker imports this module at start.
 """
@@ -27,7 +28,8 @@ class Kind(IntEnum):
 
     INIT = 1  # parent -> worker: import path, functions
     CALL = 2  # parent -> worker: index of the function, arguments
-    READY = 3  # worker -> parent: its process number; names and accepted parameters of the functions
+    CANCEL = 6  # parent -> worker: end the coroutine of this request
+    READY = 3  # worker -> parent: its process number; names, accepted parameters and kind of the functions
     RESULT = 4  # worker -> parent: one float or null per completion, what is no score, what the function logged
     ERROR = 5  # worker -> parent: the function (or its import) raised; message and traceback text
 
@@ -53,7 +55,7 @@ def pack(kind: Kind, request_id: int, length: int, grown: int = 0) -> bytes:
     return _HEADER.pack(_MAGIC, kind, request_id, length, grown)
 
 
-def unpack(data: bytes) -> Header:
+def unpack(data: bytes | bytearray) -> Header:
     """Errors: `WireError` where `data` is not a header."""
     magic, kind, request_id, length, grown = _HEADER.unpack(data)
     if magic != _MAGIC or length > _LONGEST or kind not in _KINDS:
@@ -67,22 +69,14 @@ def send_blocking(sock: socket.socket, kind: Kind, request_id: int, payload: byt
     sock.sendall(payload)
 
 
-def receive_blocking(sock: socket.socket) -> tuple[Header, bytes] | None:
-    """Worker side: the next frame, or None where the parent closed its end."""
-    head = _read_exactly(sock, HEADER_SIZE)
-    if head is None:
+def take_frame(data: bytearray) -> tuple[Header, bytes] | None:
+    """Take the first frame off `data`; None where it is not whole yet. Errors: `WireError`."""
+    if len(data) < HEADER_SIZE:
         return None
-    header = unpack(head)
-    payload = _read_exactly(sock, header.length)
-    return None if payload is None else (header, payload)
-
-
-def _read_exactly(sock: socket.socket, size: int) -> bytes | None:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        count = sock.recv_into(view[done:])
-        if count == 0:
-            return None
-        done += count
-    return bytes(data)
+    header = unpack(data[:HEADER_SIZE])
+    end = HEADER_SIZE + header.length
+    if len(data) < end:
+        return None
+    payload = bytes(data[HEADER_SIZE:end])
+    del data[:end]
+    return header, payload

@@ -1,7 +1,8 @@
 """The worker process: `python -m asyncrl.rewards.worker FD`, started by exec, never by a fork of the run, and child of its guard.
 
-One request at a time, in the **main thread** (so that `signal.alarm` and everything else that insists on it works),
-until the run closes its end of the socket. Its guard (`guard.py`) kills it when the run dies, even in the middle of a call, and
+Everything runs in the **main thread** (so that `signal.alarm` and everything else that insists on it works), until the run closes
+its end of the socket: calls of `async def` functions as tasks of one event loop, all others one at a time while that loop stands
+still, so that they may run loops of their own. Its guard (`guard.py`) kills it when the run dies, even in the middle of a call, and
 the kernel when its guard dies. What the user's code prints to stdout goes to the run's stderr; the protocol has a descriptor of its
 own.
 
@@ -11,7 +12,6 @@ Imports: the standard library, orjson, and what the user's functions import. Nev
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import math
@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +31,8 @@ import orjson
 from asyncrl.config import imports
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import forms
-from asyncrl.rewards.forms import UsageError, as_trl, brief, columns_check
-from asyncrl.rewards.wire import Header, Kind, receive_blocking, send_blocking
+from asyncrl.rewards.forms import UsageError, as_trl, brief, columns_check, is_async
+from asyncrl.rewards.wire import Header, Kind, send_blocking, take_frame
 from asyncrl.telemetry.output import lossy_output
 
 _FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
@@ -46,6 +47,7 @@ class Function:
     def __init__(self, call: Callable[..., Any], name: str) -> None:
         self.call = call
         self.name = name
+        self.asynchronous = is_async(call)
         self.check = columns_check(call)
         self.accepts: list[str] | None = []  # parameter names that may be passed by keyword; None: all (**kwargs)
         for parameter in inspect.signature(call).parameters.values():
@@ -58,17 +60,12 @@ class Function:
             elif self.accepts is not None:
                 self.accepts.append(parameter.name)
 
-    def score(self, request: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
-        """Call it (in the runner's loop where it is async) and check what comes back: the content of the reply."""
-        log = Log()
+    def begin(self, request: dict[str, Any], log: Log) -> Any:
+        """Call it. What comes back may have to be awaited."""
         given = {"trainer_state": SimpleNamespace(**request["state"]), "log_metric": log.metric, "log_extra": log.extra}
         taken = {name: given[name] for name in given if self.accepts is None or name in self.accepts}
         self.check(request["arguments"])
-        answer = self.call(**request["arguments"], **taken)
-        if inspect.isawaitable(answer):
-            answer = runner.run(_await(answer))
-        scores, wrong = check_scores(answer, request["completions"])
-        return {"scores": scores, "wrong": wrong, "extras": log.columns(request["completions"])}
+        return self.call(**request["arguments"], **taken)
 
 
 class Log:
@@ -107,10 +104,6 @@ def _json(value: Any) -> Any:
         return orjson.loads(orjson.dumps(value, default=lambda v: str(plain(v)), option=orjson.OPT_NON_STR_KEYS))
     except (TypeError, RecursionError):
         return _utf8(str(value))
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def plain(value: Any) -> Any:
@@ -200,64 +193,149 @@ def anonymous_bytes() -> int:
 
 
 class Session:
-    """State between two requests."""
+    """The functions of a worker and their calls. `loop` runs coroutines; requests of other functions stop it."""
 
-    def __init__(self, runner: asyncio.Runner) -> None:
-        self._runner = runner
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._sock = sock
+        self._loop = loop
+        self._pid = os.getpid()
         self._functions: list[Function] = []
         self._called: set[int] = set()
-        self._expected = (
-            0  # bytes: what the process had before its calls, and what the first call of each function took
-        )
-        self.grown = 0  # bytes beyond that
+        # Bytes: what the process had before its calls, and what the first call of each function took.
+        self._expected = 0
+        self._grown = 0  # bytes beyond that
+        self._data = bytearray()  # received, and no whole frame
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
+        self._waiting: deque[tuple[Header, dict[str, Any]]] = deque()  # requests that run while the loop stands still
+        self._over = False
 
-    def serve(self, header: Header, payload: bytes) -> bytes:
-        """The payload of the reply; raises what the user's code raises."""
-        request = pickle.loads(payload)
-        if header.kind is Kind.INIT:
-            sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
-            self._functions = load_functions(request["functions"], request["columns"])
-            found = [{"name": f.name, "accepts": f.accepts} for f in self._functions]
-            self._expected = anonymous_bytes()
-            return orjson.dumps({"pid": os.getpid(), "functions": found})
-        function = self._functions[request["function"]]
-        before = anonymous_bytes()
+    def serve(self) -> None:
+        """Until the other end of the socket closes."""
+        while not self._over:
+            self._loop.add_reader(self._sock, self._receive)
+            try:
+                self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # of a task that a function started and left behind
+                traceback.print_exc()
+            # No frame comes in while a function that is not async may run this loop itself.
+            self._loop.remove_reader(self._sock)
+            while self._waiting:
+                header, request = self._waiting.popleft()
+                self._now(header, request)
+
+    def _receive(self) -> None:
+        self._leave_a_fork()
         try:
-            return orjson.dumps(function.score(request, self._runner))
-        finally:
-            if hasattr(signal, "setitimer"):  # an alarm that was not switched off must not ring in the next call
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            data = self._sock.recv(1 << 20)
+        except OSError:  # the run was killed
+            data = b""
+        if not data:
+            self._over = True
+            self._loop.stop()
+        self._data += data
+        while (frame := take_frame(self._data)) is not None:
+            self._begin(*frame)
+
+    def _begin(self, header: Header, payload: bytes) -> None:
+        if header.kind is Kind.CANCEL:
+            if header.request_id in self._tasks:
+                self._tasks[header.request_id].cancel()
+            return
+        try:
+            request = pickle.loads(payload)
+        except BaseException as error:  # whatever an object of the user's raises as it comes to be
+            return self._reply(header, error)
+        if header.kind is Kind.CALL and self._functions[request["function"]].asynchronous:
+            self._tasks[header.request_id] = self._loop.create_task(self._later(header, request))
+        else:
+            self._waiting.append((header, request))
+            self._loop.stop()
+
+    async def _later(self, header: Header, request: dict[str, Any]) -> None:
+        log, before = Log(), anonymous_bytes()
+        answer: Any
+        try:
+            answer = await self._functions[request["function"]].begin(request, log)
+            answer = _content(answer, log, request)
+        except (
+            BaseException
+        ) as error:  # SystemExit and a cancellation included: only the process itself may end the process
+            answer = error
+        del self._tasks[header.request_id]
+        self._measure(request["function"], before)
+        self._reply(header, answer)
+
+    def _now(self, header: Header, request: dict[str, Any]) -> None:
+        log, before = Log(), anonymous_bytes()
+        answer: Any
+        try:
+            if header.kind is Kind.INIT:
+                answer = self._load(request)
+            else:
+                answer = self._functions[request["function"]].begin(request, log)
+                if inspect.isawaitable(answer):  # of a function that does not say that it is async
+                    answer = self._loop.run_until_complete(_await(answer))
+                answer = _content(answer, log, request)
+        except BaseException as error:
+            answer = error
+        if hasattr(signal, "setitimer"):  # an alarm that was not switched off must not ring in the next call
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if header.kind is Kind.CALL:
             self._measure(request["function"], before)
+        self._reply(header, answer)
+
+    def _load(self, request: dict[str, Any]) -> dict[str, Any]:
+        sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
+        self._functions = load_functions(request["functions"], request["columns"])
+        found = [{"name": f.name, "accepts": f.accepts, "asynchronous": f.asynchronous} for f in self._functions]
+        self._expected = anonymous_bytes()
+        return {"pid": self._pid, "functions": found}
+
+    def _reply(self, header: Header, answer: Any) -> None:
+        """`answer`: the content, or the error that was raised."""
+        self._leave_a_fork()
+        kind = Kind.READY if header.kind is Kind.INIT else Kind.RESULT
+        if isinstance(answer, BaseException):
+            kind, payload = Kind.ERROR, describe_error(answer, header.kind)
+        else:
+            payload = orjson.dumps(answer)
+        try:
+            send_blocking(self._sock, kind, header.request_id, payload, self._grown)
+        except OSError:  # the run was killed
+            self._over = True
+            self._loop.stop()
+
+    def _leave_a_fork(self) -> None:
+        """A fork made by the user's function came back: it must neither answer nor read as well."""
+        if os.getpid() != self._pid:
+            os._exit(0)
 
     def _measure(self, index: int, before: int) -> None:
         now = anonymous_bytes()
         if index not in self._called:  # models and tables are loaded by many a first call: they stay, and are no leak
             self._called.add(index)
             self._expected += max(0, now - before)
-        self.grown = max(0, now - self._expected)
+        self._grown = max(0, now - self._expected)
+
+
+def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
+    scores, wrong = check_scores(answer, request["completions"])
+    return {"scores": scores, "wrong": wrong, "extras": log.columns(request["completions"])}
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def main(descriptor: int) -> None:
     """Serve until the other end of the socket `descriptor` closes."""
     os.nice(_NICENESS)
-    worker = os.getpid()
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)  # a subprocess of the user's function must not keep the socket open
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
     with asyncio.Runner() as runner, sock, lossy_output():  # what nobody reads any more is no error of a reward
-        session = Session(runner)
-        while (frame := receive_blocking(sock)) is not None:
-            header, payload = frame
-            answer_kind = Kind.READY if header.kind is Kind.INIT else Kind.RESULT
-            try:
-                answer = session.serve(header, payload)
-            except BaseException as error:  # SystemExit included: only the process itself may end the process
-                answer_kind, answer = Kind.ERROR, describe_error(error, header.kind)
-            if os.getpid() != worker:  # a fork made by the user's function came back: it must not answer as well
-                os._exit(0)
-            send_blocking(sock, answer_kind, header.request_id, answer, session.grown)
+        Session(sock, runner.get_loop()).serve()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent left in the middle of a frame
-        main(int(sys.argv[1]))
+    main(int(sys.argv[1]))

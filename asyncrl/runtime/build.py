@@ -101,9 +101,6 @@ class Builder:
         self.say(f"starting reward workers: {self.config.reward.workers}")
         functions = await self.stack.enter_async_context(self._functions(overrides))
         parts = await (self._dry(version) if dry else self._real())
-        most, each = self.config.train.max_steps, versions_per_batch(self.config)
-        last = None if most is None else most * each
-        functions.progress = lambda: {"global_step": parts.trainer.version, "max_steps": last}
         reward = self._reward(functions, parts)
         text = self._text(parts.tokenizer)
         functions.generation_prompt = text.generation_prompt
@@ -136,6 +133,7 @@ class Builder:
             book=GroupBook(ledger, store),
             ids=GroupIds(first_group, self.world.world_size),
             scores=bool(overrides.rewards or self.config.reward.functions or parts.reward_models),
+            calls_at_once=functions.calls_at_once,
             ranks=self.world.world_size,
             rank=self.world.rank,
             gather=self._gather(parts.lanes[0]),
@@ -207,6 +205,9 @@ class Builder:
 
     def _reward(self, functions: RewardPool, parts: Parts) -> RewardPool | ModelRewards:
         """The functions, and the reward models beside them. Errors: ConfigError where two have one name."""
+        most, each = self.config.train.max_steps, versions_per_batch(self.config)
+        last = None if most is None else most * each
+        functions.progress = lambda: {"global_step": parts.trainer.version, "max_steps": last}
         reward = self.config.reward
         if not parts.reward_models:
             return functions

@@ -31,7 +31,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import write_report
-from asyncrl.telemetry.reward_signal import SignalWatch, left_out, warnings
+from asyncrl.telemetry.reward_signal import SignalWatch, WaitWatch, left_out, warnings
 from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
@@ -63,6 +63,7 @@ class Journal:
         self._signal = SignalWatch(
             config.algorithm.advantage, config.rollout.group_size, ends=not config.rollout.ignore_eos
         )
+        self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         self.history = History()
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
@@ -161,6 +162,7 @@ class Journal:
             self.live.step(version, line)
             for text in (*warnings(line, self.known), *left_out(line, self._said)):
                 self.warn(text)
+            self.warn(self._waits.step(line))
         else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 

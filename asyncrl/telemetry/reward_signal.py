@@ -26,6 +26,7 @@ LACKING: Mapping[str, tuple[str, str]] = {
 }
 _MOST = 100
 FIRST = 3  # steps in a row that are worth a warning; then at twice as many, and so on
+WAITED = 0.25  # share of a step in which the device stood still for rewards that is worth a warning
 # Rewards of groups without a difference still count with these: raw ones, those of the whole step, those of components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
@@ -138,6 +139,34 @@ def _fallback(metrics: Metrics) -> str:
     if metrics["reward/max"] > 0:
         return f"the prompts are solved already, or the function gives the same for whatever is written{see}"
     return f"the prompts are too hard, or the function expects another form of the answer{see}"
+
+
+class WaitWatch:
+    """Is told of every step, in order: says when the device stands still for reward functions, FIRST times in a row, then at twice
+    as many, and so on."""
+
+    def __init__(self, workers: int, concurrency: int) -> None:
+        self._now = f"reward.workers ({workers} now)"
+        self._also = f", or for `async def` functions reward.concurrency ({concurrency} now)"
+        self._count = 0
+
+    def step(self, metrics: Metrics) -> str | None:
+        """The line for people after this step, if there is one."""
+        share = metrics.get("idle/reward", 0.0)
+        self._count = self._count + 1 if share >= WAITED else 0
+        if not _due(self._count):
+            return None
+        queued = metrics.get("time/reward_queue", 0.0) > metrics.get("time/reward", 0.0) / 10
+        what = (
+            f"calls wait for a worker: raise {self._now}{self._also}"
+            if queued
+            else "no call waits for a worker, so the functions themselves take that long: make them faster, or let more groups be "
+            "under way (rollout.max_staleness, rollout.groups_per_step)"
+        )
+        return (
+            f"warning: for {self._count} steps in a row the device stood still for rewards, {share:.0%} of the last step's "
+            f"{metrics['time/step']:.1f} s; {what}"
+        )
 
 
 class Warnings:

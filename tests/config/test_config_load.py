@@ -446,6 +446,7 @@ def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: C
     print(found)
     # About a hundred. The last ones are limits without which a run was brought down: the time of an episode and of a stage, the
     # wear of reward workers, key and names of the HTTP door.
+    # How many coroutines of rewards share a worker, how often one is tried again; which component passes in pass@k.
     # Who writes control tokens: a default that is safe, and the other for those whose data holds them on purpose.
     # How often an episode that failed is played again: rollouts of agents fail by chance, and each costs time.
     # Seven ways to sample that every sampler has: min-p, three penalties, biases, bad words, a minimum of tokens.

@@ -268,6 +268,80 @@ def integers_and_booleans(completions):
     return (value for value in (True, 2))
 
 
+HERE = 0
+ALL_HERE = asyncio.Event()
+
+
+async def meets(completions):
+    """Ends once as many calls are under way in this process as the completion says."""
+    global HERE
+    HERE += 1
+    if int(completions[0]) == HERE:
+        ALL_HERE.set()
+    await ALL_HERE.wait()
+    return [float(os.getpid())] * len(completions)
+
+
+async def meets_verl(solution_str, ground_truth):
+    return {"score": (await meets([solution_str]))[0]}
+
+
+class Meets:
+    __name__ = "meets_object"
+
+    async def __call__(self, completions):
+        return await meets(completions)
+
+    async def score_answer(self, answer, entry):
+        return (await meets([answer]))[0]
+
+
+meets_object = Meets()
+meets_gym = meets_object.score_answer
+crowd_now = 0
+
+
+async def crowd(completions):
+    """How many calls were under way."""
+    global crowd_now
+    crowd_now += 1
+    found = crowd_now
+    await asyncio.sleep(0.02)
+    crowd_now -= 1
+    return [float(found)] * len(completions)
+
+
+async def judges(completions):
+    """Waits as the completion says: for ever, whatever cancels it, or until there is a file of that name."""
+    word = completions[0]
+    if word == "exit":
+        os._exit(7)
+    while word == "deaf":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+    if word == "sleep":
+        await asyncio.sleep(3600)
+    while word.startswith("/") and not os.path.exists(word):  # noqa: ASYNC110, ASYNC240  another process makes it
+        await asyncio.sleep(0.01)
+    return [float(os.getpid())] * len(completions)
+
+
+def blocks(completions):
+    """Not async, with a loop of its own."""
+    if completions[0] == "block":
+        asyncio.run(asyncio.sleep(0.4))
+    return [0.0] * len(completions)
+
+
+async def flaky(completions):
+    """As a judge over HTTP that is overloaded twice."""
+    global CALLS
+    CALLS += 1
+    if CALLS < 3:
+        raise ConnectionError(f"answer {CALLS}: 429")
+    return [float(CALLS)] * len(completions)
+
+
 def needs(completions, solution):
     return [0.0] * len(completions)
 

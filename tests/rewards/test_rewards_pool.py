@@ -336,7 +336,7 @@ async def test_a_stale_answer_is_discarded():
     """The reply to an older request lies in front of the reply that is waited for."""
     async with pool("counts") as rewards:
         worker = next(iter(rewards._alive))
-        worker._reader.feed_data(pack(Kind.RESULT, 1, 7) + b"[666.0]")
+        worker.data_received(pack(Kind.RESULT, 1, 7) + b"[666.0]")
         assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
 
 

@@ -122,9 +122,10 @@ async def test_a_caller_cancelled_in_the_queue_takes_no_worker_with_it(tmp_path)
         assert (await queued[2])[0].reward == before
 
 
-async def test_every_moment_of_a_cancellation():
+@pytest.mark.parametrize("name", ["by_order", "judges"])
+async def test_every_moment_of_a_cancellation(name):
     """Cancel after 0, 1, 2, ... turns of the loop: the pool serves the next caller every time."""
-    async with pool("by_order") as rewards:
+    async with pool(name) as rewards:
         for turns in range(25):
             task = asyncio.ensure_future(rewards.score(prompt(), trajectories("sleep")))
             for _ in range(turns):

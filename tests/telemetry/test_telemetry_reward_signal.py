@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.telemetry.report import collect
-from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, describe, left_out, warnings
+from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, WaitWatch, describe, left_out, warnings
 
 NONE = {"reward/applicable": 0.0, "completions/max_length": 9.0, "completions/clipped_ratio": 0.0}
 LENGTHS = {"completions/max_length": 9.0, "completions/clipped_ratio": 0.5}
@@ -56,6 +56,22 @@ def test_what_texts_lack_is_said_once_with_its_count() -> None:
     [line] = left_out(GOOD | {"text/special_tokens_left_out": 9.0, "text/ids_without_text": 5.0}, said)
     assert "5 sampled ids" in line and "special tokens" not in line
     assert list(left_out(GOOD | {"text/ids_without_text": 6.0}, said)) == []
+
+
+@pytest.mark.parametrize(
+    ("queued", "words"), [(9.0, "raise reward.workers (1 now), or"), (0.0, "the functions themselves")]
+)
+def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None:
+    watch = WaitWatch(workers=1, concurrency=64)
+    slow = {"idle/reward": 0.62, "time/step": 4.0, "time/reward": 20.0, "time/reward_queue": queued}
+    lines = [watch.step(slow) for _ in range(7)]
+    assert [step for step, line in enumerate(lines, 1) if line] == [3, 6]
+    said = str(lines[2])
+    assert (
+        "for 3 steps in a row the device stood still for rewards, 62% of the last step's 4.0 s" in said
+        and words in said
+    )
+    assert watch.step({"idle/reward": 0.1}) is watch.step(slow) is None  # it counts anew
 
 
 @pytest.mark.parametrize(
