@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto import modeling_auto
+from transformers.utils import cached_file
 
 from asyncrl.config.hub import require_hub
 from asyncrl.config.schema import ModelConfig
@@ -322,13 +323,29 @@ def _class_of(settings: PretrainedConfig) -> Any:
 
 
 def _ignored(module: PreTrainedModel, path: str) -> list[str]:
-    """Names of tensors in the checkpoint's files that its class leaves out without a word (layers that predict further tokens)."""
+    """Names of tensors in the checkpoint's safetensors files that its class leaves out without a word (layers that predict further
+    tokens). A pattern of the class may fit names that it loads, too."""
     patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
-    found: list[str] = []
-    for file in Path(path).glob("*.safetensors") if patterns and Path(path).is_dir() else ():
+    if not patterns:
+        return []
+    own, prefix = module.state_dict().keys(), f"{module.base_model_prefix}."
+    names = [name for name in _names_in_files(path) if any(each.search(name) for each in patterns)]
+    return [name for name in names if own.isdisjoint({name, prefix + name, name.removeprefix(prefix)})]
+
+
+def _names_in_files(path: str) -> list[str]:
+    """Of a directory, or of a model of the hub, which was downloaded by now."""
+    place = Path(path)
+    for name in ("model.safetensors.index.json", "model.safetensors") if not place.is_dir() else ():
+        found = cached_file(path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            place = Path(found).parent
+            break
+    names: list[str] = []
+    for file in place.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            found += [name for name in tensors.keys() if any(each.search(name) for each in patterns)]  # noqa: SIM118  no mapping
-    return found
+            names += tensors.keys()
+    return names
 
 
 def _of_config(config: ModelConfig, settings: PretrainedConfig, **given: Any) -> PreTrainedModel:

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -245,6 +247,17 @@ def test_a_model_with_a_tower_is_saved_whole(family: str, tmp_path: Path, caplog
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["architectures"] == [kind.__name__]
     assert type(describe_module(ModelConfig(path=str(tmp_path / "old")))) is kind
+
+
+def test_what_is_loaded_is_not_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-2's class ignores `attn.bias`, which fits `c_attn.bias` as well."""
+    config = GPT2Config(
+        vocab_size=37, n_positions=64, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), choose=lambda _: PLAIN[0])
+    assert not [record for record in caplog.records if record.name == "asyncrl.models"]
 
 
 def test_norms_are_replaced_only_where_they_are_plain() -> None:
