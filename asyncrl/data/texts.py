@@ -7,6 +7,7 @@ What a chat template writes around an assistant's text (`Turn`) is read off a co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
 _TAIL = 512  # tokens at the end of a prompt in which the assistant's turn begins
+_THINKS = r"<(?:think|thinking|thought|reasoning)>"
 _ASKED, _SAID, _AGAIN = "Qk7", "Qk8", "Qk9"  # texts that no template writes
 
 
@@ -69,7 +71,8 @@ class Turn:
                 for text in (ready, before)
             )
             alike = [a == b for a, b in zip(prompt, answer, strict=False)]
-            head = prompt[: [*alike, False].index(False)]
+            # Some templates write the tag before every answer, also before those that have none.
+            head = re.split(_THINKS, prompt[: [*alike, False].index(False)])[0]
             return cls(head, prompt.removeprefix(head), behind.partition(_AGAIN)[0])
         return cls()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,33 @@ def test_what_the_template_opened_stands_in_front_where_it_is_asked_for(opening:
     assert text.generation_prompt(prompt) == ready.removeprefix(bare)
     assert text(ended, prompt) == "4" and recorder.drain().get("text/openings_left_out") == (1 if opening else None)
     assert CompletionText(tokenizer, opened=True)(ended, prompt) == opening + "4"
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "ends"),
+    [
+        ("qwen2_5", "", "<|im_end|>"),
+        ("qwen3_6", "<think>\n", "<|im_end|>"),
+        ("nemotron_3_nano", "<think>\n", "<|im_end|>"),
+        ("deepseek_r1_distill", "<think>\n", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        ("gemma3", "", "<end_of_turn>"),
+        ("llama3_1", "", "<|eot_id|>"),
+        ("gptoss", "", "<|end|>"),
+    ],
+)
+def test_the_turns_of_published_templates(name: str, opening: str, ends: str) -> None:
+    """TRL brings the templates of the models."""
+    pytest.importorskip("trl", reason="the oracle comes with the extra `oracle`")
+    tokenizer = make(characters)
+    tokenizer.bos_token = "<pad>"
+    tokenizer.chat_template = files("trl").joinpath(f"chat_templates/{name}.jinja").read_text("utf-8")
+    messages = [{"role": "user", "content": "hi"}]
+    bare, ready = (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=each) for each in (False, True)
+    )
+    turn = Turn.of(tokenizer, {})
+    assert turn.opening == opening and turn.closing.startswith(ends)
+    assert turn.head + turn.opening == ready.removeprefix(bare)
 
 
 def said_at_start(
