@@ -19,13 +19,14 @@ from dataclasses import replace
 import anyio
 
 from asyncrl.config.imports import is_interrupt
-from asyncrl.errors import ConfigError, EngineClosed, GenerationError
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, EngineClosed, GenerationError
 from asyncrl.ports import Environment, Generate
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
 MOST_KINDS = 50  # of failures that are logged; each is counted
 _LAST_LINES = 3  # of a traceback
+_OF_EPISODES = (GenerationError, ConfigError, DataError)  # other errors of ours, such as a divergence, are the run's
 _UNMENDABLE = (ConfigError, GeneratorExit)  # the next attempt would fail too; a coroutine that is closed must not wait
 logger = logging.getLogger("asyncrl.pumps")
 
@@ -58,7 +59,7 @@ class Episodes:
         self._logged = logged
 
     async def play(self, prompt: Prompt, member: int, group_size: int, generate: Generate, priority: int) -> Trajectory:
-        """`priority`: of all its requests. Errors: EpisodeFailed; EngineClosed, as the run is ending then."""
+        """`priority`: of all its requests. Errors: EpisodeFailed; EngineClosed and what else ends the run."""
         asked = open_requests = tokens = 0
         who = f"member {member} of group {prompt.group_id}"
 
@@ -99,7 +100,7 @@ class Episodes:
 
     async def _failure(self, error: BaseException) -> BaseException:
         """What the episode failed with. Raises `error` where it is none: the run is being stopped, or this episode."""
-        if isinstance(error, EngineClosed):
+        if isinstance(error, EngineClosed) or (isinstance(error, AsyncrlError) and not isinstance(error, _OF_EPISODES)):
             # Cancelled together with the engine: that is the reason then.
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise error

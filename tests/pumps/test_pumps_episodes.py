@@ -15,7 +15,8 @@ import pytest
 from pumps_house import House, live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
-from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.config.imports import is_interrupt
+from asyncrl.errors import ConfigError, DivergenceError, GenerationError
 from asyncrl.pumps.episode import EpisodeFailed, Episodes
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
@@ -117,6 +118,15 @@ def test_an_episode_that_fails_by_chance_is_played_again_and_its_group_is_traine
     assert drained["rollout/retries"] == 4
 
 
+def test_an_error_of_the_run_is_no_failed_episode() -> None:
+    """A worker that samples with other weights than it says, through the engine."""
+    wrong = DivergenceError("worker 0 is pinned to version 3 and sampled with 4")
+    house = live(
+        Plan(max_steps=3, max_failed_groups=100, retries=2, fails=lambda group, member: wrong if group == 2 else None)
+    )
+    assert house.error is wrong and house.books.failed == 0
+
+
 def test_what_no_retry_mends_is_not_played_again() -> None:
     times: Counter[int] = Counter()
 
@@ -193,3 +203,13 @@ async def test_the_first_failure_of_each_kind_is_logged_once(caplog: pytest.LogC
         assert isinstance(failed.value.__cause__, LookupError)
     [record] = caplog.records
     assert 'raise LookupError("no such tool")' in record.message and "LookupError: no such tool" in record.message
+
+
+def test_a_ctrl_c_is_no_failure_where_sigint_raises_it(sigint_is_handled: None) -> None:
+    async def within_runner() -> bool:
+        return is_interrupt(KeyboardInterrupt())
+
+    assert not is_interrupt(KeyboardInterrupt()) and not is_interrupt(SystemExit())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert is_interrupt(KeyboardInterrupt()) and not is_interrupt(SystemExit())
+    assert asyncio.run(within_runner())  # which has a handler of its own, and raises it at the second Ctrl-C

@@ -14,6 +14,7 @@ from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.schema import Config
+from asyncrl.errors import LifecycleError
 from asyncrl.generation.worker.pin import Pin
 from asyncrl.runtime.runtime import RunSummary, Runtime
 from asyncrl.types import Generation, GenerationRequest
@@ -102,8 +103,8 @@ async def test_an_evaluation_beside_steps_reports_what_one_that_is_waited_for_re
     assert len(tokens[0]) == 6 * 16 and tokens[0] == tokens[1]
 
 
-class Stop(Exception):
-    pass
+class Stop(LifecycleError):
+    """An error of the engine, not of an episode."""
 
 
 async def test_no_checkpoint_is_written_before_the_evaluations_of_the_versions_up_to_it(

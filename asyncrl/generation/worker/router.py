@@ -189,6 +189,8 @@ class Router:
             return self.pinned if self.pinned in loads and self._has_room(loads[self.pinned]) else None
         if self._worker_of is not None and job.request.group is not None:
             chosen = self._worker_of(job.request.group)
+            if chosen == self.pinned:  # steps go on beside an evaluation: it would be no use to wait
+                chosen = min((worker for worker in loads if worker != chosen), default=chosen)
             return chosen if self.takes(chosen) and chosen != self.pinned else None
         home = self._homes.get(job.request.prefix_key or "")
         if job.request.prefix_key is not None and home is not None and home[0] in loads and home[0] != self.pinned:
