@@ -98,8 +98,9 @@ class RewardConfig(Section):
     )
     on_error: Literal["fail", "none", "zero"] = field(
         "fail",
-        "A function that raised, crashed or timed out, a text that a reward model cannot score: end the run (of groups of "
-        "other processes, the second time), count as not applicable, or count as 0.",
+        "A function that raised, crashed or timed out, a score that is no finite number (of that completion alone), a text "
+        "that a reward model cannot score: end the run (of groups of other processes, the second time), count as not "
+        "applicable, or count as 0.",
     )
     worker_max_mib: int | None = field(
         2048,

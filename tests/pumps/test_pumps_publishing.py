@@ -91,6 +91,11 @@ def test_pass_looks_at_the_component_that_is_named(by: str, passed: float) -> No
     assert measured[f"{name}/scripted/right/mean"] == pytest.approx(2 / 3)
 
 
+def test_names_of_metrics_hold_no_path() -> None:
+    plan = Plan(max_steps=1, held_out=1, evaluate_every=1, rollout={"environment": "/home/me/games.py:Chess"})
+    assert all(name.startswith("eval/Chess/") for name in live(plan).evaluations[0])
+
+
 def test_pass_by_a_component_that_nobody_gives_ends_the_run() -> None:
     house = live(Plan(max_steps=1, held_out=1, evaluate_every=1, evaluate={"pass_by": "gone"}))
     assert "evaluate.pass_by is 'gone'; the held-out completions have: reward, scripted" in str(house.error)
