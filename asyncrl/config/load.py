@@ -12,6 +12,7 @@ import difflib
 import glob
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
 from .section import Section, at_home
 from .text import parse_file, parse_override, parse_override_text, yaml_problem
 
+# The beginning, the number of the shard, how many there are; what older versions of `datasets` write behind them.
+SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?\.parquet")
 # A path, or `file.py:name`. The hooks, and what is listed in `reward`, are handled with them.
 PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer", "rollout.environment")
 # Knobs that are lists of sections: what one item is, and what it must have.
@@ -83,7 +86,8 @@ def _in_one_spelling(overrides: Sequence[Override]) -> list[Override]:
 
 def parquet_shards(path: Path) -> list[Path]:
     """The files that `path` is the common beginning of: `data/train` for `data/train-00000-of-00002.parquet`, ..."""
-    return sorted(path.parent.glob(f"{glob.escape(path.name)}-*-of-*.parquet"))
+    files = sorted(path.parent.glob(f"{glob.escape(path.name)}-*-of-*.parquet"))
+    return [file for file in files if (shard := SHARD.fullmatch(file.name)) and shard[1] == path.name]
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:

@@ -27,7 +27,7 @@ from asyncrl.types import Int32Array, Prompt
 
 from .prompts_files import ListRows, Row, Rows, digest, open_rows
 from .prompts_sources import IndexedRows
-from .tokenizing import NOTES, PromptEncoder, check_prompt, read_prompt
+from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
 EMBEDDED_GROUPS = 1 << 40  # from here on: ids of groups that no prompt of the stream names
 REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
@@ -326,6 +326,7 @@ class PromptSource:
                 f"{self._place(index)} has no column {column!r}; found {', '.join(map(str, row)) or 'none'}; "
                 "set data.prompt_column to the column with the prompts"
             )
+        check_unicode(row, self._place(index))
         return row
 
     def _encode(self, index: int) -> tuple[Int32Array, int]:

@@ -7,6 +7,8 @@ written by `datasets.Dataset.save_to_disk` is read with pyarrow alone, so `datas
 from __future__ import annotations
 
 import csv
+import json
+import math
 import os
 import re
 import zlib
@@ -14,12 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import orjson
-
-from asyncrl.config.load import parquet_shards
+from asyncrl.config.load import SHARD, parquet_shards
 from asyncrl.errors import DataError
 
-from .tokenizing import without_nulls
+from .tokenizing import check_unicode, without_nulls
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -52,9 +52,11 @@ class ListRows:
 
 
 class TableRows:
-    """Rows of an Arrow table; `row` costs one slice of it."""
+    """Rows of an Arrow table; `row` costs one slice of it. What Python has no value for, such as a date beyond the year 9999, is
+    its text: `1000000000000 timestamp[s]`. Errors: `DataError` for two columns of one name."""
 
     def __init__(self, table: Any, source: str) -> None:
+        check_names(table.column_names, source)
         self.source = source
         self._table = table
 
@@ -62,8 +64,40 @@ class TableRows:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = self._table.slice(index, 1).to_pylist()[0]
-        return {name: without_nulls(value) for name, value in row.items()}
+        return arrow_row(self._table.slice(index, 1))
+
+
+def arrow_row(table: Any) -> dict[str, Any]:
+    """The only row of an Arrow table as Python's objects."""
+    try:
+        [row] = table.to_pylist()
+    except Exception:  # each type has its own errors, some of them other packages'
+        row = {name: _as_python(table.column(name)[0]) for name in table.column_names}
+    return {name: without_nulls(value) for name, value in row.items()}
+
+
+def _as_python(scalar: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return scalar.as_py()
+    except Exception:  # as above
+        if isinstance(scalar, pa.StructScalar):
+            return {name: _as_python(each) for name, each in scalar.items()}
+        if isinstance(scalar, pa.ListScalar):  # a map is a list of pairs
+            return [_as_python(each) for each in scalar.values]
+        if isinstance(scalar, (pa.StringScalar, pa.LargeStringScalar, pa.StringViewScalar)):
+            return scalar.as_buffer().to_pybytes()  # no UTF-8
+        value = scalar.value
+        return _as_python(value) if isinstance(value, pa.Scalar) else f"{value} {scalar.type}"
+
+
+def check_names(names: Sequence[str], source: str) -> None:
+    """Errors: `DataError` where two columns have one name."""
+    if twice := sorted({name for name in names if list(names).count(name) > 1}):
+        raise DataError(
+            f"{source} has several columns named {', '.join(map(repr, twice))}; give each a name of its own"
+        )
 
 
 def open_rows(path: str | os.PathLike[str]) -> Rows:
@@ -78,6 +112,7 @@ def open_rows(path: str | os.PathLike[str]) -> Rows:
             return _open_directory(place)
         if not place.exists():
             if shards := parquet_shards(place):
+                _check_shards(shards, str(place))
                 return _open_parquet(shards, str(place))
             raise DataError(
                 f"the prompt file {place} does not exist (looked from {Path.cwd()}); expected a {', '.join(ENDINGS)} "
@@ -110,6 +145,28 @@ def digest(rows: Rows, column: str) -> int:
     return check
 
 
+def _check_shards(files: Sequence[Path], source: str) -> None:
+    """Errors: `DataError` unless the shards among these files are each one of all of one sharding."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for file in files:
+        if shard := SHARD.fullmatch(file.name):
+            found.setdefault((shard[1], int(shard[3])), []).append(int(shard[2]))
+    beginnings = [beginning for beginning, _ in found]
+    for (beginning, count), numbers in found.items():
+        if beginnings.count(beginning) > 1 or len(set(numbers)) < len(numbers):
+            counts = ", ".join(f"-of-{each}" for name, each in found if name == beginning)
+            raise DataError(
+                f"{source} has the files of several shardings of {beginning!r} ({counts}; {len(files)} files); remove those of "
+                "all but one"
+            )
+        if missing := sorted({*range(count)} - {*numbers}):
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise DataError(
+                f"{source} lacks {len(missing)} of the {count} files {beginning}-NUMBER-of-{count}: {shown}; add them, or name the "
+                "files that are meant one by one in a function (data.train=file.py:function)"
+            )
+
+
 def _open_parquet(files: Sequence[Path], source: str) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -117,6 +174,7 @@ def _open_parquet(files: Sequence[Path], source: str) -> Rows:
     tables = []
     for file in files:
         try:
+            check_names(pq.read_schema(file).names, str(file))
             tables.append(pq.read_table(file))
         except pa.ArrowException as error:
             raise DataError(f"the prompt file {file} is not a readable parquet file: {error}") from error
@@ -133,6 +191,7 @@ def _open_csv(place: Path) -> Rows:
         lines = csv.reader(file, strict=True)
         try:
             names = next(lines, [])
+            check_names(names, f"the first line of {place}")
             for values in lines:
                 if len(values) != len(names) and values:
                     raise DataError(
@@ -147,12 +206,9 @@ def _open_csv(place: Path) -> Rows:
 
 
 def _open_json(place: Path) -> Rows:
-    data = place.read_bytes()
+    data = place.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if place.suffix.lower() == ".json" and data.lstrip()[:1] == b"[":
-        try:
-            values = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"the prompt file {place} is not valid JSON: {error}") from error
+        values = _read_json(data, f"the prompt file {place}")
         numbered = [(f"{place} row {number}", value) for number, value in enumerate(values, start=1)]
     else:
         numbered = list(_json_lines(data, place))
@@ -163,13 +219,41 @@ def _open_json(place: Path) -> Rows:
 
 
 def _json_lines(data: bytes, place: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{place} line {number}", orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"{place} line {number} is not valid JSON: {error}") from error
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            yield f"{place} line {number}", _read_json(line, f"{place} line {number}")
+
+
+def _read_json(data: bytes, where: str) -> Any:
+    """With integers of any size, which faster packages make floats of. Errors: `DataError`."""
+    try:
+        text = data.decode()
+        value = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON: {error}") from error
+    if "\\u" in text:
+        check_unicode(value, where)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(
+            f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in one object"
+        )
+    return found
+
+
+def _number(text: str) -> float:
+    """Errors: ValueError for NaN and infinity, and for a number beyond a float's."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number; write null where a value is missing")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_number, parse_constant=_number)
 
 
 def _open_directory(place: Path) -> Rows:
@@ -182,11 +266,11 @@ def _open_directory(place: Path) -> Rows:
     if not (place / "state.json").exists():
         return _open_parquet(_one_split(place), str(place))
     try:
-        state = orjson.loads((place / "state.json").read_bytes())
+        state = json.loads((place / "state.json").read_bytes())
         names = [entry["filename"] for entry in state["_data_files"]]
         tables = [pa.ipc.open_stream(pa.memory_map(str(place / name))).read_all() for name in names]
         return TableRows(pa.concat_tables(tables), str(place))
-    except (orjson.JSONDecodeError, KeyError, TypeError, pa.ArrowException) as error:
+    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise DataError(
             f"{place} is not a readable datasets directory: {type(error).__name__}: {error}; write it anew with "
             "datasets.save_to_disk, or save it as parquet"
@@ -207,4 +291,5 @@ def _one_split(place: Path) -> list[Path]:
             f"{place} holds parquet files of several splits ({', '.join(file.name for file in files[:8])}); name one "
             f"file, or what the names of its files begin with, like {place / 'train'} for train-00000-of-00002.parquet"
         )
+    _check_shards(files, str(place))
     return files

@@ -27,7 +27,7 @@ from asyncrl.config.hub import hub_silence
 from asyncrl.config.imports import installed, load_object, raised, user_code
 from asyncrl.errors import DataError
 
-from .prompts_files import ENDINGS, ListRows, Row, Rows, TableRows, is_local, open_rows
+from .prompts_files import ENDINGS, ListRows, Row, Rows, TableRows, arrow_row, check_names, is_local, open_rows
 from .tokenizing import without_nulls
 
 T = TypeVar("T")
@@ -54,7 +54,13 @@ class IndexedRows:
         return _run(lambda: len(self._data), f"the length of {self.source}")
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = _run(lambda: self._data[index], f"row {index + 1} of {self.source}")
+        try:
+            row: Row = _run(lambda: self._data[index], f"row {index + 1} of {self.source}")
+        except DataError:
+            if not self.is_stored or self._data.format["type"] is not None:
+                raise
+            # A column that `datasets` cannot decode here, or whose value Python's types cannot hold.
+            row = arrow_row(self._data.with_format("arrow")[index])
         _check_row(row, index, self.source)
         if self.is_stored:
             row = {name: without_nulls(value) for name, value in row.items()}
@@ -100,7 +106,7 @@ def as_rows(found: Any, source: str) -> Rows:
         names = ", ".join(map(str, list(found)[:8]))
         raise DataError(f"{source} gave {type(found).__name__} with {names}; expected rows: return one of its splits")
     if (table := _as_table(found, source)) is not None:
-        return TableRows(table, source)
+        return TableRows(table, source) if hasattr(table, "column_names") else _listed(table, source)
     if not isinstance(found, (str, bytes)):
         if isinstance(found, Sequence):
             return _listed(_run(lambda: list(found), source), source)
@@ -142,18 +148,21 @@ def _check_row(row: Any, index: int, source: str) -> None:
 
 
 def _as_table(found: Any, source: str) -> Any:
-    """An Arrow table of a data frame, without its index; None where it is none."""
+    """An Arrow table of a data frame, without its index; its rows where Arrow has no type for a column; None of anything else."""
     is_pandas = type(found).__module__.partition(".")[0] == "pandas" and hasattr(found, "columns")
     if not is_pandas and not hasattr(found, "__arrow_c_stream__"):
         return None
     import pyarrow as pa
 
     try:
+        if is_pandas:
+            check_names([str(name) for name in found.columns], source)
         return pa.Table.from_pandas(found, preserve_index=False) if is_pandas else pa.table(found)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
+        if is_pandas:
+            return found.astype(object).where(found.notna(), None).to_dict("records")
         raise DataError(
-            f"{source} gave {type(found).__name__} with values that are not of one type per column: {error}; "
-            "return a list of rows instead, like frame.to_dict('records')"
+            f"{source} gave {type(found).__name__} with a column that Arrow has no type for: {error}; return a list of rows instead"
         ) from error
 
 

@@ -332,7 +332,22 @@ def encode_prompt(
     prompt: Any, config: DataConfig, tokenizer: Any, columns: Mapping[str, Any] | None = None
 ) -> Int32Array:
     """One prompt alone: see `PromptEncoder.encode`."""
+    check_unicode([prompt, columns], "the prompt or one of its columns")
     return PromptEncoder(tokenizer, config).encode(prompt, columns)
+
+
+def check_unicode(value: Any, where: str) -> None:
+    """Errors: `DataError` for a text with half of a surrogate pair, at any depth: JSON can write one, UTF-8 cannot."""
+    if isinstance(value, str):
+        if not value.isascii() and (half := re.search("[\ud800-\udfff]", value)):
+            raise DataError(f"{where} holds {half[0]!a}, half of a surrogate pair, which is no text; mend or remove it")
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            check_unicode(key, where)
+            check_unicode(each, where)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            check_unicode(each, where)
 
 
 def check_prompt(prompt: Any) -> None:

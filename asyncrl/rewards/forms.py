@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
-# Arguments that are not columns: no column of the data replaces one of them.
+# Arguments that are not columns: a column of the data that a function would take by one of these names is refused.
 _OURS = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
 
 
@@ -78,6 +78,14 @@ def is_async(call: Callable[..., Any]) -> bool:
     if isinstance(call, _InOtherForm):
         return call.asynchronous
     return any(inspect.iscoroutinefunction(each) for each in (call, getattr(call, "__call__", None)))  # noqa: B004  not whether it can be called
+
+
+def check_reserved(names: Collection[str], accepts: Collection[str] | None) -> None:
+    """Errors: `UsageError` where a function that takes these arguments (None: all) would get one of ours and not the column."""
+    if taken := [name for name in _OURS if name in names and (accepts is None or name in accepts)]:
+        raise UsageError(
+            f"the data has the columns {', '.join(taken)}, but the run itself gives rewards an argument of that name; rename them"
+        )
 
 
 def text_of(completion: Any) -> str:

@@ -31,7 +31,7 @@ import orjson
 from asyncrl.config import imports
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import forms
-from asyncrl.rewards.forms import UsageError, as_trl, brief, columns_check, is_async
+from asyncrl.rewards.forms import UsageError, as_trl, brief, check_reserved, columns_check, is_async
 from asyncrl.rewards.wire import Header, Kind, send_blocking, take_frame
 from asyncrl.telemetry.output import lossy_output
 
@@ -151,6 +151,7 @@ def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[st
         function = Function(call, str(getattr(found, "__name__", type(found).__name__)))
         for there in columns:
             try:
+                check_reserved(there, function.accepts)
                 function.check(there)
             except UsageError as error:
                 raise UsageError(f"{function.name}: {error}") from None

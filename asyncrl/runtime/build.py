@@ -40,7 +40,7 @@ from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.training.dry_run import DryRunTrainer
 
 from .dry import ByteTokenizer, OwnWeights
-from .inputs import check_components, import_code, known_columns
+from .inputs import check_components, columns_of, import_code, known_columns
 from .parts import Parts, Site
 from .rates import Rates
 
@@ -200,7 +200,10 @@ class Builder:
 
     def _functions(self, overrides: Overrides) -> RewardPool:
         pool = RewardPool.from_config(self.config.reward, self.recorder, overrides.rewards)
-        pool.columns = known_columns(self.config) if overrides.hooks is None else ()
+        if overrides.hooks is None and self.config.hooks is None:
+            rows = self.site.rows
+            given = [] if rows is None else [columns_of(rows, self.config)]
+            pool.columns = known_columns(self.config) + given
         return pool
 
     def _reward(self, functions: RewardPool, parts: Parts) -> RewardPool | ModelRewards:

@@ -163,8 +163,14 @@ def _check_rows(config: Config, setting: str, source: str) -> None:
         prompts.check_forms(_FORM_ROWS if cheap else 1)
     except AsyncrlError as error:
         raise type(error)(f"{setting}: {error}") from error
-    names = {name: None for index in range(min(len(rows), _COLUMN_ROWS if cheap else 1)) for name in rows[index]}
-    _read[source], _columns[source] = rows, [str(name) for name in names if name != config.data.prompt_column]
+    _read[source], _columns[source] = rows, columns_of(rows, config)
+
+
+def columns_of(rows: Rows, config: Config) -> list[str]:
+    """Names that some of the first rows have, apart from the prompt's."""
+    count = min(len(rows), 1 if isinstance(rows, IndexedRows) else _COLUMN_ROWS)
+    names = {str(name): None for index in range(count) for name in rows[index]}
+    return [name for name in names if name != config.data.prompt_column]
 
 
 def _check_file(setting: str, address: str) -> None:

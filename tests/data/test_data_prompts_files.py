@@ -1,5 +1,6 @@
 """Reading rows from JSONL, parquet and saved `datasets` directories; rendering through a real chat template."""
 
+import json
 import os
 import subprocess
 import sys
@@ -122,6 +123,16 @@ def test_several_splits_are_named(tmp_path: Path) -> None:
         ("x.jsonl", b'{"prompt": "a"}\n[1]\n', "line 2 holds list"),
         ("x.json", b'[{"prompt": "a"}, 3]', "row 2 holds int"),
         ("x.json", b"[", "not valid JSON"),
+        ("x.jsonl", b'{"prompt": "a", "x": NaN}', "line 1 is not valid JSON: NaN is no finite number; write null"),
+        ("x.jsonl", b'{"prompt": "a", "x": 1e400}', "1e400 is no finite number"),
+        ("x.jsonl", b'{"prompt": "a", "i": {"x": 1, "x": 2}}', "the key 'x' stands twice in one object"),
+        (
+            "x.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "a", "x": ["\\ud800"]}',
+            "line 2 holds '\\ud800', half of a surrogate pair",
+        ),
+        ("x.jsonl", b'{"prompt": "a", "x": ' + 5000 * b"1" + b"}", "line 1 is not valid JSON: Exceeds the limit"),
+        ("x.csv", b"prompt,a,b,a\n1,2,3,4\n", "has several columns named 'a'"),
         ("x.parquet", b"no parquet", "not a readable parquet"),
         ("x.txt", b"prompt\na\n", "has the ending '.txt'; expected one of .jsonl, .json, .ndjson, .csv, .parquet"),
         ("x.csv", b"prompt,answer\n1,2,3\n", "line 2 has 3 values; the first line names 2 columns (prompt, answer)"),
@@ -140,6 +151,42 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes, messa
     with pytest.raises(DataError) as caught:
         open_rows(place)
     assert message in str(caught.value) and str(place) in str(caught.value)
+
+
+def test_integers_of_any_size_byte_order_marks_and_pairs_of_surrogates(tmp_path: Path) -> None:
+    wide = {"prompt": "\U0001f600", "n": 2**64, "m": [-(2**200)], "s": "18446744073709551617"}
+    for name, text in (("a.jsonl", "\r\n \n%s\r\n\r\n"), ("a.json", "[\n%s\n]")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (text % json.dumps(wide)).encode())
+        rows = open_rows(tmp_path / name)
+        assert [dict(rows[i]) for i in range(len(rows))] == [wide]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["train-00000-of-00002", "train-00001-of-00002"], None),
+        (["train-00000-of-00001-0a1b2c"], None),
+        (["train-00000-of-00003", "train-00002-of-00003"], r"train lacks 1 of the 3 files train-NUMBER-of-3: 1;"),
+        (["train-00001-of-00001"], r"lacks 1 of the 1 files train-NUMBER-of-1: 0;"),
+        (
+            ["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"],
+            r"several shardings of 'train' \(-of-1, -of-2;",
+        ),
+        (["train-00000-of-00001-0a", "train-00000-of-00001-0b"], r"several shardings of 'train'"),
+    ],
+)
+def test_the_shards_of_a_name_are_all_of_one_sharding(tmp_path: Path, names: list[str], message: str | None) -> None:
+    for number, name in enumerate(names):
+        pq.write_table(pa.Table.from_pylist([ROWS[number]]), tmp_path / f"{name}.parquet")
+    for place in (tmp_path / "train", tmp_path):
+        if message is None:
+            assert len(open_rows(place)) == len(names)
+        else:
+            with pytest.raises(DataError, match=message.removeprefix("train ")):
+                open_rows(place)
+    if message is None:
+        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train-hard-00000-of-00001.parquet")
+        assert len(open_rows(tmp_path / "train")) == len(names)
 
 
 def test_a_missing_file_says_what_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_sources import ITERATED_ROWS, load_rows
+from asyncrl.data.tokenizing import encode_prompt
 from asyncrl.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(7)]
@@ -104,8 +106,50 @@ def test_a_frame_loses_its_index_and_gives_missing_values_as_none() -> None:
     rows = load_rows(pandas.DataFrame({"prompt": ["a", "b"], "x": [1.5, None], "m": [[{"role": "user"}], None]}))
     assert dict(rows[0]) == {"prompt": "a", "x": 1.5, "m": [{"role": "user"}]}
     assert dict(rows[1]) == {"prompt": "b", "x": None, "m": None}
-    with pytest.raises(DataError, match=r"DataFrame with values that are not of one type per column.*to_dict"):
-        load_rows(pandas.DataFrame({"prompt": ["a", 3]}))
+    # Arrow has no type for these columns.
+    rows = load_rows(
+        pandas.DataFrame({"prompt": ["a", "b"], "x": [2**64, None], "y": [1, "z"], "m": [[1], None]}, dtype=object)
+    )
+    assert [dict(rows[i]) for i in (0, 1)] == [
+        {"prompt": "a", "x": 2**64, "y": 1, "m": [1]},
+        {"prompt": "b", "x": None, "y": "z", "m": None},
+    ]
+    with pytest.raises(DataError, match=r"several columns named 'x'"):
+        load_rows(pandas.DataFrame([["a", 1, 2]], columns=["prompt", "x", "x"]))
+
+
+FAR = 10**12  # seconds: the year 33658, which no datetime of Python has
+
+
+def test_columns_that_python_has_no_value_for_never_stop_a_run(tmp_path: Path) -> None:
+    second, text = pa.timestamp("s"), f"{FAR} timestamp[s]"
+    columns = {
+        "far": (pa.array([FAR], second), text),
+        "zone": (pa.array([0], pa.timestamp("us", tz="No/Where")), "0 timestamp[us, tz=No/Where]"),
+        "long": (pa.array([2**62], pa.duration("s")), f"{2**62} duration[s]"),
+        "day": (pa.array([2**30], pa.date32()), f"{2**30} date32[day]"),
+        "deep": (pa.array([[{"a": FAR}, None]], pa.list_(pa.struct([("a", second)]))), [{"a": text}, None]),
+        "coded": (pa.array([FAR], second).dictionary_encode(), text),
+        "bytes": (pa.array([b"\xff"]).view(pa.string()), b"\xff"),
+        "usual": (pa.array([0], second), datetime.datetime(1970, 1, 1)),
+    }
+    table = pa.table({"prompt": ["p"], **{name: array for name, (array, _) in columns.items()}})
+    expected = {"prompt": "p", **{name: value for name, (_, value) in columns.items()}}
+    assert dict(load_rows(table)[0]) == expected
+    datasets = pytest.importorskip("datasets")
+    stored = datasets.Dataset(table.select(["prompt", "far", "usual"]))
+    assert dict(load_rows(stored)[0]) == {name: expected[name] for name in ("prompt", "far", "usual")}
+    with pytest.raises(DataError, match="several columns named 'a'"):
+        load_rows(pa.Table.from_arrays([pa.array(["p"]), pa.array([1]), pa.array([2])], names=["prompt", "a", "a"]))
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a\ud800"}, {"prompt": "a", "x": [{"\udfff": 1}]}])
+def test_half_of_a_surrogate_pair_is_named_with_its_row(row: dict[str, Any]) -> None:
+    source = PromptSource(load_rows([{"prompt": "whole"}, row]), None)
+    with pytest.raises(DataError, match=r"row 2 holds .*half of a surrogate pair"):
+        source.check_forms(9)
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        encode_prompt(row["prompt"], DataConfig(), None, row)
 
 
 def test_a_reasoning_gym_data_set() -> None:

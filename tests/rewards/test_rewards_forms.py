@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import cloudpickle
 import pytest
 from rewards_helpers import prompt, trajectories
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.calls import RewardSpec
+from asyncrl.rewards.forms import UsageError
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.worker import load_functions
 
 PROGRAM = '''
 import asyncio, dataclasses
@@ -159,3 +162,17 @@ async def test_what_is_neither_is_refused_at_the_start(file: str, name: str, mes
         await scored(f"{file}:{name}", "7")
     line = 1 + PROGRAM.splitlines().index('    return {}["gone"]')
     assert message.format(file=file, line=line) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+)
+def test_a_column_named_like_an_argument_is_refused_where_the_function_takes_it(name: str) -> None:
+    takes_all, takes_one = (
+        cloudpickle.dumps(each) for each in (lambda completions, **columns: 0, lambda completions: 0)
+    )
+    with pytest.raises(UsageError, match=f"the data has the columns {name}, but the run itself gives"):
+        load_functions([takes_all], [["answer", name]])
+    assert len(load_functions([takes_all], [["answer"]])) == 1
+    if name != "completions":
+        assert len(load_functions([takes_one], [["answer", name]])) == 1
