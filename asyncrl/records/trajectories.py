@@ -48,25 +48,26 @@ def trajectories_of(record: Record, *, copy: bool = True, group: int | None = No
         return [column[piece].copy() if copy else column[piece] for piece in pieces]
 
     log_parts = parts(logprobs)
-    # In the order of the fields of `Trajectory`.
-    values = zip(
-        record.members.tolist(),
-        arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else [0] * n,
-        parts(tokens),
-        parts(masks),
-        log_parts,
-        log_parts if sampled is logprobs else parts(sampled),
-        parts(versions),
-        arrays[_TEMPERATURES].tolist() if _TEMPERATURES in arrays else [1.0] * n,
-        _reasons(arrays[_FINISH_REASONS]) if _FINISH_REASONS in arrays else [FinishReason.STOP] * n,
-        _texts(record, _MESSAGES, str, list) if _MESSAGES in strings else [""] * n,
-        _rewards(arrays[_REWARDS]) if _REWARDS in arrays else [None] * n,
-        _components(record) if _COMPONENTS in arrays else [{} for _ in range(n)],
-        _texts(record, _METADATA, dict) if _METADATA in strings else [{} for _ in range(n)],
-        _routes(record, copy) if _ROUTED_EXPERTS in arrays else [None] * n,
-        strict=True,
-    )
-    return [Trajectory(group, member, record.group_size, *rest) for member, *rest in values]
+    columns: dict[str, list[Any]] = {
+        "member": record.members.tolist(),
+        "prompt_length": arrays[_PROMPT_LENGTHS].tolist() if _PROMPT_LENGTHS in arrays else [0] * n,
+        "tokens": parts(tokens),
+        "mask": parts(masks),
+        "logprobs": log_parts,
+        "sampled_logprobs": log_parts if sampled is logprobs else parts(sampled),
+        "versions": parts(versions),
+        "temperature": arrays[_TEMPERATURES].tolist() if _TEMPERATURES in arrays else [1.0] * n,
+        "finish_reason": _reasons(arrays[_FINISH_REASONS]) if _FINISH_REASONS in arrays else [FinishReason.STOP] * n,
+        "completion": _texts(record, _MESSAGES, str, list) if _MESSAGES in strings else [""] * n,
+        "reward": _rewards(arrays[_REWARDS]) if _REWARDS in arrays else [None] * n,
+        "components": _components(record) if _COMPONENTS in arrays else [{} for _ in range(n)],
+        "metadata": _texts(record, _METADATA, dict) if _METADATA in strings else [{} for _ in range(n)],
+        "routed_experts": _routes(record, copy) if _ROUTED_EXPERTS in arrays else [None] * n,
+    }
+    return [
+        Trajectory(group_id=group, group_size=record.group_size, **dict(zip(columns, row, strict=True)))
+        for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def whole_group(trajectories: Sequence[Trajectory]) -> bool:
