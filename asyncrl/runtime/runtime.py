@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.concurrency.watchdog import Standing, Watchdog
@@ -191,7 +192,11 @@ class Runtime:
         ports = self._open("generate").ports
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.prompt(prepared)
-        return await play(episodes(ports), prepared, n, sampled_as(sampling, ports.engine))
+        played = await play(episodes(ports), prepared, n, sampled_as(sampling, ports.engine))
+        if sampling is None:
+            return played
+        # An environment stamps the run's temperature, and a trainer divides the logits by what is stamped.
+        return [replace(trajectory, temperature=sampling.temperature) for trajectory in played]
 
     async def submit(
         self,

@@ -27,7 +27,7 @@ from asyncrl.config.schema import Config
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import AsyncrlError, DataError, GenerationError, LifecycleError, StallError
 from asyncrl.runtime.dry import ByteTokenizer
-from asyncrl.types import Trajectory
+from asyncrl.types import SamplingParams, Trajectory
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -69,6 +69,18 @@ def test_generate_submit_steps_finish(tmp_path: Path, loop: str) -> None:
         versions, summary = runner.run(program())
     assert versions == [1, 2, 3]  # the last one smaller
     assert (summary.version, summary.books.trained) == (3, 5)
+
+
+async def test_a_group_is_trained_at_the_temperature_that_it_was_sampled_at(tmp_path: Path) -> None:
+    """Not at the run's: the sampler's log-probs and the trainer's are those of one distribution."""
+    async with Runtime(embedded(tmp_path, REAL, "rollout.groups_per_step=1"), write=False) as runtime:
+        steps = runtime.steps()
+        group = await runtime.generate("a3=", n=4, sampling=SamplingParams(temperature=0.25, max_tokens=8))
+        await runtime.submit(group, [0.0, 1.0, 2.0, 3.0])
+        await runtime.finish()
+        [report] = [report async for report in steps]
+    assert {t.temperature for t in group} == {0.25}
+    assert report.metrics["mismatch/current_max"] < 1e-4
 
 
 async def test_prompts_are_strings_messages_or_token_ids(tmp_path: Path) -> None:

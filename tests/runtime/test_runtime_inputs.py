@@ -180,7 +180,10 @@ def score_answer(answer, entry):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("correct", "correct: it needs 'solution', but the row has only: answer, completion_ids, completions, prompts"),
+        (
+            "correct",
+            "correct: it needs 'solution', but the row has only: answer, completion_ids, completions, generation_prompt, log_",
+        ),
         ("compute_score", "compute_score: it has verl's signature and needs the columns data_source, ground_truth"),
         ("score_answer", "score_answer: it scores entries of a reasoning-gym data set (question, answer, metadata)"),
     ],
