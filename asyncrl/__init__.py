@@ -9,40 +9,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.config.load import load_config as load_config
-    from asyncrl.config.schema import Config as Config
-    from asyncrl.data.texts import CompletionText as CompletionText
-    from asyncrl.data.tokenizing import encode_text as encode_text
-    from asyncrl.pumps.hooks import Hooks as Hooks
-    from asyncrl.runtime.notebook import NotebookRuntime as NotebookRuntime
-    from asyncrl.runtime.runtime import Runtime as Runtime
-    from asyncrl.types import SamplingParams as SamplingParams
-    from asyncrl.types import Trajectory as Trajectory
+    from asyncrl.algorithms.base import LossInputs
+    from asyncrl.algorithms.estimator import as_rewards, of_group, of_step
+    from asyncrl.algorithms.losses.loss import LossMethod, Surrogate
+    from asyncrl.algorithms.method import setting
+    from asyncrl.algorithms.ratios import token_ratio
+    from asyncrl.config.load import load_config
+    from asyncrl.config.schema import Config
+    from asyncrl.data.texts import CompletionText
+    from asyncrl.data.tokenizing import encode_text
+    from asyncrl.ports import Environment
+    from asyncrl.pumps.hooks import Hooks
+    from asyncrl.runtime.notebook import NotebookRuntime
+    from asyncrl.runtime.runtime import Runtime
+    from asyncrl.types import Generation, GenerationRequest, Group, Normaliser, Prompt, SamplingParams, Trajectory
 
 __version__ = "0.1.0"
 
-_PLACES = {
-    "Runtime": "asyncrl.runtime.runtime",
-    "NotebookRuntime": "asyncrl.runtime.notebook",
-    "load_config": "asyncrl.config.load",
-    "Config": "asyncrl.config.schema",
-    "Hooks": "asyncrl.pumps.hooks",
-    "CompletionText": "asyncrl.data.texts",
-    "encode_text": "asyncrl.data.tokenizing",
-    "SamplingParams": "asyncrl.types",
-    "Trajectory": "asyncrl.types",
+_NAMES = {
+    "asyncrl.algorithms.base": "LossInputs",
+    "asyncrl.algorithms.estimator": "as_rewards of_group of_step",
+    "asyncrl.algorithms.losses.loss": "LossMethod Surrogate",
+    "asyncrl.algorithms.method": "setting",
+    "asyncrl.algorithms.ratios": "token_ratio",
+    "asyncrl.config.load": "load_config",
+    "asyncrl.config.schema": "Config",
+    "asyncrl.data.texts": "CompletionText",
+    "asyncrl.data.tokenizing": "encode_text",
+    "asyncrl.ports": "Environment",
+    "asyncrl.pumps.hooks": "Hooks",
+    "asyncrl.runtime.notebook": "NotebookRuntime",
+    "asyncrl.runtime.runtime": "Runtime",
+    "asyncrl.types": "Generation GenerationRequest Group Normaliser Prompt SamplingParams Trajectory",
 }
+_PLACES = {name: place for place, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "CompletionText",
-    "Config",
-    "Hooks",
-    "NotebookRuntime",
-    "Runtime",
-    "SamplingParams",
-    "Trajectory",
-    "encode_text",
-    "load_config",
-]
+    "CompletionText", "Config", "Environment", "Generation", "GenerationRequest", "Group", "Hooks", "LossInputs",
+    "LossMethod", "Normaliser", "NotebookRuntime", "Prompt", "Runtime", "SamplingParams", "Surrogate", "Trajectory",
+    "as_rewards", "encode_text", "load_config", "of_group", "of_step", "setting", "token_ratio",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

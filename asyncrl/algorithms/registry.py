@@ -29,8 +29,20 @@ if TYPE_CHECKING:
 
 LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
 ADVANTAGES: dict[str, Estimator] = {each.name: each for each in advantages.ALL}
+# Of the user's: ("loss" or "advantage", its address in a configuration) -> the class or estimator (`config/methods.py`)
+OWN: dict[tuple[str, str], Any] = {}
 CENTRES = ("recompute", "sampler")  # old_logprobs
 _CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # of the section itself: they belong to no method
+
+
+def loss_named(name: str) -> type[LossMethod]:
+    """One of ours, or of the user's that was loaded. Errors: ConfigError for an unknown name."""
+    return OWN.get(("loss", name)) or LOSSES[_known(name, LOSSES, "loss")]
+
+
+def advantage_named(name: str) -> Estimator:
+    """The same for an estimator."""
+    return OWN.get(("advantage", name)) or ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")]
 
 
 def methods() -> Iterator[type[Method]]:
@@ -69,7 +81,7 @@ def make_terms(**numbers: Any) -> Terms:
 
 def make_loss(name: str, **numbers: Any) -> LossMethod:
     """The named loss with its own settings. Errors: ConfigError for an unknown name or a value out of bounds."""
-    made: LossMethod = LOSSES[_known(name, LOSSES, "loss")].made(numbers)
+    made: LossMethod = loss_named(name).made(numbers)
     return made
 
 
@@ -119,7 +131,7 @@ def build_reward_penalty(**numbers: Any) -> RewardPenalty | None:
 
 def build_advantage(name: str, **numbers: Any) -> Estimator:
     """The named advantage estimator. Errors: ConfigError for an unknown name or a number outside its range."""
-    return ADVANTAGES[_known(name, ADVANTAGES, "advantage estimator")].bound(numbers)
+    return advantage_named(name).bound(numbers)
 
 
 def _evaluate(
@@ -148,7 +160,8 @@ def _evaluate(
 
 
 def _no_others(numbers: Iterable[str]) -> None:
-    known = {*settings(), *_CENTRE_NAMES}
+    own = [found.settings if isinstance(found, Estimator) else found for found in OWN.values()]
+    known = {*settings(), *_CENTRE_NAMES, *(each.flat for method in own if method for each in method.settings())}
     for name in numbers:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

@@ -16,19 +16,23 @@ from asyncrl.algorithms.losses.loss import LossMethod
 from asyncrl.algorithms.method import Conflict, Method
 from asyncrl.config.describe import refusal, short
 from asyncrl.config.fields import Knob, knobs, nearest_name
-from asyncrl.config.methods import SETTINGS
+from asyncrl.config.imports import load_object
+from asyncrl.config.methods import SETTINGS, load_method
 from asyncrl.config.old_names import SPELLINGS, full_name
 from asyncrl.config.other_names import ABSENT, other_name
+from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
 
 USAGE = (
-    "asyncrl explain NAME: a loss, an advantage, an importance mode, a KL estimator, or a setting (`asyncrl run --help`), which "
-    "may also have the name that TRL or verl give it"
+    "asyncrl explain NAME: a loss or an advantage (ours, or `file.py:name` of yours), an importance mode, a KL estimator, or a "
+    "setting (`asyncrl run --help`), which may also have the name that TRL or verl give it"
 )
 
 
 def explain(name: str) -> str:
     """Everything that goes by this name, as text. Empty: nothing does."""
+    if ":" in name:  # of the user's
+        load_method("loss" if isinstance(load_object(name), type) else "advantage", name)
     parts = [*_losses(name), *_advantages(name), *_modes(name), *_settings(name)]
     return "\n\n".join(parts)
 
@@ -45,7 +49,11 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0 if arguments else 2
     for name in arguments:
-        text = explain(name)
+        try:
+            text = explain(name)
+        except ConfigError as error:
+            print(f"asyncrl explain: {error}", file=sys.stderr)
+            return error.exit_code
         if not text and (ours := other_name(name)) is not None:
             text = f"{name}, as other code bases call it, is {ours} here.\n\n{explain(ours)}"
         if not text and (instead := ABSENT.get(name.rpartition(".")[2])) is not None:
@@ -59,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _losses(name: str) -> Iterator[str]:
-    loss = registry.LOSSES.get(name)
+    loss = registry.OWN.get(("loss", name)) or registry.LOSSES.get(name)
     if loss is None:
         return
     streams = "no" if loss.normaliser is Normaliser.MICROBATCHES else "yes"
@@ -97,7 +105,7 @@ def _refuses(name: str, conflicts: Sequence[Conflict]) -> Iterator[str]:
 
 
 def _advantages(name: str) -> Iterator[str]:
-    estimator = registry.ADVANTAGES.get(name)
+    estimator = registry.OWN.get(("advantage", name)) or registry.ADVANTAGES.get(name)
     if estimator is None:
         return
     streams = "no, its statistics span the step" if estimator.needs_whole_step else "yes"

@@ -17,7 +17,7 @@ from asyncrl.algorithms.terms import Terms
 from asyncrl.types import Normaliser
 
 from .fields import get
-from .methods import SETTINGS, numbers
+from .methods import numbers, settings_of
 from .schema import AlgorithmConfig, Config
 
 _BOUNDS = ("cap", "floor", "veto")  # of the importance correction
@@ -80,7 +80,7 @@ def _around(config: Config, streaming: bool) -> Around:
     by_tokens = (name for name, loss in registry.LOSSES.items() if loss.normaliser is Normaliser.TOKENS)
     return Around(
         loss=chosen_loss(config.algorithm),
-        advantage=registry.ADVANTAGES[config.algorithm.advantage],
+        advantage=registry.advantage_named(config.algorithm.advantage),
         at=lambda name: get(config, name),
         streaming=streaming,
         by_tokens=tuple(by_tokens),
@@ -95,12 +95,13 @@ def _unread_settings(algorithm: AlgorithmConfig, loss: LossMethod, terms: Terms)
     """With a value of one's own, they would do nothing."""
     readers = registry.readers()
     estimators = {each.settings: name for name, each in registry.ADVANTAGES.items() if each.settings is not None}
-    for dotted, each in SETTINGS.items():
+    read = {each.dotted for each in loss.settings()}
+    for dotted, each in settings_of(algorithm).items():
         value = getattr(getattr(algorithm, each.section), each.name)
         if value == each.default:
             continue
         losses = readers.get(each.flat, ())
-        if losses and algorithm.loss not in losses and not _is_derived(algorithm, losses[0], each, value):
+        if losses and dotted not in read and not _is_derived(algorithm, losses[0], each, value):
             way_out = loss.instead.get(dotted) or f"leave it out, or use loss={' or '.join(losses)}"
             yield f"{dotted} is {_said(value)} but loss is {algorithm.loss}, which does not read it; {way_out}"
         for settings, name in estimators.items():
@@ -134,10 +135,10 @@ def _unread_term(algorithm: AlgorithmConfig, term: Method) -> Iterator[str]:
 def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]:
     if not algorithm.force_on_policy:
         return
-    if loss.bounds_ratio:
+    if loss.on_policy_is:
         yield (
             f"algorithm.force_on_policy is true but loss is {algorithm.loss}, which bounds a ratio that is then always 1: use "
-            "loss=reinforce, which is what is left of it, or leave force_on_policy out"
+            f"loss={loss.on_policy_is}, which is what is left of it, or leave force_on_policy out"
         )
     elif loss.section == "clip":
         for each in loss.settings():

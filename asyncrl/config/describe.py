@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from asyncrl.algorithms.method import Setting
 from asyncrl.errors import ConfigError
 
 from .check_unread import SWITCHED
-from .fields import get, item_of, knobs
-from .methods import SETTINGS, about, unread
+from .fields import Knob, get, item_of, knobs
+from .methods import SETTINGS, about, settings_of, unread
 from .resolve import PRESETS
 from .schema import Config
 from .text import dump
@@ -204,14 +205,14 @@ def to_yaml(config: Config) -> str:
 
 def diff(old: Config, new: Config) -> list[Change]:
     """Every knob that differs, in the order of the schema, without secrets."""
-    known = [knob.name for knob in knobs().values() if not knob.secret]
-    return [Change(name, a, b) for name in known if (a := get(old, name)) != (b := get(new, name))]
+    known = {**knobs(type(old)), **knobs(type(new))}.values()  # only one may have the settings of a loss of the user's
+    return [Change(k.name, a, b) for k in known if not k.secret and (a := _value(old, k)) != (b := _value(new, k))]
 
 
-def refusal(name: str) -> str | None:
+def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None:
     """Why this knob may not change on resume; None where it may. A knob in neither table is refused."""
-    if name in SETTINGS:
-        return _CURVE if SETTINGS[name].fixed else None
+    if name in settings:
+        return _CURVE if settings[name].fixed else None
     if any(fnmatchcase(name, pattern) for pattern in FREE_ON_RESUME):
         return None
     return REFUSED_ON_RESUME.get(name, "nobody has said that it may change")
@@ -224,13 +225,18 @@ def check_resume(old: Config, new: Config) -> list[str]:
     Errors: `ConfigError` that lists every change that would make the saved state wrong, with the reason.
     """
     changes = diff(old, new)
-    refused = [f"  {change} ({reason})" for change in changes if (reason := refusal(change.name)) is not None]
+    known = settings_of(new.algorithm)
+    refused = [f"  {change} ({reason})" for change in changes if (reason := refusal(change.name, known)) is not None]
     if refused:
         raise ConfigError(
             "this run cannot be resumed with a configuration that differs in:\n" + "\n".join(refused) + "\n"
             "put these back, or start a run under another run.name"
         )
     return [str(change) for change in changes if change.name != "resume"]
+
+
+def _value(config: Config, knob: Knob) -> Any:
+    return get(config, knob.name) if knob.name in knobs(type(config)) else None
 
 
 def _plain(value: Any) -> Any:

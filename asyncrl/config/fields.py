@@ -72,18 +72,18 @@ class Knob:
 
 
 @cache
-def knobs() -> Mapping[str, Knob]:
-    """Every leaf of `Config` by its dotted name, in the order of the schema."""
-    return {knob.name: knob for knob in _walk(Config, "")}
+def knobs(schema: type[Config] = Config) -> Mapping[str, Knob]:
+    """Every leaf of the configuration by its dotted name, in the order of the schema."""
+    return {knob.name: knob for knob in _walk(schema, "")}
 
 
 @cache
-def sections() -> Mapping[str, type[BaseModel]]:
+def sections(schema: type[Config] = Config) -> Mapping[str, type[BaseModel]]:
     """Every section by its dotted name (`train`, `model.lora`, ...)."""
-    return dict(_walk_sections(Config, ""))
+    return dict(_walk_sections(schema, ""))
 
 
-def nearest_name(name: str) -> str | None:
+def nearest_name(name: str, schema: type[Config] = Config) -> str | None:
     """The existing dotted name that was most likely meant by `name`, or None where nothing is similar.
 
     What other code bases call a knob is looked up (`other_names`). Else the one with most words in common, whole words or
@@ -98,12 +98,12 @@ def nearest_name(name: str) -> str | None:
 
     def score(candidate: str) -> tuple[float, float]:
         tail = candidate.rpartition(".")[2]
-        words = _common_words(name, candidate) if full_name(candidate) in knobs() else 0.0
+        words = _common_words(name, candidate) if full_name(candidate) in knobs(schema) else 0.0
         whole = difflib.SequenceMatcher(None, name, candidate).ratio()
         letters = max(whole, 0.95 * difflib.SequenceMatcher(None, last, tail).ratio())
         return words if words >= _COMMON else 0.0, letters
 
-    best = max([*knobs(), *SPELLINGS, *sections()], key=score)
+    best = max([*knobs(schema), *SPELLINGS, *sections(schema)], key=score)
     words, letters = score(best)
     return full_name(best) if words or letters >= _SIMILAR else None
 

@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError
 from .fields import Knob, expected, knobs, nearest_name, sections
 from .old_names import full_name, given_twice, respelled
 from .other_names import ABSENT
-from .schema import Config
+from .schema import Config, schema_of
 from .schema_rollouts import RewardFunctionConfig, RewardModelConfig
 from .section import Section, at_home
 from .text import parse_file, parse_override, parse_override_text, yaml_problem
@@ -34,7 +34,8 @@ from .text import parse_file, parse_override, parse_override_text, yaml_problem
 # The beginning, the number of the shard, how many there are; what older versions of `datasets` write behind them.
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(?:-[0-9a-f]+)?\.parquet")
 # A path, or `file.py:name`. The hooks, and what is listed in `reward`, are handled with them.
-PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer", "rollout.environment")
+PATHS = ("data.train", "data.eval", "model.path", "model.tokenizer")
+CODE = ("rollout.environment", "algorithm.loss", "algorithm.advantage")  # a name of ours, or `file.py:name`
 # Knobs that are lists of sections: what one item is, and what it must have.
 _LISTS: dict[str, tuple[type[Section], str, str, str]] = {
     "reward.functions": (
@@ -196,11 +197,11 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
         file, colon, name = value.rpartition(":")
         return f"{whole(file)}:{name}" if colon and file.endswith(".py") else value
 
-    for place in PATHS:
+    for place in (*PATHS, *CODE):
         section, _, key = place.partition(".")
         values = tree.get(section)
         if isinstance(values, dict) and isinstance(values.get(key), str):
-            values[key] = code(whole(values[key]))
+            values[key] = code(values[key] if place in CODE else whole(values[key]))
     if isinstance(tree.get("hooks"), str):
         tree["hooks"] = code(tree["hooks"])
     for place, (_, _, key, _) in _LISTS.items():
@@ -236,42 +237,45 @@ def _names(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _validate(tree: dict[str, Any], origin: Mapping[str, str]) -> Config:
-    complaints = list(_unknown_names(tree, origin)) or list(_wrong_switches(tree, origin))
+    schema = schema_of(tree)
+    complaints = list(_unknown_names(tree, origin, schema)) or list(_wrong_switches(tree, origin, schema))
     if complaints:
         raise ConfigError("\n".join(complaints))
     try:
-        return Config.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        complaints = [_translate(dict(item), origin) for item in error.errors(include_url=False, include_context=False)]
+        items = error.errors(include_url=False, include_context=False)
+        complaints = [_translate(dict(item), origin, schema) for item in items]
         raise ConfigError("\n".join(dict.fromkeys(complaints))) from None
 
 
-def _unknown_names(tree: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
+def _unknown_names(tree: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
     for key in tree:
         if "." in key:
             section, _, rest = key.partition(".")
             yield f"unknown key {key!r} ({_came_from(key, origin)}); in a file write `{section}: {{{rest}: ...}}`"
     for name in _names({key: value for key, value in tree.items() if "." not in key}):
-        if name not in knobs() and name not in sections():
-            yield _unknown(name, _came_from(name, origin))
+        if name not in knobs(schema) and name not in sections(schema):
+            yield _unknown(name, _came_from(name, origin), schema)
 
 
-def _wrong_switches(tree: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
+def _wrong_switches(tree: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
     """Python counts true as 1; a configuration must not."""
     for name in _names(tree):
         value: Any = tree
         for part in name.split("."):
             value = value[part]
-        knob: Knob | None = knobs().get(name)
+        knob: Knob | None = knobs(schema).get(name)
         if knob is not None and isinstance(value, bool) and not knob.takes_bool:
             yield _wrong(name, _shown(value), knob.expected, _came_from(name, origin))
 
 
-def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
+def _translate(item: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> str:
     """One pydantic complaint in our words."""
+    known = knobs(schema)
     place = [str(part) for part in item["loc"]]
-    depth = next((n for n in range(len(place), 0, -1) if ".".join(place[:n]) in knobs()), 0)
-    section = next((n for n in range(len(place), 1, -1) if ".".join(place[:n]) in sections()), 1)
+    depth = next((n for n in range(len(place), 0, -1) if ".".join(place[:n]) in known), 0)
+    section = next((n for n in range(len(place), 1, -1) if ".".join(place[:n]) in sections(schema)), 1)
     name = ".".join(place[: depth or section])
     where, found = _came_from(name, origin), item["input"]
     if name in _LISTS and len(place) > depth + 1:
@@ -285,23 +289,23 @@ def _translate(item: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     if not depth:
         return _wrong(name, _shown(found), "a mapping", where)
     hint = ""
-    wanted = item["msg"].removeprefix("Value error, ") if item["type"] == "value_error" else knobs()[name].expected
-    choices = knobs()[name].choices
+    wanted = item["msg"].removeprefix("Value error, ") if item["type"] == "value_error" else known[name].expected
+    choices = known[name].choices
     if isinstance(found, float) and not math.isfinite(found):
-        return f"{_wrong(name, _shown(found), knobs()[name].expected, where)}, and finite"
+        return f"{_wrong(name, _shown(found), known[name].expected, where)}, and finite"
     if isinstance(found, str) and choices:
         near = difflib.get_close_matches(found.strip().lower(), [str(choice) for choice in choices], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-    elif isinstance(found, (int, float)) and knobs()[name].takes_text:
+    elif isinstance(found, (int, float)) and known[name].takes_text:
         hint = "; put it in quotes"
     return _wrong(name, _shown(found), wanted, where) + hint
 
 
-def _unknown(name: str, where: str) -> str:
+def _unknown(name: str, where: str, schema: type[Config] = Config) -> str:
     absent = ABSENT.get(name.rpartition(".")[2])
     if absent is not None:
         return f"unknown key {name!r} ({where}); {absent}"
-    nearest = nearest_name(name)
+    nearest = nearest_name(name, schema)
     advice = f"the nearest is {nearest!r}" if nearest else "nothing similar exists; --help lists all keys"
     return f"unknown key {name!r} ({where}); {advice}"
 

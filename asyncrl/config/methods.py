@@ -5,15 +5,20 @@ Nothing about a single method stands here: what it declares (`algorithms/method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import create_model
 
 from asyncrl.algorithms import registry
-from asyncrl.algorithms.method import Setting
+from asyncrl.algorithms.estimator import Estimator, of_group
+from asyncrl.algorithms.losses.loss import LossMethod
+from asyncrl.algorithms.method import Method, Setting
+from asyncrl.errors import ConfigError
 
+from .imports import load_object
 from .section import Section, field
 
 SETTINGS: Mapping[str, Setting] = {each.dotted: each for each in registry.settings().values()}
@@ -28,8 +33,15 @@ def names(of: Mapping[str, Any]) -> Any:
 @cache
 def sections() -> Mapping[str, type[Section]]:
     """Every section of methods under `algorithm`, by its name."""
+    made = made_of(SETTINGS.values())
+    globals().update({each.__name__: each for each in made.values()})  # where pickle looks for them
+    return made
+
+
+def made_of(settings: Iterable[Setting]) -> dict[str, type[Section]]:
+    """The sections that these settings make up, by name."""
     by_section: dict[str, dict[str, Any]] = {}
-    for each in SETTINGS.values():
+    for each in settings:
         annotation = Literal[each.choices] if each.choices else each.annotation
         by_section.setdefault(each.section, {})[each.name] = (
             annotation,
@@ -38,14 +50,59 @@ def sections() -> Mapping[str, type[Section]]:
     made = {}
     for section, found in by_section.items():
         name = "".join(map(str.capitalize, section.split("_"))) + "Config"
-        made[section] = globals()[name] = create_model(name, __base__=Section, __module__=__name__, **found)
-    return made  # in the module's names too, where pickle looks for them
+        made[section] = create_model(name, __base__=Section, __module__=__name__, **found)
+    return made
+
+
+def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type[Method] | None:
+    """Make the user's `loss` or `advantage` known under its address; the class that declares its settings, None where there is
+    none. `reserved`: names that its section must not have. Errors: ConfigError."""
+
+    def refused(text: str) -> ConfigError:
+        return ConfigError(f"algorithm.{kind} is {address!r}, {text}")
+
+    try:
+        found = load_object(address)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.{kind}: {error}") from error
+    method: type[Method] | None
+    if kind == "loss":
+        if not isinstance(found, type) or not issubclass(found, LossMethod):
+            raise refused("which is no class derived from asyncrl.LossMethod")
+        if not found.name or not hasattr(found, "normaliser") or found.surrogate is LossMethod.surrogate:
+            raise refused("which must have `name`, `normaliser` and `surrogate`; see asyncrl.LossMethod")
+        method = found
+    else:
+        found = of_group()(found) if inspect.isfunction(found) else found
+        if not isinstance(found, Estimator):
+            raise refused("which is no function of rewards; write one under asyncrl.of_group() or asyncrl.of_step()")
+        method = found.settings
+    try:
+        declared = method.settings() if method is not None else ()
+    except (TypeError, NameError) as error:
+        raise refused(f"whose settings cannot be read: {error}") from error
+    taken = {*reserved, *sections()} - {loss.section for loss in registry.LOSSES.values()}
+    flats = {each.flat for each in SETTINGS.values() if each.section in taken}
+    section = method.section if method is not None else "own"
+    if section in taken or not section.isidentifier() or flats & {each.flat for each in declared}:
+        raise refused(
+            f"whose settings would be algorithm.{section}.*, which is no place of its own; give it another `name`"
+        )
+    registry.OWN[kind, address] = found
+    return method
+
+
+def settings_of(algorithm: Any) -> Mapping[str, Setting]:
+    """Every setting by its dotted name: ours, and those of methods that the section names by address."""
+    chosen = (registry.loss_named(algorithm.loss), registry.advantage_named(algorithm.advantage).settings)
+    return {**SETTINGS, **{each.dotted: each for method in chosen if method for each in method.settings()}}
 
 
 def numbers(algorithm: Any) -> dict[str, Any]:
     """The whole section `algorithm` (its class is made of what stands here) under flat names, as `build_loss` and
     `build_advantage` take it."""
-    found = {each.flat: getattr(getattr(algorithm, each.section), each.name) for each in SETTINGS.values()}
+    known = settings_of(algorithm).values()
+    found = {each.flat: getattr(getattr(algorithm, each.section), each.name) for each in known}
     return found | {name: getattr(algorithm, name) for name in CENTRE}
 
 
@@ -63,7 +120,7 @@ def about(section: str) -> str:
 
 def unread(algorithm: Any) -> list[str]:
     """The sections of losses and advantages that are not chosen."""
-    losses = {loss.section for loss in registry.LOSSES.values()} - {registry.LOSSES[algorithm.loss].section}
+    losses = {loss.section for loss in registry.LOSSES.values()} - {registry.loss_named(algorithm.loss).section}
     own = {name: each.settings.section for name, each in registry.ADVANTAGES.items() if each.settings is not None}
     others = {section for name, section in own.items() if name != algorithm.advantage}
     return [section for section in sections() if section in losses | others]

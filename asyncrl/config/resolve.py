@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from asyncrl.algorithms.registry import ADVANTAGES
+from asyncrl.algorithms.registry import advantage_named
 from asyncrl.errors import ConfigError
 from asyncrl.types import LOWEST_TEMPERATURE
 
@@ -238,7 +238,7 @@ def _check_replay(config: Config) -> Iterator[str]:
         return
     algorithm = config.algorithm
     terms = chosen_terms(algorithm)
-    if ADVANTAGES[algorithm.advantage].needs_whole_step:
+    if advantage_named(algorithm.advantage).needs_whole_step:
         yield (
             f"replay.size is {config.replay.size} but algorithm.advantage is {algorithm.advantage}, whose statistics span "
             "the step that sampled a group; use an estimator of the group: grpo, dr_grpo, rloo"
@@ -290,7 +290,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
 
 def _check_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.group_size == 1 and not ADVANTAGES[algorithm.advantage].alone and config.train.kind == "torch":
+    if rollout.group_size == 1 and not advantage_named(algorithm.advantage).alone and config.train.kind == "torch":
         yield (
             f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and would "
             "always be 0; expected at least 2"

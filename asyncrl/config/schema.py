@@ -6,6 +6,8 @@ Derived values are None here until `resolve()` (config/resolve.py) fills them in
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import create_model, field_validator, model_validator
@@ -13,7 +15,7 @@ from pydantic import create_model, field_validator, model_validator
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.types import HIGHEST_TEMPERATURE
 
-from .methods import names, sections
+from .methods import SETTINGS, load_method, made_of, names, sections
 from .old_names import respelled
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .schema_run import CheckpointConfig, RunConfig, TelemetryConfig, WatchdogConfig
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from asyncrl.algorithms.importance import Importance
     from asyncrl.algorithms.kl import Kl
     from asyncrl.algorithms.masks import Overlong
+    from asyncrl.algorithms.method import Method
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float64"]
 
@@ -227,14 +230,19 @@ else:
     _CHOICES = {
         "loss": (
             names(LOSSES),
-            field("grpo", "The loss, by name: `asyncrl explain NAME` has its formula and settings."),
+            field(
+                "grpo",
+                "The loss, by name: `asyncrl explain NAME` has its formula and settings. Or `file.py:Class`, an "
+                "`asyncrl.LossMethod` of your own.",
+            ),
         ),
         "advantage": (
             names(ADVANTAGES),
             field(
                 "grpo",
                 "The advantage estimator, by name: `asyncrl explain NAME`. Not with streaming, because they are of the whole "
-                f"step: {', '.join(name for name, each in ADVANTAGES.items() if each.needs_whole_step)}.",
+                f"step: {', '.join(name for name, each in ADVANTAGES.items() if each.needs_whole_step)}. Or "
+                "`file.py:function`, one of your own.",
             ),
         ),
     }
@@ -362,3 +370,26 @@ class Config(Section):
     @classmethod
     def _short_reward(cls, value: Any) -> Any:
         return {"functions": value} if isinstance(value, (str, list)) else value
+
+
+def schema_of(tree: Mapping[str, Any]) -> type[Config]:
+    """`Config`; where `algorithm` names methods by address, one that has their settings, too. Loads them. Errors: ConfigError."""
+    given: Any = tree.get("algorithm")
+    kinds = ("loss", "advantage") if isinstance(given, Mapping) else ()
+    named = {kind: str(given[kind]) for kind in kinds if ":" in str(given.get(kind))}
+    methods = tuple(load_method(*each, AlgorithmBase.model_fields) for each in named.items())
+    return _schema_with(tuple(named.items()), methods) if named else Config
+
+
+@cache
+def _schema_with(named: tuple[tuple[str, str], ...], methods: tuple[type[Method] | None, ...]) -> type[Config]:
+    about = AlgorithmConfig.model_fields
+    found: dict[str, Any] = {
+        kind: (Literal[(address,)], field(address, about[kind].description or "")) for kind, address in named
+    }
+    own = {each.dotted: each for method in methods if method for each in method.settings()}
+    touched = {each.section for each in own.values()}
+    known = {dotted: each for dotted, each in SETTINGS.items() if each.section in touched}
+    found |= {name: (section, section()) for name, section in made_of({**known, **own}.values()).items()}
+    algorithm = create_model("AlgorithmConfig", __base__=AlgorithmConfig, __module__=__name__, **found)
+    return create_model("Config", __base__=Config, __module__=__name__, algorithm=(algorithm, algorithm()))

@@ -32,6 +32,8 @@ from asyncrl.models.parameters.source import (
 from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool
 
+from . import method_trial
+
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
 _FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
 _columns: dict[str, list[str]] = {}  # of what was read
@@ -139,6 +141,10 @@ def _checks(
         yield lambda: _check_file("rollout.environment", config.rollout.environment)
     if not hooks and config.hooks is not None:
         yield lambda: _check_file("hooks", str(config.hooks))
+    if ":" in config.algorithm.loss and config.train.kind == "torch":
+        yield partial(method_trial.try_loss, config)
+    if ":" in config.algorithm.advantage:
+        yield partial(method_trial.try_advantage, config)
     for setting, package, extra in _packages(config):
         yield partial(_check_package, setting, package, extra)
     if config.generation.engine == "vllm":

@@ -81,7 +81,7 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
         (["old_logprobs=sampler", "importance.cap=2"], "never applied together; set importance.cap=null"),
         (["old_logprobs=sampler", "force_on_policy=true"], "choose one"),
         (["force_on_policy=true", "loss=cispo"], "bounds a ratio that is then always 1: use loss=reinforce"),
-        (["force_on_policy=true", "loss=sapo"], "bounds a ratio that is then always 1"),
+        (["force_on_policy=true", "loss=sapo"], "bounds a ratio that is then always 1: use loss=grpo"),
         (
             ["force_on_policy=true", "clip.epsilon=0.1"],
             "algorithm.clip.epsilon is 0.1 but algorithm.force_on_policy is true",

@@ -26,7 +26,7 @@ class Cispo(LossMethod):
 
     name: ClassVar[str] = "cispo"
     normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
-    bounds_ratio: ClassVar[bool] = True
+    on_policy_is: ClassVar[str] = "reinforce"
     instead: ClassVar[Mapping[str, str]] = {
         "algorithm.clip.epsilon_high": "the bound of its ratio is algorithm.cispo.high (5.0 in the paper's reproductions)",
     }

@@ -25,7 +25,7 @@ class Sapo(LossMethod):
 
     name: ClassVar[str] = "sapo"
     normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES
-    bounds_ratio: ClassVar[bool] = True
+    on_policy_is: ClassVar[str] = "grpo"
     temperature_pos: float = setting(1.0, "Temperature of the gate where the advantage is positive.", gt=0)
     temperature_neg: float = setting(1.05, "Temperature of the gate elsewhere.", gt=0)
 

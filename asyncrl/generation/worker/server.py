@@ -33,7 +33,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import schema_of
 from asyncrl.errors import ConfigError, GenerationError, RingFull
 from asyncrl.models.outputs import Comparisons
 from asyncrl.telemetry.parcels import pack
@@ -263,7 +263,7 @@ async def serve(control: ControlLine) -> None:
     """All of it, from the setup to the end of the node."""
     setup = (await control.receive())["setup"]
     print(f"worker {setup['number']}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
-    config = Config.model_validate(setup["config"])
+    config = schema_of(setup["config"]).model_validate(setup["config"])
     device = torch.device(setup["device"])
     recorder = Recorder(max_events=0)
 

@@ -1,0 +1,280 @@
+"""Losses and advantages of the user's by address: settings, refusals, resume, and the trial before a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.algorithms.base import LossInputs
+from asyncrl.algorithms.registry import build_advantage, build_loss
+from asyncrl.cli.explain import explain
+from asyncrl.config.describe import check_resume, to_yaml
+from asyncrl.config.load import load_config
+from asyncrl.config.methods import numbers
+from asyncrl.config.resolve import resolve
+from asyncrl.config.schema import Config, schema_of
+from asyncrl.errors import ConfigError
+from asyncrl.runtime.inputs import check_inputs
+from asyncrl.runtime.method_trial import try_loss
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+OTHERS = '''
+import numpy as np
+from dataclasses import dataclass
+from asyncrl import LossMethod, Normaliser, Surrogate, as_rewards, of_step, setting, token_ratio
+from asyncrl.algorithms.losses.clip import Clipped
+
+
+class Base(LossMethod):
+    normaliser = Normaliser.TOKENS
+
+    def surrogate(self, inputs):
+        ratio_S = token_ratio(inputs)
+        return Surrogate(-inputs.advantage_S * self.factor(inputs, ratio_S), ratio_S)
+
+
+class Right(Base):
+    name, normaliser = "right", Normaliser.SEQUENCES
+
+    def factor(self, inputs, ratio_S):
+        return inputs.spread(inputs.sequence_mean(ratio_S))
+
+
+class Mean(Base):
+    name = "mean"
+
+    def factor(self, inputs, ratio_S):
+        return ratio_S / max(len(ratio_S), 1)
+
+
+class Whitened(Base):
+    name = "whitened"
+
+    def factor(self, inputs, ratio_S):
+        return ratio_S - ratio_S.mean().detach() if len(ratio_S) else ratio_S
+
+
+class OfTheRest(Base):
+    """The sum is right, its gradient is not."""
+
+    name = "of_the_rest"
+
+    def factor(self, inputs, ratio_S):
+        return ratio_S * len(ratio_S) - (ratio_S * (len(ratio_S) - 1)).detach()
+
+
+class NotFinite(Base):
+    name = "not_finite"
+
+    def factor(self, inputs, ratio_S):
+        return (ratio_S - 1).abs().sqrt()
+
+
+class Sampler(Base):
+    name = "sampler"
+
+    def factor(self, inputs, ratio_S):
+        return ratio_S - inputs.sampler_logp_S
+
+
+class Detached(Base):
+    name = "detached"
+
+    def factor(self, inputs, ratio_S):
+        return ratio_S.detach()
+
+
+class Reference(Base):
+    """Reads what it has not asked for."""
+
+    name = "undeclared"
+
+    def factor(self, inputs, ratio_S):
+        return ratio_S - inputs.reference_logp_S
+
+
+class Leaves(Base):
+    name = "leaves"
+
+    def factor(self, inputs, ratio_S):
+        raise SystemExit(0)
+
+
+class Nameless(LossMethod):
+    pass
+
+
+class Undecorated(Base):
+    name = "undecorated"
+    slope: float = setting(1.0, "None.")
+
+
+@dataclass(frozen=True)
+class Taken(Base):
+    name = "kl"
+    slope: float = setting(1.0, "None.")
+
+
+@dataclass(frozen=True)
+class Derived(Clipped):
+    """A default and a setting of its own beside those of PPO's clip."""
+
+    name, normaliser = "derived", Normaliser.TOKENS
+    epsilon: float = setting(0.3, "Lower.", flat="epsilon", gt=0)
+    more: float = setting(1.0, "More.", gt=0)
+
+
+def means(rewards):
+    return np.asarray(rewards, float) - np.mean(np.asarray(rewards, float))
+
+
+def short(rewards):
+    return np.nan_to_num(as_rewards(rewards))[1:]
+
+
+def listed(rewards):
+    return [0.0 for _ in rewards]
+
+
+@of_step()
+def by_component(groups):
+    return [np.nan_to_num(as_rewards(group.components["style"]) * group.weights["style"]) for group in groups]
+
+
+@of_step()
+def one_only(groups):
+    return [np.zeros(len(groups[0].rewards))]
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`my.py` as the README writes it, and `others.py`."""
+    made = tmp_path_factory.mktemp("own")
+    section = README.partition("### Losses, advantages and environments of your own")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    (made / "my.py").write_text("\n\n".join(blocks))
+    (made / "x.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```$", section, re.M | re.S)[0])
+    (made / "others.py").write_text(OTHERS)
+    return made
+
+
+def made(*overrides: str, files: tuple[Path, ...] = ()) -> Config:
+    base = ["engine.kind=dry_run", "train.kind=dry_run", "train.max_steps=1"]
+    return resolve(load_config(files, [*base, *overrides]), embedding=True)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as found:
+        config = made("preset=sync", *overrides)
+        try_loss(config)
+        check_inputs(config)
+    return str(found.value)
+
+
+def test_the_readmes_loss_and_advantage_are_trained_with_their_numbers(folder: Path) -> None:
+    config = made(files=(folder / "x.yaml",))  # the addresses count from the file
+    loss = build_loss(config.algorithm.loss, **numbers(config.algorithm))
+    logp_S = torch.tensor([-1.0, -0.5], dtype=torch.float64, requires_grad=True)
+    old_S, advantage_S = torch.tensor([[-1.2, -0.5], [2.0, -1.0]], dtype=torch.float64)
+    total = loss(LossInputs(logp_S, None, old_S, advantage_S, torch.tensor([0, 0]), 1, old_logp_S=old_S)).total
+    total.backward()
+    ratio = math.exp(-1.0 + 1.2)
+    assert float(total.detach()) == pytest.approx(-2 * math.tanh(3 * (ratio - 1)) / 3)
+    assert logp_S.grad is not None
+    assert logp_S.grad.tolist() == pytest.approx([-2 * ratio / math.cosh(3 * (ratio - 1)) ** 2, 1.0])
+    advantage = build_advantage(config.algorithm.advantage, **numbers(config.algorithm))
+    assert advantage([1.0, None, 0.0]).tolist() == [0.5, 0.0, -0.5]
+    try_loss(config)
+    check_inputs(config)
+
+
+def test_its_settings_are_read_back_and_compared_as_ours(folder: Path, tmp_path: Path) -> None:
+    config = made(files=(folder / "x.yaml",))
+    assert "flat:\n    slope: 3.0" in to_yaml(config)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert resolve(load_config([tmp_path / "config.yaml"]), embedding=True) == config
+    plain = config.model_dump(mode="json")
+    assert schema_of(plain).model_validate(plain) == config
+    other = made("algorithm.flat.slope=1", files=(folder / "x.yaml",))
+    assert check_resume(config, other) == ["algorithm.flat.slope: 3.0 -> 1.0"]
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: .*my\.py:Flat -> dapo \(the run would go on with another"):
+        check_resume(config, made("algorithm.loss=dapo"))
+    text = explain(f"{folder}/my.py:Flat") + explain(f"{folder}/my.py:centred")
+    assert "flattens on both sides" in text and "algorithm.flat.*: slope=2.0" in text and "streams: yes" in text
+
+
+def test_a_class_that_derives_from_ours_keeps_our_settings(folder: Path) -> None:
+    loss = f"algorithm.loss={folder}/others.py:Derived"
+    config = made(loss, "algorithm.clip.more=2", "algorithm.clip.delta=1.5")
+    found = numbers(config.algorithm)
+    assert (found["epsilon"], found["epsilon_high"], found["clip_more"], found["delta"]) == (0.3, 0.3, 2.0, 1.5)
+    assert numbers(made().algorithm)["epsilon"] == 0.2
+    assert "expected more than 1 + epsilon_high = 1.3" in refusal(loss, "algorithm.clip.delta=1.1")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("flat.slope=0", "algorithm.flat.slope is 0 (override 'algorithm.flat.slope=0'); expected a number > 0"),
+        ("flat.slope=true", "algorithm.flat.slope is true"),
+        ("flat.slop=1", "the nearest is 'algorithm.flat.slope'"),
+        ("clip.epsilon=0.1", "which does not read it"),
+        ("loss=dapo", "unknown key 'algorithm.flat.slope'"),
+        ("loss=nowhere.py:Loss", "algorithm.loss: cannot load 'nowhere.py:Loss': there is no file"),
+    ],
+)
+def test_its_settings_are_checked_as_ours(folder: Path, override: str, words: str) -> None:
+    own = (f"algorithm.loss={folder}/my.py:Flat", "algorithm.flat.slope=3")
+    assert words in refusal(*own, f"algorithm.{override}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Mean", "the sum of the batch cut into microbatches is not that of the whole"),
+        ("Whitened", "the sum of the batch cut into microbatches"),
+        ("OfTheRest", "the gradient of the batch cut into microbatches"),
+        ("NotFinite", "numbers of its gradient are not finite"),
+        ("Sampler", "its sum is nan"),
+        ("Detached", "does not require grad"),
+        ("Reference", "others.py:"),
+        ("Leaves", "SystemExit: 0"),
+        ("Nameless", "must have `name`, `normaliser` and `surrogate`"),
+        ("Undecorated", "decorate the class with @dataclass(frozen=True)"),
+        ("Taken", "would be algorithm.kl.*, which is no place of its own"),
+        ("means", "no class derived from asyncrl.LossMethod"),
+    ],
+)
+def test_a_loss_without_the_properties_of_ours_is_refused(folder: Path, name: str, words: str) -> None:
+    text = refusal(f"algorithm.loss={folder}/others.py:{name}")
+    assert f"others.py:{name}'" in text and words in text
+
+
+def test_a_loss_of_sequences_and_an_advantage_of_a_component_have_them(folder: Path) -> None:
+    others = (f"algorithm.loss={folder}/others.py:Right", f"algorithm.advantage={folder}/others.py:by_component")
+    config = made(*others, "preset=sync")
+    try_loss(config)
+    check_inputs(config)
+    assert f"algorithm.advantage is {folder}/others.py:by_component, whose statistics span the whole step" in refusal(
+        *others, "preset=async"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("means", "0 where the reward is None"),
+        ("short", "a finite number for each member"),
+        ("listed", "expected a numpy array"),
+        ("one_only", "zip() argument 2 is shorter"),
+        ("Right", "which is no function of rewards"),
+    ],
+)
+def test_an_advantage_without_a_number_for_each_member_is_refused(folder: Path, name: str, words: str) -> None:
+    text = refusal(f"algorithm.advantage={folder}/others.py:{name}", "rollout.group_size=4")
+    assert f"algorithm.advantage is '{folder}/others.py:{name}'" in text and words in text
