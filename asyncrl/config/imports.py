@@ -3,8 +3,8 @@
 Guarantees: a file is loaded once per process, under a module name derived from its resolved path, and whatever goes
 wrong is one `ConfigError` that names the address, the place that was looked at and the cause (chained). No torch here.
 
-Loading **runs** the user's module. Reward functions are loaded in worker processes for that reason; only what must live
-on the loop (environments) is loaded in the run's own process.
+Loading **runs** the user's module. Reward functions are loaded in worker processes for that reason; in the run's own process
+only what lives there: environments, hooks, models, losses and advantages (these two with the configuration: they have settings).
 """
 
 from __future__ import annotations

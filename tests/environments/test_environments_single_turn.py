@@ -1,8 +1,13 @@
 """SingleTurn: the request it makes, and the alignment of the trajectory that comes of the answer."""
 
+import re
+from dataclasses import fields
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import asyncrl
 from asyncrl.data.texts import CompletionText
 from asyncrl.environments.single_turn import SingleTurn, episode_seed
 from asyncrl.types import FinishReason, Generation, Prompt, SamplingParams
@@ -119,3 +124,19 @@ def test_the_order_of_the_keys_matters(arguments):
     assert [episode_seed(*arguments) == episode_seed(*other) for other in ((0, 1, 2), (1, 0, 2), (2, 1, 0))].count(
         True
     ) == 1
+
+
+async def test_the_readmes_environment_returns_the_same_trajectory_and_imports_no_more_than_asyncrl_exports():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    block = next(each for each in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S) if "class Once" in each)
+    exec(block, made := {})
+    sampling, text = SamplingParams(temperature=0.7), CompletionText(WordTokenizer())
+    environment: asyncrl.Environment = made["Once"](sampling, 0, text)
+    seen = []
+    found = await environment.run(prompt(), 2, 4, engine(5, 6, 9, seen=seen))
+    await environment.run(prompt(), 3, 4, engine(5, 6, 9, seen=seen))
+    wanted = await SingleTurn(WordTokenizer(), sampling, 0, text).run(prompt(), 2, 4, engine(5, 6, 9))
+    for each in fields(asyncrl.Trajectory):
+        ours, own = getattr(wanted, each.name), getattr(found, each.name)
+        assert np.array_equal(ours, own) and getattr(ours, "dtype", None) == getattr(own, "dtype", None), each.name
+    assert seen[0].seed != seen[1].seed
