@@ -263,7 +263,7 @@ def test_the_tool_loop_trains_what_the_policy_sampled_and_nothing_else(
         async def submit(self, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> bool:
             submitted.extend(trajectories)
             for each in trajectories:
-                said = self.tokenizer.decode(each.tokens[each.mask], skip_special_tokens=True)
+                said = self.tokenizer.decode(each.tokens[each.mask]).replace("<eos>", "")  # that ended a turn
                 heard = self.tokenizer.decode(each.tokens[each.prompt_length :][~each.mask[each.prompt_length :]])
                 turns = str(each.completion).split(
                     "|"
