@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import anyio
 
 from asyncrl.concurrency.supervisor import spawn
+from asyncrl.errors import EngineClosed
 from asyncrl.ports import Ledger, SettlingSink, WeightSink
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver
@@ -104,4 +105,8 @@ class PublishPump:
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:
         await anyio.lowlevel.checkpoint_if_cancelled()  # an engine that is being cancelled too would only say "closed"
-        await sink.update_weights(version)
+        try:
+            await sink.update_weights(version)
+        except EngineClosed:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # it was cancelled together with this task: that is the reason
+            raise

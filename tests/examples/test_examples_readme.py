@@ -68,6 +68,9 @@ RUN = {
     "python tools/model_sweep.py --jobs 2": "tools",
     "model: {path: Qwen/Qwen3-0.6B": "own data",
     "door: {ring: my-run}": "settings",
+    'algorithm: {loss: "my.py:Flat"': "own methods",
+    "from dataclasses import dataclass": "own methods",
+    "import zlib": "own methods",
     "algorithm:": "part of a file",
     "reward:": "part of a file",  # its classifier is downloaded: the runs of one are tests of the rooms that load it
     "from dataclasses import replace": "hooks",
@@ -211,6 +214,15 @@ def test_a_part_of_a_file_is_a_configuration(desk: Desk) -> None:
         path = desk.folder / f"{number}.yaml"
         path.write_text(block.text)
         assert load_config([desk.folder / "examples" / "agent_loop.yaml", path])
+
+
+def test_a_loss_an_advantage_and_an_environment_of_ones_own_train(desk: Desk) -> None:
+    loss, setting, rest = of("own methods")
+    (desk.folder / "examples" / "my.py").write_text(f"{loss.text}\n\n{rest.text}")
+    (desk.folder / "examples" / "my.yaml").write_text(setting.text)
+    words = ["examples/quickstart.yaml", "examples/my.yaml", "train.max_steps=2", "algorithm.clip.epsilon_high=null"]
+    desk.finish(desk.terminal(shlex.join(["asyncrl", "run", *words])))
+    assert [line["step"] for line in read_jsonl(desk.folder / "runs" / "quickstart" / "metrics.jsonl")] == [1, 2]
 
 
 def test_hooks_of_a_file_are_called(desk: Desk) -> None:

@@ -222,6 +222,7 @@ def kept_by_place() -> dict[str, int]:
     return {str(each.traceback): each.count for each in snapshot.statistics("lineno")}
 
 
+@pytest.mark.slow
 def test_a_step_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once trace and history are full, and every prompt was seen. Blocks are counted: of what each step leaves there are two
     hundred more each time. What is under way by chance, or comes once, is not there twice."""

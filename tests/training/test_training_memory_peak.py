@@ -11,9 +11,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 from measure_memory import SMALL, measure
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="peaks of a process are read from Linux's /proc"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(), reason="peaks of a process are read from Linux's /proc"
+    ),
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.parametrize("name", SMALL)
