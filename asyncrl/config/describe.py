@@ -23,126 +23,40 @@ from .text import dump
 
 # What may change when a run goes on, and what would make the saved state wrong. A setting of a method says it itself (`fixed`);
 # every other knob matches exactly one pattern of the two tables (a test holds it so); the reason is what the refusal says.
-FREE_ON_RESUME: tuple[str, ...] = (
-    "run.*",
-    "resume",
-    "checkpoint.*",
-    "telemetry.*",
-    "watchdog.*",
-    "evaluate.*",
-    "distributed.sharding",  # a state is read as a whole, however it was cut when it was written
-    "dry_run.*",
-    "threads",
-    "model.device",
-    "model.head_kernel",
-    "data.eval",
-    "reward.workers",
-    "reward.concurrency",
-    "reward.timeout_s",
-    "reward.retries",
-    "reward.on_error",
-    "reward.worker_max_mib",
-    "reward.worker_max_calls",
-    "reward.batch",
-    "reward.overlong.*",
-    "rollout.late",
-    "rollout.sync_warmup_steps",
-    "rollout.filter.*",
-    "rollout.streaming_min_groups",
-    "rollout.temperature",
-    "rollout.top_p",
-    "rollout.top_k",
-    "rollout.min_p",
-    "rollout.repetition_penalty",
-    "rollout.presence_penalty",
-    "rollout.frequency_penalty",
-    "rollout.logit_bias",
-    "rollout.bad_words",
-    "rollout.min_tokens",
-    "rollout.max_tokens",
-    "rollout.stop",
-    "rollout.stop_token_ids",
-    "rollout.ignore_eos",
-    "rollout.max_failed_groups",
-    "rollout.retries",
-    "rollout.timeout_s",
-    "door.*",
-    "replay.*",
-    "reroll.*",
-    "engine.max_sequences",
-    "engine.kv_positions",
-    "engine.prefill_tokens",
-    "engine.kv_after_update",
-    "generation.*",
-    "algorithm.mismatch_gate",
-    "train.lr",
-    "train.schedule",
-    "train.warmup_steps",
-    "train.min_lr_ratio",
-    "train.weight_decay",
-    "train.decay_norms_and_biases",
-    "train.eps",
-    "train.grad_clip",
-    "train.tokens_per_microbatch",
-    "train.gradient_checkpointing",
-    "train.skip_zero_advantage",
-    "train.max_steps",
-    "train.max_epochs",
-    "train.time_limit_s",
-    "train.partial_final_step",
+# A sharded state is read as a whole, however it was cut when it was written.
+_FREE = (
+    "run.* resume checkpoint.* telemetry.* watchdog.* evaluate.* distributed.sharding dry_run.* threads "
+    "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries "
+    "reward.on_error reward.worker_max_mib reward.worker_max_calls reward.batch reward.overlong.* rollout.late "
+    "rollout.sync_warmup_steps rollout.filter.* rollout.streaming_min_groups rollout.temperature rollout.top_p "
+    "rollout.top_k rollout.min_p rollout.repetition_penalty rollout.presence_penalty rollout.frequency_penalty "
+    "rollout.logit_bias rollout.bad_words rollout.min_tokens rollout.max_tokens rollout.stop "
+    "rollout.stop_token_ids rollout.ignore_eos rollout.max_failed_groups rollout.retries rollout.timeout_s "
+    "door.* replay.* reroll.* engine.max_sequences engine.kv_positions engine.prefill_tokens "
+    "engine.kv_after_update generation.* algorithm.mismatch_gate train.lr train.schedule train.warmup_steps "
+    "train.min_lr_ratio train.weight_decay train.decay_norms_and_biases train.eps train.grad_clip "
+    "train.tokens_per_microbatch train.gradient_checkpointing train.skip_zero_advantage train.max_steps "
+    "train.max_epochs train.time_limit_s train.partial_final_step"
 )
+FREE_ON_RESUME: tuple[str, ...] = tuple(_FREE.split())
 _ROWS = "group ids and the saved place in the prompts would name other rows"
 _WEIGHTS = "the saved weights and optimizer state belong to the old value"
 _LEDGER = "the saved counts of groups, turns and versions belong to the old value"
 _CURVE = "the run would go on with another objective under the same name; start a new run from the checkpoint instead"
-REFUSED_ON_RESUME: Mapping[str, str] = {
-    "seed": "all randomness is keyed by it",
-    "preset": _LEDGER,
-    "model.path": _WEIGHTS,
-    "model.gguf_file": _WEIGHTS,
-    "model.tokenizer": _WEIGHTS,
-    "model.dtype": _WEIGHTS,
-    "model.random_init": _WEIGHTS,
-    "model.lora.rank": _WEIGHTS,
-    "model.lora.alpha": _WEIGHTS,
-    "model.lora.target_modules": _WEIGHTS,
-    "model.lora.target_parameters": _WEIGHTS,
-    "model.lora.dropout": _WEIGHTS,
-    "data.train": _ROWS,
-    "data.prompt_column": _ROWS,
-    "data.system_prompt": _ROWS,
-    "data.template": _ROWS,
-    "data.chat_template_kwargs": _ROWS,
-    "data.control_tokens": _ROWS,
-    "data.date": _ROWS,
-    "data.max_prompt_tokens": _ROWS,
-    "data.overlong": _ROWS,
-    "data.shuffle": _ROWS,
-    "reward.functions": _CURVE,
-    "reward.model": _CURVE,
-    "reward.scale_adv_by_len": _CURVE,
-    "reward.text.special_tokens": _CURVE,
-    "reward.text.stop": _CURVE,
-    "reward.text.opened": _CURVE,
-    "hooks": _CURVE,
-    "rollout.group_size": _LEDGER,
-    "rollout.groups_per_step": _LEDGER,
-    "rollout.max_staleness": _LEDGER,
-    "rollout.weight_sync_interval": _LEDGER,
-    "rollout.streaming": _LEDGER,
-    "rollout.environment": _CURVE,
-    "engine.kind": _WEIGHTS,
-    "algorithm.loss": _CURVE,
-    "algorithm.advantage": _CURVE,
-    "algorithm.old_logprobs": _CURVE,
-    "algorithm.force_on_policy": _CURVE,
-    "algorithm.router_replay": _CURVE,
-    "algorithm.updates_per_batch": _LEDGER,
-    "algorithm.minibatches": _LEDGER,
-    "train.kind": _WEIGHTS,
-    "train.beta1": _WEIGHTS,
-    "train.beta2": _WEIGHTS,
-}
+_REFUSED: Mapping[str, str] = {
+    "all randomness is keyed by it": "seed",
+    _LEDGER: "preset rollout.group_size rollout.groups_per_step rollout.max_staleness "
+    "rollout.weight_sync_interval rollout.streaming algorithm.updates_per_batch algorithm.minibatches",
+    _WEIGHTS: "model.path model.gguf_file model.tokenizer model.dtype model.random_init model.lora.rank "
+    "model.lora.alpha model.lora.target_modules model.lora.target_parameters model.lora.dropout "
+    "engine.kind train.kind train.beta1 train.beta2",
+    _ROWS: "data.train data.prompt_column data.system_prompt data.template data.chat_template_kwargs "
+    "data.control_tokens data.date data.max_prompt_tokens data.overlong data.shuffle",
+    _CURVE: "reward.functions reward.model reward.scale_adv_by_len reward.text.special_tokens reward.text.stop "
+    "reward.text.opened hooks rollout.environment algorithm.loss algorithm.advantage "
+    "algorithm.old_logprobs algorithm.force_on_policy algorithm.router_replay",
+}  # fmt: skip
+REFUSED_ON_RESUME: Mapping[str, str] = {name: why for why, names in _REFUSED.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)

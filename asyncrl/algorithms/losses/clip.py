@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from asyncrl.types import Normaliser
 
 from ..base import LossInputs, Metrics
-from ..method import Around, setting
+from ..method import Around, Conflict, setting
 from ..ratios import sequence_ratio, token_ratio
 from .loss import LossMethod, Surrogate, shares
 
@@ -123,3 +123,134 @@ class SequenceClipped(Clipped):
                 f"algorithm.clip.epsilon={self.epsilon} with loss {self.name}: its ratios are means over a sequence and stay "
                 "near 1, so this never clips; the paper of gspo uses 3e-4 (and 4e-4 above)"
             )
+
+
+class PpoClip(Clipped):
+    """Proximal policy optimization's clipped objective, with its optional dual clip.
+
+    Paper: Schulman et al. (arXiv:1707.06347), eq. 7; `dual_clip`: Ye et al. (arXiv:1912.09729), eq. 5.
+    Formula: `sum_t l_t`, l the clipped surrogate with the token ratio. The same function as `dapo`.
+    Normaliser: TOKENS. Streams.
+    """
+
+    name: ClassVar[str] = "ppo_clip"
+    normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
+
+
+class Grpo(Clipped):
+    """Group relative policy optimization: token ratio, every sequence weighs the same.
+
+    Paper: Shao et al., "DeepSeekMath" (arXiv:2402.03300), eq. 3.
+    Formula: `sum_b (1 / max(len_b, 1)) sum_t l_t`, l the clipped surrogate.
+    Normaliser: SEQUENCES. Streams.
+    """
+
+    name: ClassVar[str] = "grpo"
+    normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES
+
+
+class Dapo(Clipped):
+    """Decoupled clip with token-level aggregation: every token of the step weighs the same.
+
+    Paper: Yu et al., "DAPO" (arXiv:2503.14476), eq. 8 (the paper uses epsilon 0.2, epsilon_high 0.28, no KL).
+    Formula: `sum_t l_t`, l the clipped surrogate with the token ratio.
+    Normaliser: TOKENS, of the whole step (not of the microbatch: that would be bnpo). Streams.
+    The name stands for clip and aggregation; dynamic sampling and overlong shaping act on groups and rewards.
+    """
+
+    name: ClassVar[str] = "dapo"
+    normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
+
+
+class DrGrpo(Clipped):
+    """GRPO done right: a constant denominator, so that long wrong answers are not favoured.
+
+    Paper: Liu et al., "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2.
+    Formula: `sum_t l_t`, l the clipped surrogate with the token ratio.
+    Normaliser: SEQUENCES_X_MAX_LENGTH. Streams. Its advantages are those of the estimator `dr_grpo` (no division by
+    std).
+    """
+
+    name: ClassVar[str] = "dr_grpo"
+    normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES_X_MAX_LENGTH
+
+
+class Gspo(SequenceClipped):
+    """Group sequence policy optimization: one ratio per sequence, the geometric mean of its token ratios.
+
+    Paper: Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 5-7 (the paper uses epsilon 3e-4,
+    epsilon_high 4e-4: a sequence ratio moves far less than a token ratio).
+    Formula: `sum_b (1 / max(len_b, 1)) sum_t l_t` with `r_t = s_b = exp((1 / max(len_b, 1)) sum_t (logp_t - old_t))`
+    for every token of sequence b; the gradient flows through the whole ratio. In TRL: loss `grpo` with
+    `importance_sampling_level="sequence"`. Clip metrics count sequences, not tokens.
+    Normaliser: SEQUENCES. Streams, as long as no sequence is cut in two.
+    """
+
+    name: ClassVar[str] = "gspo"
+    normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES
+
+
+class Luspo(SequenceClipped):
+    """Length-unbiased sequence policy optimization: gspo whose sequences weigh by their length.
+
+    Paper: "Length-Unbiased Sequence Policy Optimization" (arXiv:2602.05261), as TRL has it.
+    Formula: `sum_b sum_t l_t` with the sequence ratio of gspo. In TRL: loss `luspo` with
+    `importance_sampling_level="sequence"`. Clip metrics count sequences.
+    Normaliser: SEQUENCES. Streams, as long as no sequence is cut in two.
+    """
+
+    name: ClassVar[str] = "luspo"
+    normaliser: ClassVar[Normaliser] = Normaliser.SEQUENCES
+
+    def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
+        """The sum over all tokens, where the normaliser would ask for means of sequences: so a sequence weighs by its
+        length."""
+        return loss_S.sum()
+
+
+class Bnpo(Clipped):
+    """Clipped surrogate, mean over the tokens of each microbatch, mean of those means: TRL's `bnpo`.
+
+    Paper: Xiao et al., "BNPO" (arXiv:2506.02864); only its aggregation, as in TRL.
+    Formula: `(1 / max(tokens of the microbatch, 1)) sum_t l_t`.
+    Normaliser: MICROBATCHES. Does not stream: the denominator is local, so the gradient depends on which sequences share
+    a microbatch (`train.tokens_per_microbatch`, the order of arrival). `dapo` is what it turns into with one denominator.
+    """
+
+    name: ClassVar[str] = "bnpo"
+    normaliser: ClassVar[Normaliser] = Normaliser.MICROBATCHES
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            "rollout.streaming",
+            "which divides by the tokens of each microbatch, so the gradient would depend on which groups happened to arrive "
+            "together; use loss=dapo (one denominator for the whole step), or rollout.streaming=false",
+            when=lambda around: around.streaming,
+        ),
+        Conflict(
+            "train.skip_zero_advantage",
+            "which divides by the tokens of each microbatch: those without an advantage matter; leave it out",
+            when=lambda around: bool(around.at("train.skip_zero_advantage")),
+        ),
+    )
+
+    def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
+        """A mean, not a sum: over the tokens of this microbatch."""
+        return loss_S.sum() / max(loss_S.numel(), 1)
+
+
+class OneSided(Bounded):
+    """Asymmetric one-sided clip: each token is bounded only where its advantage pushes it.
+
+    Source: torchtitan's GRPO loss. Equal to `ppo_clip` in value and gradient, without `delta` and `dual_clip`.
+    Formula: `sum_t -A_t min(r_t, 1 + epsilon_high)` for A > 0, `-A_t max(r_t, 1 - epsilon)` else.
+    Normaliser: TOKENS. Streams.
+    """
+
+    name: ClassVar[str] = "one_sided"
+    normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
+
+    def surrogate(self, inputs: LossInputs) -> Surrogate:
+        """[S] one bound a token: the upper one for a good token, the lower one for a bad one."""
+        ratio_S, good_S = token_ratio(inputs), inputs.advantage_S > 0
+        bounded_S = ratio_S.clamp(max=1 + self.high).where(good_S, ratio_S.clamp(min=1 - self.epsilon))
+        return Surrogate(-bounded_S * inputs.advantage_S, ratio_S, self.clip_metrics(inputs, ratio_S))
