@@ -250,6 +250,7 @@ def test_a_producer_pushes_into_a_run(desk: Desk) -> None:
     assert "done: version 2" in desk.finish(run)
 
 
+@pytest.mark.slow
 def test_the_nightly_tools_run(desk: Desk) -> None:
     """The sweep here; of the others each has a test of its short form."""
     [block] = of("tools")

@@ -32,8 +32,8 @@ def trained(run: Path) -> tuple[int, set[int]]:
     ("moment", "sharding", "version"),
     [
         ("commit", "replicate", STEP),
-        ("committed", "replicate", STEP),
-        ("say", "replicate", STEP),
+        pytest.param("committed", "replicate", STEP, marks=pytest.mark.slow),
+        pytest.param("say", "replicate", STEP, marks=pytest.mark.slow),
         ("committed", "fsdp", STEP - 1),  # its part of the weights went with it: the last checkpoint is whole
         ("say", "fsdp", STEP - 1),  # and rank 0 does not wait for it until the watchdog ends the run
     ],
