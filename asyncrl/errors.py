@@ -196,9 +196,8 @@ class RankLost(AsyncrlError, RuntimeError):
     """Seldom the cause of anything: the output of the rank that is gone says what happened."""
 
     exit_code = 12
-    stopped_by: str | None = (
-        None  # the signal that ended the rank that is gone, where it was stopped: then so is this one
-    )
+    # The signal that ended the rank that is gone, where it was stopped: then so is this one.
+    stopped_by: str | None = None
 
 
 class StoreForged(AsyncrlError):

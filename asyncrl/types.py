@@ -225,9 +225,8 @@ class Microbatch:
     members: Int64Array  # [B]
     old_logprobs: Float32Array | None = None  # [S] None: the training forward's own, detached
     reference_logprobs: Float32Array | None = None  # [S]
-    routes: RoutesArray | None = (
-        None  # [T, layers, k] experts that each packed token is sent to; None: the routers choose
-    )
+    # [T, layers, k] experts that each packed token is sent to; None: the routers choose.
+    routes: RoutesArray | None = None
     keep: BoolArray | None = None  # [S] tokens that the surrogate acts on; None: all. A dropped token still counts in N
     skipped_tokens: int = (
         0  # of groups that are not here because they cannot move a weight: they count in N all the same

@@ -37,9 +37,8 @@ class Scored:
     tokens: Any  # [L] ids
     reward: float | None = None  # None: the run scores it
     mask: Any = None  # [L] 1 where the loss may train the token; default: everything behind the prompt
-    logprobs: Any = (
-        None  # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0; None: not known, ratio 1
-    )
+    # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0; None: not known, ratio 1.
+    logprobs: Any = None
     sampled_logprobs: Any = None  # [L] nats, as really sampled (after top-p, top-k); default: logprobs
     versions: Any = None  # [L] policy version of each token, -1 where mask is 0; default: the pushed version
     advantages: Any = None  # [L]

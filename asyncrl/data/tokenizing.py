@@ -24,10 +24,8 @@ from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
 
 _OURS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
-_OPEN, _CLOSE = (
-    "\ue000",
-    "\ue001",
-)  # around the number of a control token that somebody wrote: private use, in no vocabulary
+# Around the number of a control token that somebody wrote: private use, in no vocabulary.
+_OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "Qk7"  # a text that no template writes
 _STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
@@ -98,9 +96,8 @@ class PromptEncoder:
         self._words = set(re.findall(r"\w+", self._template))
         self._special: re.Pattern[str] | None = None  # texts of special tokens
         self._control: re.Pattern[str] | None = None  # of those, and of other added tokens that the template writes
-        self._forms: tuple[bool, bool] | None = (
-            None  # whether the template shows content that is a text; a list of parts
-        )
+        # Whether the template shows content that is a text; a list of parts.
+        self._forms: tuple[bool, bool] | None = None
         self._openings: set[str] | None = None  # what renderings begin with, BOS and the control token behind it
         self._before: list[int] | None = None  # what the tokenizer puts before a text
 

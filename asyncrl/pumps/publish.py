@@ -108,7 +108,6 @@ class PublishPump:
         try:
             await sink.update_weights(version)
         except EngineClosed:
-            await (
-                anyio.lowlevel.checkpoint_if_cancelled()
-            )  # it was cancelled together with this task: that is the reason
+            # It was cancelled together with this task: that is the reason.
+            await anyio.lowlevel.checkpoint_if_cancelled()
             raise

@@ -68,12 +68,10 @@ class WorkerProcess(asyncio.Protocol):
         self.mark = mark
         self.place = 0  # which of the pool's places it fills; replacements keep it
         self.usable = True  # False as soon as it may not take another request
-        self.hung_up = (
-            False  # it closed its end: it is dead or dying, though its guard is still busy with what it started
-        )
-        self.serving = (
-            False  # it fills its place; not until its functions are loaded, and no longer once its successor does
-        )
+        # It closed its end: it is dead or dying, though its guard is still busy with what it started.
+        self.hung_up = False
+        # It fills its place; not until its functions are loaded, and no longer once its successor does.
+        self.serving = False
         self.calls: set[Call] = set()  # that it was given and has not ended
         self.died_with: frozenset[Call] = frozenset()  # those, when it died
         self.killed_for = ""  # the call because of which the pool killed it, in words

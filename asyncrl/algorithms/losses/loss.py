@@ -40,9 +40,8 @@ class LossMethod(Method):
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    on_policy_is: ClassVar[str] = (
-        ""  # the loss that it is where the ratio is always 1: its settings are bounds or gates of it
-    )
+    # The loss that it is where the ratio is always 1: its settings are bounds or gates of it.
+    on_policy_is: ClassVar[str] = ""
     needs_old: ClassVar[bool] = True  # the trainer's log-probs before the first update, where a batch has several
     needs_reference: ClassVar[bool] = False  # log-probs under the weights at the start
     needs_entropy: ClassVar[bool] = False  # entropies with their gradient; without it they are detached

@@ -63,9 +63,8 @@ class Limits:
     silent_s: float
     closure_s: float
     route_bytes: int = 0  # of a token, where it is recorded which experts it went to
-    ranks: int | None = (
-        None  # in `preset: sync`, where groups, every `ranks`th of which is this rank's, choose their workers
-    )
+    # In `preset: sync`, where groups, every `ranks`th of which is this rank's, choose their workers.
+    ranks: int | None = None
 
     @property
     def capacity(self) -> int:
