@@ -106,10 +106,10 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
             except (SystemExit, KeyboardInterrupt) as left:
                 if is_interrupt(left):
                     raise
+                # asyncio lets it out of the loop, whichever task raised it. Where that is a task of the user's, the task keeps it
+                # as its error for who awaits it: an episode fails then, and the run goes on.
                 if task.done():
                     raise AsyncrlError(f"user code ended the run: {raised(left)}") from left
-                # asyncio lets it out of the loop, whichever task raised it. The task of the user's keeps it as its error,
-                # for who awaits it: an episode fails then, and the run goes on.
 
 
 @contextlib.contextmanager

@@ -241,8 +241,7 @@ class PromptEncoder:
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")
-        own = columns.get("chat_template_kwargs")
-        own = _parsed(own)
+        own = _parsed(columns.get("chat_template_kwargs"))
         if own and not isinstance(own, Mapping):
             raise DataError(f"the row's chat_template_kwargs are {own!r:.80}; expected a mapping of arguments")
         if own:
@@ -419,10 +418,7 @@ def _with_calls(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dic
 def _parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return arguments
+    found = _json(arguments)
     return found if isinstance(found, dict) else arguments
 
 

@@ -77,7 +77,8 @@ def is_async(call: Callable[..., Any]) -> bool:
     """Whether calling it only makes a coroutine: `async def`, also as a method or as `__call__` of an object."""
     if isinstance(call, _InOtherForm):
         return call.asynchronous
-    return any(inspect.iscoroutinefunction(each) for each in (call, getattr(call, "__call__", None)))  # noqa: B004  not whether it can be called
+    # It is not asked whether it can be called, which B004 takes it for.
+    return any(inspect.iscoroutinefunction(each) for each in (call, getattr(call, "__call__", None)))  # noqa: B004
 
 
 def check_reserved(names: Collection[str], accepts: Collection[str] | None) -> None:
@@ -176,7 +177,13 @@ def _gathered(results: list[Any], log_extra: Any) -> Any:
         return _scores(results, log_extra)
 
     async def wait_all() -> list[Any]:
-        return _scores(await asyncio.gather(*map(_value, results)), log_extra)
+        # Where one fails the call is over: the others must not run on in a worker that serves the next call.
+        tasks = [asyncio.ensure_future(_value(result)) for result in results]
+        try:
+            return _scores(await asyncio.gather(*tasks), log_extra)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     return wait_all()
 

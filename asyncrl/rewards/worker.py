@@ -258,9 +258,8 @@ class Session:
         try:
             answer = await self._functions[request["function"]].begin(request, log)
             answer = _content(answer, log, request)
-        except (
-            BaseException
-        ) as error:  # SystemExit and a cancellation included: only the process itself may end the process
+        # SystemExit and a cancellation included: only the process itself may end the process.
+        except BaseException as error:
             answer = error
         del self._tasks[header.request_id]
         self._measure(request["function"], before)

@@ -1,5 +1,6 @@
 """verl's and reasoning-gym's rewards as they stand, in real workers."""
 
+import asyncio
 from pathlib import Path
 
 import cloudpickle
@@ -8,7 +9,7 @@ from rewards_helpers import prompt, trajectories
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.calls import RewardSpec
-from asyncrl.rewards.forms import UsageError
+from asyncrl.rewards.forms import UsageError, as_trl
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.worker import load_functions
 
@@ -139,6 +140,25 @@ async def test_reasoning_gym_by_data_set_method_or_function(file: str, name: str
     entry = {"answer": "7", "metadata": {"level": 5}}
     completions = ["so <answer> 7</answer>", "<answer>7</answer> no, <answer>8</answer>", " 7\n"]
     assert await scored(f"{file}:{name}", *completions, **entry) == [1.5, 0.5, 1.5]
+
+
+async def test_the_others_of_a_call_are_cancelled_where_one_fails() -> None:
+    cancelled: list[str] = []
+
+    async def compute(solution_str: str, ground_truth: str) -> float:
+        if solution_str == "bad":
+            raise ValueError(solution_str)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(solution_str)
+            raise
+        return 0.0
+
+    with pytest.raises(ValueError, match="bad"):
+        await as_trl(compute, "here")(completions=["a", "bad", "b"], ground_truth=["1"] * 3, log_extra=None)
+    await asyncio.sleep(0)
+    assert cancelled == ["a", "b"]
 
 
 async def test_a_real_reasoning_gym_data_set(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process.send(signal.SIGTERM)  # too soon: it is the same stop, which a launcher sent on
     first = time.monotonic()
     while process.ended is None and time.monotonic() - first < 30:  # half of the time that the shutdown would have
+        # The pace of somebody who asks again and again; nothing is waited for.
         time.sleep(0.2)
         process.send(signal.SIGTERM)
     assert process.wait(1) == -signal.SIGTERM
