@@ -1,0 +1,810 @@
+"""What only a GPU can show, in one file without pytest: each claim in a process of its own, with a deadline.
+
+    python tools/gpu_check.py                                      # on the first card; at most nine minutes
+    python tools/gpu_check.py --device cpu                         # the same code where there is no card, as CI runs it
+    python tools/gpu_check.py --only worker,decode --out found.jsonl
+
+Prints one JSON object a line: {claim, predicted, found, verdict, numbers, seconds}, and a summary. Verdicts: `right` and `wrong`
+of what is predicted here, `measured` where a number is the answer, `skipped` with the reason, and `died` or `late` of a process.
+The exit code is 1 where a claim is wrong, died or came late. Claims that take no time run beside each other; those that measure
+run alone. The Python packages of the project have to be installed; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "examples/quickstart.yaml"
+NATS = {"float32": 1e-3, "bfloat16": 0.05}  # mean mismatch of trainer and sampler under one version
+H100_BFLOAT16 = 989e12  # FLOP/s by NVIDIA's data sheet, dense; the H200 has the same
+
+
+@dataclass(frozen=True)
+class Found:
+    """`right`: whether what was predicted holds; None: a number is the answer."""
+
+    text: str
+    right: bool | None = None
+    numbers: dict[str, Any] | None = None
+
+
+class Skip(Exception):
+    """The claim says nothing on this device."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    check: Callable[[str], Found]
+    predicted: str
+    seconds: int  # deadline
+    alone: bool  # nothing may run beside it
+
+
+CLAIMS: dict[str, Claim] = {}
+
+
+def claim(predicted: str, seconds: int = 60, *, alone: bool = False) -> Callable[[Callable[[str], Found]], None]:
+    def enter(check: Callable[[str], Found]) -> None:
+        CLAIMS[check.__name__] = Claim(check, predicted, seconds, alone)
+
+    return enter
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--only", default="", help="claims, by name, with commas")
+    parser.add_argument("--out", type=Path, help="write the lines here too")
+    parser.add_argument("--claim", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.claim:
+        return answer(options.claim, options.device)
+    names = [name for name in options.only.split(",") if name] or list(CLAIMS)
+    if unknown := sorted(set(names) - set(CLAIMS)):
+        parser.error(f"no claim is named {', '.join(unknown)}; there are {', '.join(CLAIMS)}")
+    lines: list[dict[str, Any]] = []
+
+    def report(line: dict[str, Any]) -> None:
+        lines.append(line)
+        text = json.dumps(line)
+        print(text, flush=True)
+        if options.out:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    together = [name for name in names if not CLAIMS[name].alone]
+    with concurrent.futures.ThreadPoolExecutor(1 if options.device == "cpu" else 4) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(ask, name, options.device) for name in together]):
+            report(done.result())
+    for name in names:
+        if CLAIMS[name].alone:
+            report(ask(name, options.device))
+    counts = {
+        kind: sum(line["verdict"] == kind for line in lines) for kind in dict.fromkeys(x["verdict"] for x in lines)
+    }
+    print(f"{len(lines)} claims: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()), file=sys.stderr)
+    return int(any(counts.get(kind) for kind in ("wrong", "died", "late")))
+
+
+def ask(name: str, device: str) -> dict[str, Any]:
+    """The line of one claim."""
+    asked, started = CLAIMS[name], time.monotonic()
+    command = [sys.executable, __file__, "--claim", name, "--device", device]
+    line = {"claim": name, "predicted": asked.predicted}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=asked.seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            _, errors = process.communicate()
+            return line | {"found": f"no answer in {asked.seconds} s; {last_words(errors)}", "verdict": "late"}
+    seconds = {"seconds": round(time.monotonic() - started, 1)}
+    answers = [text for text in out.splitlines() if text.startswith('{"found"')]
+    if process.returncode or not answers:
+        return line | {"found": f"exit code {process.returncode}; {last_words(errors)}", "verdict": "died"} | seconds
+    return line | json.loads(answers[-1]) | seconds
+
+
+def last_words(errors: str) -> str:
+    return " | ".join(errors.strip().splitlines()[-12:])[-1800:]
+
+
+def answer(name: str, device: str) -> int:
+    """In the process of one claim."""
+    warnings.simplefilter("ignore")
+    try:
+        found = CLAIMS[name].check(device)
+    except Skip as reason:
+        print(json.dumps({"found": str(reason), "verdict": "skipped"}))
+        return 0
+    verdict = {None: "measured", True: "right", False: "wrong"}[found.right]
+    print(json.dumps({"found": found.text, "verdict": verdict, "numbers": found.numbers or {}}))
+    return 0
+
+
+# -- what the claims share ---------------------------------------------------------------------------------------------
+
+
+def require_card(device: str) -> None:
+    if device == "cpu":
+        raise Skip("says nothing on a CPU")
+
+
+def child(code: str, *arguments: str, seconds: int = 60, **environment: str) -> str:
+    """What a fresh process prints. Errors: RuntimeError with its last lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=seconds, cwd=ROOT,
+        env=os.environ | environment,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}; {last_words(done.stderr)}")
+    return done.stdout
+
+
+def train(device: str, *overrides: str) -> tuple[Any, list[dict[str, float]]]:
+    """A run of the quickstart: its summary, and the metrics of each step."""
+    import asyncio
+
+    from asyncrl import Runtime, load_config
+
+    async def run() -> Any:
+        config = load_config([QUICKSTART], [f"model.device={device}", "telemetry.live=off", *overrides])
+        async with Runtime(config, write=False) as runtime:
+            return await runtime.run()
+
+    summary = asyncio.run(run())
+    return summary, [metrics for _, metrics in summary.history if "reward/mean" in metrics]
+
+
+def judged(steps: list[dict[str, float]], dtype: str) -> tuple[bool, dict[str, Any]]:
+    gaps = [step["mismatch/current_mean"] for step in steps if step.get("mismatch/current_tokens", 0)]
+    mismatch = sum(gaps) / len(gaps) if gaps else math.nan
+    numbers = {
+        "steps": len(steps), "mismatch": mismatch, "reward_first": steps[0]["reward/mean"],
+        "reward_last": steps[-1]["reward/mean"], "norm_last": steps[-1].get("grad_norm"),
+    }  # fmt: skip
+    return all(math.isfinite(step["loss"]) for step in steps) and mismatch < NATS[dtype], numbers
+
+
+def policy_on(device: str, dtype: str, layers: int = 28, *, served: bool = False) -> Any:
+    """Of Qwen3-0.6B's shape, random weights; on a CPU one that is small."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from asyncrl.models.policy import PolicyModel
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 151936, "num_hidden_layers": layers,
+    }  # fmt: skip
+    if device == "cpu":
+        sizes |= {
+            "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16, "vocab_size": 64, "num_hidden_layers": 2,
+        }  # fmt: skip
+    with torch.device(device):
+        module = Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=32768, tie_word_embeddings=True))
+    return PolicyModel(module.float(), dtype, served=served)
+
+
+def synchronize(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def milliseconds(device: str, call: Callable[[], Any], times: int = 10, warm: int = 3) -> float:
+    """The median of calls that are each waited for."""
+    taken = []
+    for number in range(warm + times):
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        synchronize(device)
+        if number >= warm:
+            taken.append(1e3 * (time.perf_counter() - started))
+    return sorted(taken)[len(taken) // 2]
+
+
+def kernels(call: Callable[[], Any]) -> tuple[dict[str, int], int]:
+    """Of one call: how often each kernel of the device is launched, and how often the host waits for the device."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    launched: dict[str, int] = {}
+    waits = -1  # the one above
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
+            launched[event.name] = launched.get(event.name, 0) + 1
+        waits += event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+    return launched, waits
+
+
+# -- claims that take no time of their own -----------------------------------------------------------------------------
+
+
+@claim("torch finds the device; transformers, triton and the card have versions")
+def versions(device: str) -> Found:
+    import torch
+    import transformers
+
+    numbers: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if device != "cpu":
+        import triton
+
+        properties = torch.cuda.get_device_properties(device)
+        numbers |= {
+            "card": properties.name, "capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(), "triton": triton.__version__,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+        }  # fmt: skip
+    return Found("versions", None, numbers)
+
+
+@claim("model.device=cuda, without a number, trains")
+def plain_name(device: str) -> Found:
+    _, steps = train(device.partition(":")[0], "train.max_steps=3")
+    return Found(f"{len(steps)} steps", len(steps) == 3)
+
+
+@claim("a fresh process, in which torch has not touched the device, reads a slab of another")
+def slab(device: str) -> Found:
+    import torch
+
+    from asyncrl.transport.memory.slab import Slab
+
+    look = """
+import sys
+from asyncrl.transport.memory.slab import Slab
+from asyncrl.transport.memory.handles import Handle
+with Slab.attach(sys.argv[1]) as slab:
+    slab.wait(bytes.fromhex(sys.argv[3]))
+    with slab.open(Handle.decode(bytes.fromhex(sys.argv[2]))) as tensor:
+        print(int(tensor.sum()))
+    del tensor
+"""
+    with Slab.create(f"check-{os.getpid()}", 1 << 24, device=device) as made:
+        lease = made.lease(1 << 20)
+        tensor = lease.tensor(torch.int32, (1 << 18,))
+        tensor.fill_(3)
+        handle = lease.handle(torch.int32, (1 << 18,))
+        found = child(look, f"check-{os.getpid()}", handle.encode().hex(), made.record(0).hex())
+        del tensor
+        lease.release()
+    return Found(f"sum {found.strip()}", int(found) == 3 << 18)
+
+
+@claim("50 versions over a board reach a process on the same device, each whole", 90)
+def board(device: str) -> Found:
+    import torch
+
+    from asyncrl.transport.memory.board import Board
+    from asyncrl.transport.memory.halves import SlabHalves
+
+    reader = """
+import json, os, sys, torch
+from asyncrl.transport.memory.board import Board
+fd = os.open(f"/proc/{os.getppid()}/fd/{sys.argv[2]}", os.O_RDONLY)
+board = Board.attach(json.loads(sys.argv[1]), fd, "layout", None)
+for line in sys.stdin:
+    half = board.half(int(line))
+    print(board.version(int(line)), float(half.min()), float(half.max()), flush=True)
+"""
+    elements, where = 1 << 26, torch.device(device)
+    halves = None if device == "cpu" else SlabHalves.create(f"check-{os.getpid()}", elements, torch.float32, where)
+    more = () if halves is None else (halves,)
+    with Board.create(elements, torch.float32, "layout", *more) as made:
+        command = [sys.executable, "-c", reader, json.dumps(made.description), str(made.fd)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdin is not None and process.stdout is not None
+            wrong = 0
+            for version in range(50):
+                made.clear(version % 2)
+                made.write(version % 2, version, torch.full((elements,), version + 0.5, device=where))
+                process.stdin.write(f"{version % 2}\n")
+                process.stdin.flush()
+                said = process.stdout.readline()
+                wrong += said.split() != [str(version), str(version + 0.5), str(version + 0.5)]
+            process.stdin.close()
+    return Found(f"{wrong} of 50 versions wrong", wrong == 0)
+
+
+@claim("a masked backward in bfloat16 is finite, large activations and key lengths of 64 mod 128 included")
+def finite_gradients(device: str) -> Found:
+    require_card(device)
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def broken(backend: SDPBackend | None) -> str:
+        bad = 0
+        for length in range(64, 1088, 128):
+            for size in (1.0, 30.0, 300.0):
+                torch.manual_seed(length)
+                q, k, v = (torch.randn(4, heads, length, 128, device=device) for heads in (16, 16, 16))
+                k[..., 0] *= size
+                leaves = [part.to(torch.bfloat16).requires_grad_() for part in (q, k, v)]
+                mask = torch.ones(4, 1, length, length, dtype=torch.bool, device=device).tril()
+                mask[:, :, :, length - 30 :] &= torch.eye(length, dtype=torch.bool, device=device)[:, length - 30 :]
+                try:
+                    if backend is None:
+                        out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+                    else:
+                        with sdpa_kernel(backend):
+                            out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+                    grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
+                except RuntimeError as error:
+                    return str(error).splitlines()[0][:80]
+                bad += not all(bool(part.isfinite().all()) for part in grads)
+        return f"{bad} of 24"
+
+    from asyncrl.models.attention.interface import register
+
+    numbers = {"torch's own choice": broken(None), "cudnn": broken(SDPBackend.CUDNN_ATTENTION)}
+    register()  # what a run does before it loads a model
+    numbers["as in a run"] = broken(None)
+    numbers["cudnn chosen in a run"] = torch.backends.cuda.cudnn_sdp_enabled()
+    right = numbers["as in a run"] == "0 of 24" and not numbers["cudnn chosen in a run"]
+    return Found(f"not finite: {numbers['as in a run']} as in a run", right, numbers)
+
+
+@claim("the gate passes a model on the device, also where TF32 is forced by the environment", 120)
+def gate(device: str) -> Found:
+    code = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, "examples")
+import torch
+from quickstart_model import build
+from asyncrl.runtime.gate import check_model
+verdict = check_model(build(0)[0], sys.argv[1])
+print("|".join(str(result) for result in verdict.results))
+"""
+    numbers = {"plain": child(code, device).strip()}
+    if device != "cpu":
+        numbers["NVIDIA_TF32_OVERRIDE=1"] = child(code, device, NVIDIA_TF32_OVERRIDE="1").strip()
+    right = all(text.startswith("fused") and "nats" in text.partition("|")[0] for text in numbers.values())
+    return Found("; ".join(f"{name}: {text}" for name, text in numbers.items()), right)
+
+
+@claim("the quickstart learns in float32, and trainer and sampler agree", 150)
+def quickstart_float32(device: str) -> Found:
+    return learns(device, "float32")
+
+
+@claim("the quickstart learns in bfloat16, and trainer and sampler agree", 150)
+def quickstart_bfloat16(device: str) -> Found:
+    return learns(device, "bfloat16")
+
+
+def learns(device: str, dtype: str) -> Found:
+    steps = 3 if device == "cpu" else 40
+    _, found = train(device, f"model.dtype={dtype}", f"train.max_steps={steps}")
+    right, numbers = judged(found, dtype)
+    if device != "cpu":
+        right = right and numbers["reward_last"] > numbers["reward_first"] + 0.05
+    return Found(f"reward {numbers['reward_first']:.3f} -> {numbers['reward_last']:.3f}", right, numbers)
+
+
+@claim("a worker on the trainer's own device generates, and its weights are the trainer's", 150)
+def worker(device: str) -> Found:
+    more = ["generation.placement=worker", "train.max_steps=3" if device == "cpu" else "train.max_steps=12"]
+    if device != "cpu":
+        more.append(f"generation.devices={device}")
+    _, found = train(device, *more)
+    right, numbers = judged(found, "float32")
+    return Found(f"{numbers['steps']} steps, mismatch {numbers['mismatch']:.2e}", right, numbers)
+
+
+@claim("a worker that is killed costs no group, and its memory on the device is free again", 150)
+def killed_worker(device: str) -> Found:
+    import asyncio
+
+    import anyio
+    import torch
+
+    from asyncrl import Runtime, load_config
+
+    more = ["generation.placement=worker", "train.max_steps=8"]
+    if device != "cpu":
+        more.append(f"generation.devices={device}")
+    numbers: dict[str, Any] = {}
+
+    async def run() -> Any:
+        config = load_config([QUICKSTART], [f"model.device={device}", "telemetry.live=off", *more])
+        async with Runtime(config, write=False) as runtime, anyio.create_task_group() as tasks:
+
+            async def kill() -> None:
+                async for report in runtime.steps():
+                    if report.version in (2, 4):
+                        if device != "cpu":
+                            numbers[f"free_mib_{report.version}"] = torch.cuda.mem_get_info()[0] >> 20
+                        engine: Any = runtime.built.ports.engine
+                        os.kill(next(iter(engine._peers.values())).process.pid, signal.SIGKILL)
+
+            tasks.start_soon(kill)
+            await runtime.run()
+            tasks.cancel_scope.cancel()
+        return runtime.summary()
+
+    summary = asyncio.run(run())
+    right = summary.version == 8 and summary.books.failed == 0
+    if device != "cpu":
+        right = right and abs(numbers["free_mib_4"] - numbers["free_mib_2"]) < 200
+    return Found(f"version {summary.version}, {summary.books.failed} groups failed", right, numbers)
+
+
+@claim("two runs with preset=sync and one seed: equal losses to the last bit", 150)
+def reruns(device: str) -> Found:
+    more = ["preset=sync", "train.max_steps=4"]
+    first, second = ([step["loss"] for step in train(device, *more)[1]] for _ in range(2))
+    gap = max(abs(a - b) for a, b in zip(first, second, strict=True))
+    if device == "cpu":
+        return Found(f"largest difference {gap:.1e}", gap == 0)
+    return Found(f"largest difference {gap:.1e}", None, {"first": first, "second": second})
+
+
+@claim("the range of the CUDA profiler opens and closes at the named steps")
+def profiler_range(device: str) -> Found:
+    require_card(device)
+    import torch
+
+    calls: list[str] = []
+    real = {name: getattr(torch.cuda.profiler, name) for name in ("start", "stop")}
+    for name, function in real.items():
+        setattr(torch.cuda.profiler, name, lambda name=name, function=function: (calls.append(name), function()))
+    train(device, "train.max_steps=3", "telemetry.profile.from=2")
+    return Found(" ".join(calls), calls == ["start", "stop"])
+
+
+@claim("memory that torch captured in a graph computes with weights that were rewritten since")
+def graph_replay(device: str) -> Found:
+    require_card(device)
+    import torch
+
+    weights, x = torch.ones(64, 64, device=device), torch.ones(8, 64, device=device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x @ weights
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x @ weights
+    weights.fill_(2.0)
+    graph.replay()
+    return Found(f"{float(out[0, 0])}", float(out[0, 0]) == 128.0)
+
+
+# -- claims that measure -----------------------------------------------------------------------------------------------
+
+
+def tree(tokens: int, members: int = 8, prompt: int = 256) -> Any:
+    """A plan of about `tokens` tokens: prompts with `members` ragged completions each, 64 to 512 tokens long."""
+    import numpy as np
+
+    from asyncrl.models.attention.tree import TreePlan
+
+    draw, place = np.random.default_rng(0), 0
+    prefixes: list[tuple[int, int]] = []
+    suffixes: list[tuple[int, int, int]] = []
+    while not prefixes or place < tokens:
+        prefixes.append((place, prompt))
+        place += prompt
+        for length in draw.integers(prompt // 4, 2 * prompt, members).tolist():
+            suffixes.append((place, length, len(prefixes) - 1))
+            place += length
+    starts, lengths = zip(*prefixes, strict=True)
+    return TreePlan(starts, lengths, *zip(*suffixes, strict=True))
+
+
+@claim("tree attention in training: time, kernels, memory, gradients against float64", 120, alone=True)
+def tree_attention(device: str) -> Found:
+    import torch
+
+    torch.manual_seed(0)
+    numbers: dict[str, Any] = {}
+    worst = 0.0
+    sizes = (200,) if device == "cpu" else (2048, 16384)
+    heads, kv_heads, size = (4, 2, 16) if device == "cpu" else (16, 8, 128)
+    for tokens in sizes:
+        plan = tree(tokens, prompt=16 if device == "cpu" else 256)
+        inputs = [torch.randn(plan.tokens, n, size, device=device) for n in (heads, kv_heads, kv_heads)]
+        weight = torch.randn(plan.tokens, heads, size, device=device)
+        exact = gradients(plan, inputs, weight, torch.float64) if plan.tokens < 6000 else None
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"{plan.tokens} {str(dtype).removeprefix('torch.')}"
+            if device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            try:
+                found = gradients(plan, inputs, weight, dtype)
+                numbers[f"{name} ms"] = round(
+                    milliseconds(device, partial(gradients, plan, inputs, weight, dtype), 5), 2
+                )
+            except torch.OutOfMemoryError:
+                numbers[f"{name} ms"] = "out of memory"
+                continue
+            if device != "cpu":
+                numbers[f"{name} peak MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
+                launched, _ = kernels(partial(gradients, plan, inputs, weight, dtype))
+                numbers[f"{name} launches"] = sum(launched.values())
+                longest = sorted(launched, key=lambda n: -len(n))
+                numbers[f"{name} kernels"] = sorted(
+                    {n[:60] for n in longest if "fmha" in n or "flash" in n or "sdpa" in n}
+                )
+            if exact is not None:
+                far = max(
+                    float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True)
+                )
+                numbers[f"{name} gap"] = far
+                worst = max(worst, far / (2e-5 if dtype == torch.float32 else 0.02))
+    return Found("forward and backward of one layer", worst < 1, numbers)
+
+
+def gradients(plan: Any, inputs: list[Any], weight: Any, dtype: Any) -> list[Any]:
+    """Output and gradients of (query, key, value)."""
+    import torch
+
+    leaves = [part.to(dtype).requires_grad_() for part in inputs]
+    out = plan.attend(0, *leaves, leaves[0].shape[-1] ** -0.5)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+
+@claim(
+    "new shapes of attention cost no more than known ones, and no memory outside of torch's allocator", 120, alone=True
+)
+def new_shapes(device: str) -> Found:
+    require_card(device)
+    import torch
+
+    from asyncrl.models.attention.interface import register
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def measure() -> dict[str, Any]:
+        taken, known, used = [], [], torch.cuda.mem_get_info()[0]
+        for number in range(100):
+            length = 300 + 3 * number
+            q = torch.randn(32, 8, 2, 128, device=device, dtype=torch.bfloat16)
+            k = torch.randn(32, 8, length, 128, device=device, dtype=torch.bfloat16)
+            mask = torch.zeros(32, 1, 1, length, device=device, dtype=torch.bfloat16)
+            for times in (taken, known):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                attention(q, k, k, attn_mask=mask)
+                torch.cuda.synchronize()
+                times.append(1e3 * (time.perf_counter() - started))
+        middle = len(taken) // 2
+        return {
+            "first_ms": taken[0], "new_ms": sorted(taken)[middle], "known_ms": sorted(known)[middle],
+            "mib": (used - torch.cuda.mem_get_info()[0]) >> 20,
+        }  # fmt: skip
+
+    numbers = {"torch's own choice": measure()}
+    register()
+    numbers["as in a run"] = run = measure()
+    return Found(
+        f"{run['new_ms']:.2f} ms new, {run['known_ms']:.2f} ms known", run["new_ms"] < 3 * run["known_ms"], numbers
+    )
+
+
+@claim(
+    "a decode step of a 0.6B model at 64 and 256 ragged rows: time, launches a layer, waits of the host",
+    150,
+    alone=True,
+)
+def decode(device: str) -> Found:
+    import numpy as np
+
+    from asyncrl.generation.embedded.cache import KVCache
+    from asyncrl.generation.embedded.core import Core
+    from asyncrl.generation.embedded.engine import cache_shape
+    from asyncrl.generation.embedded.sequences import Sequences
+    from asyncrl.types import GenerationRequest, SamplingParams
+
+    policy = policy_on(device, "float32" if device == "cpu" else "bfloat16")
+    layers = policy.config.num_hidden_layers
+    numbers: dict[str, Any] = {}
+    for rows in (4,) if device == "cpu" else (64, 256):
+        longest, steps = (40, 8) if device == "cpu" else (1100, 40)
+        shape = cache_shape(policy.config, rows, longest + steps)
+        cache, columns = KVCache(shape, policy.dtype, policy.device), Sequences(rows, shape.positions)
+        cache.data.fill_(0.01)
+        core = Core(policy, cache, columns, prefill_tokens=1, recompute=False)
+        for number, context in enumerate(np.random.default_rng(0).integers(longest // 4, longest, rows).tolist()):
+            sampling = SamplingParams(max_tokens=steps, ignore_eos=True)
+            request = GenerationRequest(np.full(context, 7, np.int32), sampling, seed=number)
+            columns.cached[core.add(request, ())] = context - 1
+        numbers[f"{rows} rows ms"] = round(milliseconds(device, core.decode, 5, 2), 2)
+        if device != "cpu":
+            launched, waits = kernels(core.decode)
+            numbers[f"{rows} rows launches a layer"] = round(sum(launched.values()) / layers, 1)
+            numbers[f"{rows} rows waits"] = waits
+    return Found("decode steps, embedded engine", None, numbers)
+
+
+@claim(
+    "a training microbatch of a 0.6B model at 2k and 16k tokens: time, share of the card's FLOP, launches a layer",
+    150,
+    alone=True,
+)
+def microbatch(device: str) -> Found:
+    import numpy as np
+    import torch
+
+    from asyncrl.algorithms.registry import build_loss
+    from asyncrl.config.schema import TrainConfig
+    from asyncrl.data.packing import pack_groups
+    from asyncrl.training.trainer import TorchTrainer
+    from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+
+    def group(number: int, prompt_length: int, members: int, draw: Any) -> Any:
+        prompt = draw.integers(0, vocabulary, prompt_length).astype(np.int32)
+        made = []
+        for member in range(members):
+            own = draw.integers(0, vocabulary, int(draw.integers(prompt_length // 2, 2 * prompt_length))).astype(
+                np.int32
+            )
+            tokens = np.concatenate([prompt, own])
+            mask = np.arange(tokens.size) >= prompt.size
+            logprobs = np.where(mask, np.float32(-1), np.float32(0))
+            made.append(
+                Trajectory(
+                    group_id=number, member=member, group_size=members, prompt_length=prompt.size, tokens=tokens, mask=mask,
+                    logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32),
+                    temperature=1.0, finish_reason=FinishReason.LENGTH,
+                )
+            )  # fmt: skip
+        return Group(Ticket(number, 0, 0), Prompt(number, prompt, ""), tuple(made)), np.linspace(
+            -1, 1, members
+        ).tolist()
+
+    policy = policy_on(device, "float32" if device == "cpu" else "bfloat16")
+    vocabulary, layers = policy.head.out_features, policy.config.num_hidden_layers
+    trainer = TorchTrainer(policy, TrainConfig(lr=1e-6), max_completion_length=1024)
+    loss, numbers = build_loss("grpo"), dict[str, Any]()
+    for budget in (100,) if device == "cpu" else (2048, 16384):
+        draw, groups, total = np.random.default_rng(0), [], 0
+        prompt_length = 8 if device == "cpu" else 128
+        while total < budget - 8 * prompt_length:
+            groups.append(group(len(groups), prompt_length, 8, draw))
+            total += sum(member.tokens.size - prompt_length for member in groups[-1][0].trajectories) + prompt_length
+        batches = pack_groups(groups, 2 * budget)
+        tokens = sum(len(batch.tokens) for batch in batches)
+
+        def step(batches: Any = batches) -> None:
+            trainer.begin_train_step(loss)
+            for batch in batches:
+                trainer.train_microbatch(batch)
+            synchronize(device)
+            trainer.abort_train_step()
+
+        name = f"{tokens} tokens"
+        try:
+            taken = milliseconds(device, step, 4, 2)
+        except torch.OutOfMemoryError as error:
+            numbers[f"{name} ms"] = f"out of memory: {str(error)[:120]}"
+            continue
+        numbers[f"{name} ms"] = round(taken, 1)
+        if device != "cpu":
+            flop = 6.0 * policy.matmul_parameters * tokens
+            numbers[f"{name} MFU"] = round(flop / (taken / 1e3) / H100_BFLOAT16, 4)
+            numbers[f"{name} peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            launched, waits = kernels(step)
+            numbers[f"{name} launches a layer"] = round(sum(launched.values()) / layers / len(batches), 1)
+            numbers[f"{name} waits"] = waits
+            most = sorted(launched.items(), key=lambda item: -item[1])[:6]
+            numbers[f"{name} most launched"] = {kernel[:80]: count for kernel, count in most}
+    return Found("forward, loss and backward", None, numbers)
+
+
+@claim("rows padded by an index cost no more in backward than rows that are scattered", 90, alone=True)
+def padding(device: str) -> Found:
+    import torch
+
+    plan = tree(200 if device == "cpu" else 4096, prompt=16 if device == "cpu" else 256)
+    heads, size = (2, 16) if device == "cpu" else (8, 128)
+    source = torch.randn(plan.tokens, heads, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    rows = plan.rows()
+    longest = max(before.length + own.length for before, own in rows)
+    index = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for number, (before, own) in enumerate(rows):
+        index[number, : before.length] = torch.arange(before.start, before.start + before.length)
+        index[number, before.length : before.length + own.length] = torch.arange(own.start, own.start + own.length)
+    index = index.to(device)
+    flat = index.flatten()
+    grad = torch.randn(*index.shape, heads, size, device=device, dtype=torch.bfloat16)
+    by_index = milliseconds(device, lambda: torch.autograd.grad(source[index], source, grad), 5)
+    by_select = milliseconds(
+        device, lambda: torch.autograd.grad(source.index_select(0, flat), source, grad.flatten(0, 1)), 5
+    )
+    numbers = {
+        "index ms": round(by_index, 3),
+        "index_select ms": round(by_select, 3),
+        "rows": len(rows),
+        "longest": longest,
+    }
+    return Found("backward of one tensor", None, numbers)
+
+
+@claim("torch's kernels for ragged rows give what float64 gives, merged over prefix and own tokens", 90, alone=True)
+def ragged_kernels(device: str) -> Found:
+    """The interfaces that varlen tree attention stands on, asked directly: shapes, alignment, grouped heads."""
+    require_card(device)
+    import torch
+
+    aten, numbers, right = torch.ops.aten, dict[str, Any](), True
+    lengths_q, lengths_k = [70, 5, 130], [200, 64, 1]
+    ends = [torch.tensor([0, *each]).cumsum(0).to(torch.int32).to(device) for each in (lengths_q, lengths_k)]
+    for dtype, heads, kv_heads in ((torch.bfloat16, 16, 8), (torch.float32, 16, 16), (torch.float32, 16, 8)):
+        torch.manual_seed(0)
+        q = torch.randn(sum(lengths_q), heads, 128, device=device, dtype=dtype)
+        k, v = (torch.randn(sum(lengths_k), kv_heads, 128, device=device, dtype=dtype) for _ in range(2))
+        grad = torch.randn_like(q)
+        name = f"{str(dtype).removeprefix('torch.')} {heads}/{kv_heads}"
+        try:
+            if dtype == torch.bfloat16:
+                out, lse, seed, extra, _ = aten._flash_attention_forward(
+                    q, k, v, *ends, max(lengths_q), max(lengths_k), 0.0, False, False, scale=0.1
+                )
+                numbers[f"{name} lse"] = list(lse.shape)
+                parts = aten._flash_attention_backward(
+                    grad, q, k, v, out, lse, *ends, max(lengths_q), max(lengths_k), 0.0, False, seed, extra, scale=0.1
+                )
+            else:
+                one = [part.unsqueeze(0) for part in (q, k, v)]
+                out, lse, seed, offset, _, _ = aten._efficient_attention_forward(
+                    *one, None, *ends, max(lengths_q), max(lengths_k), 0.0, 0, True, scale=0.1
+                )
+                numbers[f"{name} lse"] = list(lse.shape)
+                parts = aten._efficient_attention_backward(
+                    grad.unsqueeze(0), *one, None, out, *ends, max(lengths_q), max(lengths_k), lse, 0.0, seed, offset, 0,
+                    False, scale=0.1,
+                )[:3]  # fmt: skip
+                out, parts = out[0], [part[0] for part in parts]
+        except (RuntimeError, TypeError) as error:
+            numbers[name] = str(error).splitlines()[0][:200]
+            continue
+        far = 0.0
+        for number in range(3):
+            a, b = ((int(e[number]), int(e[number + 1])) for e in ends)
+            leaves = [part.double().requires_grad_() for part in (q[slice(*a)], k[slice(*b)], v[slice(*b)])]
+            wide = [leaves[0], *(part.repeat_interleave(heads // kv_heads, 1) for part in leaves[1:])]
+            scores = torch.einsum("qhd,khd->hqk", wide[0], wide[1]) * 0.1
+            exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide[2])
+            own = torch.autograd.grad(exact, leaves, grad[slice(*a)].double())
+            found = [out[slice(*a)], parts[0][slice(*a)], parts[1][slice(*b)], parts[2][slice(*b)]]
+            for mine, theirs in zip(found, [exact.detach(), *own], strict=True):
+                far = max(far, float((mine.double() - theirs).abs().max() / theirs.abs().max()))
+            if lse.ndim == 2:
+                far = max(far, float((lse[:, slice(*a)].double() - scores.detach().logsumexp(-1)).abs().max()) / 10)
+        numbers[f"{name} gap"] = far
+        right = right and far < (0.03 if dtype == torch.bfloat16 else 1e-4)
+    return Found("output, log-sum-exp and gradients", right, numbers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
