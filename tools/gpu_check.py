@@ -646,6 +646,29 @@ def decode(device: str) -> Found:
     return Found("decode steps, embedded engine", None, numbers)
 
 
+def random_group(number: int, prompt_length: int, members: int, vocabulary: int, draw: Any) -> Any:
+    """A group with advantages; completions of half to twice the length of the prompt."""
+    import numpy as np
+
+    from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
+
+    prompt = draw.integers(0, vocabulary, prompt_length).astype(np.int32)
+    made = []
+    for member in range(members):
+        own = draw.integers(0, vocabulary, int(draw.integers(prompt_length // 2, 2 * prompt_length))).astype(np.int32)
+        tokens = np.concatenate([prompt, own])
+        mask = np.arange(tokens.size) >= prompt.size
+        logprobs = np.where(mask, np.float32(-1), np.float32(0))
+        made.append(
+            Trajectory(
+                group_id=number, member=member, group_size=members, prompt_length=prompt.size, tokens=tokens, mask=mask,
+                logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32),
+                temperature=1.0, finish_reason=FinishReason.LENGTH,
+            )
+        )  # fmt: skip
+    return Group(Ticket(number, 0, 0), Prompt(number, prompt, ""), tuple(made)), np.linspace(-1, 1, members).tolist()
+
+
 @claim(
     "a training microbatch of a 0.6B model at 2k and 16k tokens: time, share of the card's FLOP, launches a layer",
     150,
@@ -659,28 +682,6 @@ def microbatch(device: str) -> Found:
     from asyncrl.config.schema import TrainConfig
     from asyncrl.data.packing import pack_groups
     from asyncrl.training.trainer import TorchTrainer
-    from asyncrl.types import FinishReason, Group, Prompt, Ticket, Trajectory
-
-    def group(number: int, prompt_length: int, members: int, draw: Any) -> Any:
-        prompt = draw.integers(0, vocabulary, prompt_length).astype(np.int32)
-        made = []
-        for member in range(members):
-            own = draw.integers(0, vocabulary, int(draw.integers(prompt_length // 2, 2 * prompt_length))).astype(
-                np.int32
-            )
-            tokens = np.concatenate([prompt, own])
-            mask = np.arange(tokens.size) >= prompt.size
-            logprobs = np.where(mask, np.float32(-1), np.float32(0))
-            made.append(
-                Trajectory(
-                    group_id=number, member=member, group_size=members, prompt_length=prompt.size, tokens=tokens, mask=mask,
-                    logprobs=logprobs, sampled_logprobs=logprobs, versions=np.where(mask, 0, -1).astype(np.int32),
-                    temperature=1.0, finish_reason=FinishReason.LENGTH,
-                )
-            )  # fmt: skip
-        return Group(Ticket(number, 0, 0), Prompt(number, prompt, ""), tuple(made)), np.linspace(
-            -1, 1, members
-        ).tolist()
 
     policy = policy_on(device, "float32" if device == "cpu" else "bfloat16")
     vocabulary, layers = policy.head.out_features, policy.config.num_hidden_layers
@@ -690,7 +691,7 @@ def microbatch(device: str) -> Found:
         draw, groups, total = np.random.default_rng(0), [], 0
         prompt_length = 8 if device == "cpu" else 128
         while total < budget - 8 * prompt_length:
-            groups.append(group(len(groups), prompt_length, 8, draw))
+            groups.append(random_group(len(groups), prompt_length, 8, vocabulary, draw))
             total += sum(member.tokens.size - prompt_length for member in groups[-1][0].trajectories) + prompt_length
         batches = pack_groups(groups, 2 * budget)
         tokens = sum(len(batch.tokens) for batch in batches)
