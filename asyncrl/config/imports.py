@@ -1,7 +1,8 @@
 """User code by its address: `path/to/file.py:name` or `package.module:name`.
 
-Guarantees: a file is loaded once per process, under a module name derived from its resolved path, and whatever goes
-wrong is one `ConfigError` that names the address, the place that was looked at and the cause (chained). No torch here.
+Guarantees: a file is one module of the process, also where another file imports it by its name; it is whole before anybody gets
+it, and gone where loading it failed; whatever goes wrong is one `ConfigError` that names the address, the place that was looked at
+and the cause (chained). No torch here.
 
 Loading **runs** the user's module. Reward functions are loaded in worker processes for that reason; in the run's own process
 only what lives there: environments, hooks, models, losses and advantages (these two with the configuration: they have settings).
@@ -20,6 +21,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,21 +119,42 @@ def _load_file(address: str, place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"cannot load {address!r}: there is no file {path}")
-    module_name = f"asyncrl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
     _append_to_path(str(path.parent))
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None  # true for every name that ends with .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look the module up by name
-    try:
-        with user_code(lambda error: ConfigError(f"cannot load {address!r}: {path} raised {raised(error)}")):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
+    name = _module_name(path)
+    with user_code(lambda error: ConfigError(f"cannot load {address!r}: {path} raised {raised(error)}")):
+        return importlib.import_module(name)
+
+
+def _module_name(path: Path) -> str:
+    """The name under which another module has imported the file, or would as its neighbour; else one of ours."""
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and _is_of(getattr(module, "__spec__", None), path):
+            return name
+    importlib.invalidate_caches()  # the file may be younger than what Python remembers of its folder
+    with contextlib.suppress(ValueError):  # a module of that name that does not say where it is from
+        if path.stem.isidentifier() and _is_of(importlib.util.find_spec(path.stem), path):
+            return path.stem
+    name = f"asyncrl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    _files[name] = path
+    return name
+
+
+def _is_of(spec: ModuleSpec | None, path: Path) -> bool:
+    origin = getattr(spec, "origin", None)
+    return isinstance(origin, str) and origin.endswith(path.name) and Path(origin).resolve() == path
+
+
+class _Finder:
+    """Finds the files that have a name of ours. So Python's own import loads every file: no other thread gets a module before it is
+    whole, and none that failed stays."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, _files[name]) if name in _files else None
+
+
+_files: dict[str, Path] = {}  # by the name of the module
+sys.meta_path.append(_Finder)
 
 
 def _load_module(address: str, place: str) -> ModuleType:

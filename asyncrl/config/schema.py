@@ -361,6 +361,10 @@ class Config(Section):
     dry_run: DryRunConfig = DryRunConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    def __new__(cls, /, **tree: Any) -> Config:
+        """With the settings of the methods that `algorithm` names by address, as `load_config` gives it."""
+        return super().__new__(schema_of(respelled(tree)) if cls is Config else cls)
+
     @model_validator(mode="before")
     @classmethod
     def _one_spelling(cls, value: Any) -> Any:
@@ -375,8 +379,8 @@ class Config(Section):
 def schema_of(tree: Mapping[str, Any]) -> type[Config]:
     """`Config`; where `algorithm` names methods by address, one that has their settings, too. Loads them. Errors: ConfigError."""
     given: Any = tree.get("algorithm")
-    kinds = ("loss", "advantage") if isinstance(given, Mapping) else ()
-    named = {kind: str(given[kind]) for kind in kinds if ":" in str(given.get(kind))}
+    given = given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
+    named = {kind: str(given[kind]) for kind in ("loss", "advantage") if ":" in str(given.get(kind))}
     methods = tuple(load_method(*each, AlgorithmBase.model_fields) for each in named.items())
     return _schema_with(tuple(named.items()), methods) if named else Config
 

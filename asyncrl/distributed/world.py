@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,8 @@ class World:
     _ranks: RanksStore | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
-    _owns_group: bool = field(default=False, repr=False)
     _leaving: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _owner: ClassVar[World | None] = None  # of this process's group, where one of ours made it
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
@@ -80,11 +81,16 @@ class World:
         """
         if self._opened:
             raise LifecycleError("the world was opened twice")
+        if World._owner is not None and (alone or self.world_size > 1):
+            raise LifecycleError(
+                "another Runtime of this process holds its process group: with several ranks, or distributed.sharding=fsdp, one "
+                "is open at a time; close that one first"
+            )
         self._opened = True
         timeout = timedelta(seconds=timeout_s)
         if self.world_size == 1:
             if alone and not dist.is_initialized():  # an embedding program's own group of one does as well
-                self._owns_group = True
+                World._owner = self
                 cuda = device.type == "cuda"
                 dist.init_process_group(
                     "nccl" if cuda else "gloo",
@@ -95,7 +101,7 @@ class World:
                     device_id=device if cuda else None,
                 )
             return self
-        self._owns_group = True
+        World._owner = self
         try:
             self._ranks = open_store(self._place(), timeout)
             self.notes += self._ranks.notes
@@ -140,13 +146,15 @@ class World:
 
     def leave(self) -> None:
         """Leave the process group: a rank that waits for this one in a collective gets an error. The store stays."""
-        if self._owns_group and not self._closed and dist.is_initialized():
+        if World._owner is self:
+            World._owner = None
             try:
                 for forget in self._leaving:
                     forget()
             finally:  # whatever happens there: nobody may wait for this rank
                 self._leaving.clear()
-                dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
         self._closed = True
 
     def __enter__(self) -> World:

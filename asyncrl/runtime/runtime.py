@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
@@ -40,6 +42,21 @@ from .opening import Given, open_run
 from .plan import announcement
 from .stages import Stages
 from .steps import Listener, Listeners, RunSummary, State, StepStream
+
+_OPENING = threading.Lock()
+
+
+@asynccontextmanager
+async def _no_other_opens() -> AsyncIterator[None]:
+    """Runtimes of one process are opened one after another, in whatever loops: while transformers builds a model it changes torch's
+    own functions, and what `inputs` reads before a run belongs to the process."""
+    held: list[bool] = []
+    try:
+        await offload(lambda: held.append(_OPENING.acquire()), "the opening of another Runtime")
+        yield
+    finally:
+        if held:  # also where the wait for it was cancelled: `offload` waits for its end
+            _OPENING.release()
 
 
 class Runtime:
@@ -83,7 +100,8 @@ class Runtime:
         await self._stack.__aenter__()
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
-            self._run = await open_run(self._given, self.recorder, self._listeners, self._stages, self._stack)
+            async with _no_other_opens():
+                self._run = await open_run(self._given, self.recorder, self._listeners, self._stages, self._stack)
         except BaseException as error:
             self._state = State.CLOSED
             await self._stack.__aexit__(*sys.exc_info())

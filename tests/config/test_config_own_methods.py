@@ -200,6 +200,12 @@ def test_its_settings_are_read_back_and_compared_as_ours(folder: Path, tmp_path:
     assert resolve(load_config([tmp_path / "config.yaml"]), embedding=True) == config
     plain = config.model_dump(mode="json")
     assert schema_of(plain).model_validate(plain) == config
+    tree = {"loss": f"{folder}/my.py:Flat", "flat": {"slope": 3.0}, "advantage": f"{folder}/my.py:centred"}
+    in_code = Config(algorithm=tree)
+    assert in_code == Config(algorithm=in_code.algorithm) and type(in_code) is type(config)
+    assert in_code.algorithm == load_config([folder / "x.yaml"]).algorithm
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: cannot load .*my\.py has no 'Flut'; did you mean 'Flat'"):
+        Config(algorithm={"loss": f"{folder}/my.py:Flut"})
     other = made("algorithm.flat.slope=1", files=(folder / "x.yaml",))
     assert check_resume(config, other) == ["algorithm.flat.slope: 3.0 -> 1.0"]
     with pytest.raises(ConfigError, match=r"algorithm\.loss: .*my\.py:Flat -> dapo \(the run would go on with another"):

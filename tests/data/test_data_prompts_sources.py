@@ -201,7 +201,7 @@ def test_an_import_that_raises_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             load_rows(f"{file}:row")
         assert "\n" not in str(caught.value)
-        sys.modules.pop(next((name for name in sys.modules if name.startswith("asyncrl_user_early")), ""), None)
+        sys.modules.pop("early", None)
 
 
 def test_paths_with_colons_lists_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

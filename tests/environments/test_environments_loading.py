@@ -1,6 +1,7 @@
 """Environments by address, and the loading of user code by address in general."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,45 @@ def test_a_file_that_raises_is_named_and_can_be_loaded_once_it_is_mended(tmp_pat
     assert isinstance(caught.value.__cause__, SystemExit)
     file.write_text("f = 'mended now'\n")
     assert load_object(f"{file}:f") == "mended now"
+
+
+WHOLE = """
+import threading
+from asyncrl.config.imports import load_object
+found = []
+other = threading.Thread(target=lambda: found.append(load_object(__file__ + ":Late")))
+other.start()
+other.join(0.2)  # it gets nothing before the end of this file, and waits
+early = list(found)
+class Late: ...
+"""
+
+
+def test_another_thread_gets_the_whole_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # what the other thread raises shows in `found`
+    for name in ("whole_own_name", "whole-not-a-name"):
+        file = tmp_path / f"{name}.py"
+        file.write_text(WHOLE)
+        late = load_object(f"{file}:Late")
+        load_object(f"{file}:other").join()
+        assert (load_object(f"{file}:early"), load_object(f"{file}:found")) == ([], [late])
+
+
+def test_a_file_is_one_module_for_its_neighbours_and_none_where_it_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "state_of_all.py").write_text("SEEN = []\n")
+    (tmp_path / "neighbour.py").write_text("from state_of_all import SEEN\n")
+    assert load_object(f"{tmp_path}/neighbour.py:SEEN") is load_object(f"{tmp_path}/state_of_all.py:SEEN")
+    (tmp_path / "json.py").write_text("OURS = True\n")  # a name that is taken: nobody else's module changes
+    assert load_object(f"{tmp_path}/json.py:OURS") and not hasattr(sys.modules["json"], "OURS")
+    (tmp_path / "half.py").write_text("FIRST = 1\nraise OSError\n")
+    (tmp_path / "of-half.py").write_text("import half\n")
+    for broken in ("half.py:FIRST", "of-half.py:FIRST"):
+        before = set(sys.modules)
+        with pytest.raises(ConfigError, match=f"raised OSError .{tmp_path}/half.py:2"):
+            load_object(f"{tmp_path}/{broken}")
+        assert set(sys.modules) == before
 
 
 def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):

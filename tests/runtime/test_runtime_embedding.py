@@ -83,6 +83,21 @@ async def test_a_group_is_trained_at_the_temperature_that_it_was_sampled_at(tmp_
     assert report.metrics["mismatch/current_max"] < 1e-4
 
 
+async def test_runtimes_that_open_at_once_train_as_each_would_alone(tmp_path: Path) -> None:
+    """Another seed, so another model: transformers changes torch's functions while it builds one."""
+    configs = [embedded(tmp_path, REAL, "rollout.groups_per_step=1", f"seed={seed}") for seed in (0, 7)]
+
+    async def trained(config: Config) -> dict[str, float]:
+        async with Runtime(config, write=False) as runtime:
+            await feed(runtime, 1)
+            [(_, line)] = (await runtime.finish()).history
+        return {name: line[name] for name in ("loss", "optim/grad_norm", "reward/mean", "entropy")}
+
+    together = await asyncio.gather(*map(trained, configs))
+    assert together == [await trained(config) for config in configs]
+    assert together[0] != together[1]
+
+
 async def test_prompts_are_strings_messages_or_token_ids(tmp_path: Path) -> None:
     config = embedded(tmp_path, REAL | {"model": {"path": f"{MODEL}:build_chat", "dtype": "float32"}})
     async with Runtime(config, write=False) as runtime:
