@@ -20,15 +20,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.config.describe import help_text
 from asyncrl.config.imports import is_interrupt, raised
-from asyncrl.config.load import load_config
-from asyncrl.config.schema import Config
 from asyncrl.distributed.launcher import Launcher, tied
 from asyncrl.errors import AsyncrlError, ConfigError, RankLost
-from asyncrl.telemetry.output import lossy_output
+from asyncrl.telemetry.output import lossy_output, say_early
 
 if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
     from asyncrl.runtime.runtime import RunSummary, Runtime
     from asyncrl.transport.rings.record_ring import RecordRing
 
@@ -44,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
+    # The schema takes a third of a second to import, and torch and transformers take seconds: first say, or check, what needs none.
     if "--help" in given or "-h" in given:
-        print(USAGE + "\n\n" + help_text())
+        print(USAGE, flush=True)
+        from asyncrl.config.describe import help_text
+
+        print("\n" + help_text())
         return 0
     dry_run = "--dry-run" in given
     rest = [argument for argument in given if argument != "--dry-run"]
@@ -57,7 +59,14 @@ def _main(given: list[str]) -> int:
                 raise ConfigError(f"there is no option {argument!r}; did you mean --dry-run?")
         if not files and not overrides:
             raise ConfigError(f"no configuration was given\n{USAGE}")
+        say_early("reading the settings, and checking the files and functions that they name")
+        from asyncrl.config.load import load_config
+
         config = load_config(files, overrides)
+        from asyncrl.runtime.inputs import check_start
+
+        check_start(config, code=dry_run)
+        say_early("importing torch and transformers")
         if dry_run:
             from asyncrl.runtime.plan import print_plan
 
@@ -84,7 +93,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(config: Config, launcher: Launcher | None = None) -> int:
-    """One run in this process, on uvloop where it is installed. Returns the exit code; raises `AsyncrlError`."""
+    """One run in this process, after `check_start` (on uvloop where it is there). Returns the exit code; raises `AsyncrlError`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool would fight the lane for the cores
     with _no_collections():
         import asyncrl.runtime.runtime  # noqa: F401  else `_run` would load it, with collections
@@ -134,7 +143,7 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
     ring: RecordRing | None = None
     loop = asyncio.get_running_loop()
     scope = anyio.CancelScope()
-    runtime = Runtime(config, hard_exit=True)
+    runtime = Runtime(config, checked=True, hard_exit=True)
     handled = [each for each in STOPPED_BY if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
     def stop(received: signal.Signals) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from asyncrl.telemetry.output import say_early
 
 if TYPE_CHECKING:
     from asyncrl.runtime.gate import Verdict
@@ -31,9 +32,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fsdp", action="store_true", help="distributed.sharding=fsdp")
     given = parser.parse_args(list(arguments))
 
-    from asyncrl.checkpoint.store import require_whole_model
+    say_early(f"looking for {given.path}")
     from asyncrl.config.schema import LoraConfig, ModelConfig
-    from asyncrl.errors import CheckpointError, ConfigError
+    from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
+    from asyncrl.runtime.inputs import model_checks, run_checks
+
+    config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
+    try:
+        run_checks(model_checks(config))
+    except AsyncrlError as error:
+        print(f"asyncrl check-model: {error}", file=sys.stderr)
+        return 2
+    say_early("importing torch and transformers")
     from asyncrl.models.head.output import head_transform
     from asyncrl.models.loading import load_module
     from asyncrl.models.rotary import original_context
@@ -52,8 +62,6 @@ def main(arguments: Sequence[str]) -> int:
         return verdict
 
     try:
-        config = ModelConfig(path=given.path, gguf_file=given.gguf_file, random_init=given.random_init)
-        require_whole_model(Path(given.path), "PATH")
         module, _ = load_module(config)
         head_transform(module)  # of the whole model: of layers that are not compared, weights may not be finite
         context = original_context(module.config)

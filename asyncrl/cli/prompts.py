@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.main import split_arguments
+from asyncrl.telemetry.output import say_early
 
 USAGE = "usage: asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 3]"
 
@@ -25,7 +25,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         count = _take_count(given)
         files, overrides = split_arguments(given)
+        say_early("reading the settings and the rows")
+        from asyncrl.config.load import load_config
+        from asyncrl.runtime.inputs import check_prompts
+
         config = load_config(files, overrides)
+        check_prompts(config)
+        say_early("importing torch and transformers")
         from asyncrl.runtime.prompts import first_prompts
 
         prompts, notes = first_prompts(config, count)

@@ -20,7 +20,8 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -49,11 +50,33 @@ def load_object(address: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [n for n in vars(module) if not n.startswith("_")], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"cannot load {address!r}: {place} has no {part!r}{hint}")
+            raise _lacks(address, part, vars(module))
         found = getattr(found, part)
     return found
+
+
+def check_address(address: str) -> None:
+    """What can be said of an address while nothing of the user's runs. Errors: `ConfigError` where it is malformed, or there is no
+    such file, or that is no Python or makes no such name."""
+    place, name = split_address(address)
+    if not place.endswith(".py"):
+        return
+    path, first = Path(place).expanduser(), name.partition(".")[0]
+    if not path.is_file():
+        raise ConfigError(f"there is no file {place} (of {address!r}; looked from {Path.cwd()})")
+    with warnings.catch_warnings(), user_code(lambda error: ConfigError(f"cannot load {address!r}: {raised(error)}")):
+        warnings.simplefilter("ignore")  # they are told when it is loaded
+        text = path.read_bytes()
+        known = compile(text, place, "exec", dont_inherit=True).co_names
+    # Code may make names that it does not spell.
+    if first not in known and b"import *" not in text and not {"globals", "vars", "setattr", "__getattr__"} & {*known}:
+        raise _lacks(address, first, known)
+
+
+def _lacks(address: str, name: str, known: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"cannot load {address!r}: {split_address(address)[0]} has no {name!r}{hint}")
 
 
 def installed(package: str) -> bool:

@@ -33,6 +33,8 @@ from .tokenizing import without_nulls
 T = TypeVar("T")
 
 ITERATED_ROWS = 100_000  # of a source that can only be iterated
+_WANTED = "there is no file or directory {} (looked from {}), and as a data set of the hub"
+_LOCAL = "on a machine without the hub give a directory of its parquet files, or one that save_to_disk wrote elsewhere"
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+){0,2}")
 
 
@@ -183,26 +185,32 @@ def _run(call: Callable[[], T], source: str) -> T:
         return call()
 
 
-def _open_hub(source: str) -> Rows:
-    """Errors: `DataError`: not installed, not reached, or not of that name, with what the package says."""
-    name, *rest = source.split(":")
-    wanted = f"there is no file or directory {name} (looked from {Path.cwd()}), and as a data set of the hub"
+def require_data_hub(source: str) -> None:
+    """What a data set of the hub needs to be read. Blocks for up to 5 s. Errors: `DataError`: not installed, or not reached."""
+    name = source.split(":")[0]
+    wanted = _WANTED.format(name, Path.cwd())
     if not installed("datasets"):
         raise DataError(f"{wanted} it needs the package `datasets`: pip install 'asyncrl[datasets]'")
     import datasets
 
-    local = (
-        "on a machine without the hub give a directory of its parquet files, or one that save_to_disk wrote elsewhere"
-    )
     prepared = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
     if not prepared and (silence := hub_silence(name, "dataset")) is not None:
-        raise DataError(f"{wanted} it cannot be fetched: {silence}; {local}")
+        raise DataError(f"{wanted} it cannot be fetched: {silence}; {_LOCAL}")
+
+
+def _open_hub(source: str) -> Rows:
+    """Errors: `DataError`: as `require_data_hub`, or not of that name, with what the package says."""
+    require_data_hub(source)
+    import datasets
+
+    name, *rest = source.split(":")
     try:
         found = datasets.load_dataset(name, rest[0] if len(rest) == 2 else None, split=rest[-1] if rest else None)
     except Exception as error:  # network, unknown name, configuration or split: each package version has its own types
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise DataError(
-            f"{wanted} {source!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}; expected "
-            f"org/name, org/name:split or org/name:config:split; {local}"
+            f"{_WANTED.format(name, Path.cwd())} {source!r} cannot be loaded: {said}; expected "
+            f"org/name, org/name:split or org/name:config:split; {_LOCAL}"
         ) from error
     if isinstance(found, Mapping):
         if len(found) > 1:

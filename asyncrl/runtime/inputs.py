@@ -1,23 +1,27 @@
 """What a run needs beside its model, checked before anything is made, moved or loaded. Everything here blocks.
 
-All that is wrong is told at once. Reward functions, environment and hooks are loaded by
-`load_code`, and by a run before its model.
+All that is wrong is told at once. The user's code runs only where nothing was: it may import torch, which takes seconds and which
+nothing imports here. Reward functions, environment and hooks are loaded later, by a run before its model.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+import anyio
+
 from asyncrl.checkpoint.store import require_whole_model
 from asyncrl.config.hub import require_hub
-from asyncrl.config.imports import installed, load_object, split_address
-from asyncrl.config.schema import Config
+from asyncrl.config.imports import check_address, installed, load_object
+from asyncrl.config.resolve import resolve
+from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_files import Rows
-from asyncrl.data.prompts_sources import IndexedRows, load_rows
+from asyncrl.data.prompts_sources import IndexedRows, kind_of, load_rows, require_data_hub
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generation.vllm.versions import require_vllm
 from asyncrl.models.parameters.source import (
@@ -33,11 +37,29 @@ from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool
 
 from . import method_trial
+from .directory import RunDirectory
 
 _COLUMN_ROWS = 20  # rows of a JSONL file may differ
 _FORM_ROWS = 20_000  # prompts whose form is looked at: a fraction of a second
 _columns: dict[str, list[str]] = {}  # of what was read
 _read: dict[str, Rows] = {}  # what `check_inputs` read, until the run takes it
+
+
+def check_start(config: Config, code: bool) -> None:
+    """What a program looks at before it imports torch, which takes seconds: names, files, and the columns that rewards need (which
+    a worker tells). `code`: what the user's code does here, too. A run leaves that to `check_code`: it may never end, and only
+    then the watchdog sees it. Errors: as `check_inputs`."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    resolved = resolve(config, int(ranks) if ranks.isdecimal() else 1)
+    if os.environ.get("RANK", "0") == "0":  # which may be moving the old run aside while others look
+        RunDirectory(resolved).require_own()
+    forget_rows()
+    run_checks(_checks(resolved))
+    if code:
+        check_code(resolved)
+        import_code(resolved)
+    if code or (known_columns(resolved) and "torch" not in sys.modules):
+        anyio.run(load_rewards, resolved)
 
 
 def check_inputs(
@@ -48,8 +70,27 @@ def check_inputs(
     Errors: ConfigError or DataError; where several things are wrong, one ConfigError with a line each.
     """
     forget_rows()  # of an earlier attempt in this process
+    run_checks(_checks(config, prompts, rewards, environment, hooks))
+    check_code(config, prompts)
+
+
+def check_code(config: Config, prompts: bool = False) -> None:
+    """The part of `check_inputs` that may import torch, or never end: the user's code in this process, and the hub."""
+    run_checks(_code_checks(config, prompts))
+
+
+def check_prompts(config: Config) -> None:
+    """The model's directory and the rows of `data.train` alone. Errors: as `check_inputs`."""
+    if config.data.train is None:
+        raise ConfigError("data.train is not set: there are no prompts to show")
+    forget_rows()
+    run_checks([*model_checks(config.model), partial(_check_rows, config, "data.train", config.data.train)])
+
+
+def run_checks(checks: Iterable[Callable[[], object]]) -> None:
+    """All of them. Errors: as `check_inputs`."""
     found: list[AsyncrlError] = []
-    for check in _checks(config, prompts, rewards, environment, hooks):
+    for check in checks:
         try:
             check()
         except AsyncrlError as error:
@@ -60,10 +101,8 @@ def check_inputs(
         raise ConfigError("\n".join(dict.fromkeys(str(error) for error in found)))
 
 
-async def load_code(config: Config) -> None:
-    """Load environment and reward functions as a run does, these in a worker. After `check_inputs`. Errors: ConfigError; as
-    `RewardPool`."""
-    import_code(config)
+async def load_rewards(config: Config) -> None:
+    """Load the reward functions as a run does, in a worker. After `check_inputs`. Errors: ConfigError; as `RewardPool`."""
     pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
@@ -114,45 +153,67 @@ def forget_rows() -> None:
 
 
 def _checks(
-    config: Config, prompts: bool, rewards: bool, environment: bool, hooks: bool
+    config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
 ) -> Iterator[Callable[[], object]]:
-    model = config.model
-    if config.train.kind == "torch" and is_builder(model):
-        yield lambda: load_builder(str(model.path), "model.path")
-    elif config.train.kind == "torch":
-        yield lambda: _check_model(model_source(model), "model.path")
-        if model.tokenizer:
-            yield lambda: _check_model(tokenizer_source(model), "model.tokenizer")
+    """Of names alone: nothing of the user's runs."""
+    if config.train.kind == "torch":
+        yield from model_checks(config.model)
     for judge in config.reward.model:
-        if is_address(judge.path):
-            yield partial(load_builder, judge.path, "reward.model")
-        else:
-            yield partial(_check_judge, judge.path)
-    sources = {
-        "data.train": None if prompts else config.data.train,
-        "data.eval": config.data.eval if config.evaluate.every else None,
-    }
-    for setting, source in sources.items():
-        if source is not None:
-            yield partial(_check_rows, config, setting, source)
+        yield partial(_check_judge, judge.path)
+    for setting, source in _sources(config, prompts, "file"):
+        yield partial(_check_rows, config, setting, source)
+    for setting, source in _sources(config, prompts, "code"):
+        yield partial(_check_name, check_address, setting, source)
+    for setting, source in _sources(config, prompts, "hub"):
+        yield partial(_check_name, require_data_hub, setting, source)
     for function in () if rewards else config.reward.functions:
-        yield partial(_check_file, "reward.functions", function.function)
+        yield partial(_check_name, check_address, "reward.functions", function.function)
     if not environment and config.rollout.environment != "single_turn":
-        yield lambda: _check_file("rollout.environment", config.rollout.environment)
+        yield partial(_check_name, check_address, "rollout.environment", config.rollout.environment)
     if not hooks and config.hooks is not None:
-        yield lambda: _check_file("hooks", str(config.hooks))
-    if ":" in config.algorithm.loss and config.train.kind == "torch":
-        yield partial(method_trial.try_loss, config)
-    if ":" in config.algorithm.advantage:
-        yield partial(method_trial.try_advantage, config)
+        yield partial(_check_name, check_address, "hooks", config.hooks)
     for setting, package, extra in _packages(config):
         yield partial(_check_package, setting, package, extra)
     if config.generation.engine == "vllm":
         yield require_vllm
 
 
+def model_checks(model: ModelConfig) -> Iterator[Callable[[], object]]:
+    """Of what `model.path` and `model.tokenizer` name."""
+    if is_builder(model):
+        yield partial(_check_name, check_address, "model.path", str(model.path))
+        return
+    yield lambda: _check_model(model_source(model), "model.path")
+    if model.tokenizer:
+        yield lambda: _check_model(tokenizer_source(model), "model.tokenizer")
+
+
+def _code_checks(config: Config, prompts: bool) -> Iterator[Callable[[], object]]:
+    if config.train.kind == "torch" and is_builder(config.model):
+        yield lambda: load_builder(str(config.model.path), "model.path")
+    for judge in config.reward.model:
+        if is_address(judge.path):
+            yield partial(load_builder, judge.path, "reward.model")
+    for setting, source in _sources(config, prompts, "code", "hub"):
+        yield partial(_check_rows, config, setting, source)
+    if ":" in config.algorithm.advantage:
+        yield partial(method_trial.try_advantage, config)
+    if ":" in config.algorithm.loss and config.train.kind == "torch":
+        yield partial(method_trial.try_loss, config)
+
+
+def _sources(config: Config, prompts: bool, *kinds: str) -> list[tuple[str, str]]:
+    """Settings that name rows of these kinds which the run reads, with their values."""
+    data = config.data
+    named = {"data.train": None if prompts else data.train, "data.eval": data.eval if config.evaluate.every else None}
+    return [(setting, source) for setting, source in named.items() if source is not None and kind_of(source) in kinds]
+
+
 def _check_judge(path: str) -> None:
-    _check_model(directory_or_hub(path, "reward.model"), "reward.model")
+    if is_address(path):
+        _check_name(check_address, "reward.model", path)
+    else:
+        _check_model(directory_or_hub(path, "reward.model"), "reward.model")
 
 
 def _check_model(source: str, setting: str) -> None:
@@ -179,14 +240,12 @@ def columns_of(rows: Rows, config: Config) -> list[str]:
     return [name for name in names if name != config.data.prompt_column]
 
 
-def _check_file(setting: str, address: str) -> None:
-    """It is loaded later: a reward by its workers, environment and hooks on the loop's thread."""
+def _check_name(check: Callable[[str], object], setting: str, value: str) -> None:
+    """`check` of a setting's value, which errors then name."""
     try:
-        place, _ = split_address(address)
-    except ConfigError as error:
-        raise ConfigError(f"{setting}: {error}") from None
-    if place.endswith(".py") and not Path(place).is_file():
-        raise ConfigError(f"{setting}: there is no file {place} (of {address!r}; looked from {Path.cwd()})")
+        check(value)
+    except AsyncrlError as error:
+        raise type(error)(f"{setting}: {error}") from error
 
 
 def _packages(config: Config) -> Iterator[tuple[str, str, str]]:

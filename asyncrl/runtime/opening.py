@@ -30,7 +30,7 @@ from .build import Builder, Built, Overrides
 from .device import Settled, meet, settle
 from .directory import RunDirectory
 from .garbage import Collector
-from .inputs import check_inputs
+from .inputs import check_code, check_inputs
 from .journal import Journal
 from .opened import Foundation, OpenRun
 from .parts import Site
@@ -49,6 +49,7 @@ class Given:
     overrides: Overrides
     prompts: Any  # as a data function may return them; None: by the configuration, or submitted
     write: bool  # False leaves no run directory behind
+    checked: bool  # the program called `check_start`
 
 
 async def open_run(
@@ -150,7 +151,7 @@ async def _resolve(given: Given, settled: Settled, world: World) -> Config:
         own_environment=own.environment is not None,
     )
     brought = brings, bool(own.rewards), own.environment is not None, own.hooks is not None
-    await offload(lambda: check_inputs(config, *brought), "inputs")
+    await offload(lambda: check_code(config) if given.checked else check_inputs(config, *brought), "inputs")
     return config
 
 

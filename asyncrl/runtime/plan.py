@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import anyio
-
 from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
@@ -17,7 +15,6 @@ from asyncrl.generation.requests import sampling_params
 
 from .device import settle
 from .directory import RunDirectory, unusable
-from .inputs import check_inputs, load_code
 from .memory import cache_line, predicted, table
 from .placement import place
 from .prompts import measure_prompts
@@ -116,15 +113,11 @@ def without_native(config: Config) -> list[str]:
 
 
 def print_plan(config: Config) -> None:
-    """Print it, and write it where the run directory would be, as `plan.txt`. Errors: what a run would end with before it
-    has its model."""
-    resolved = resolve(config, World.from_env().world_size)
-    run = RunDirectory(resolved)
-    run.require_own()
-    check_inputs(resolved)
-    anyio.run(load_code, resolved)
+    """Print it, and write it where the run directory would be, as `plan.txt`. After `check_start`. Errors: what a run would end
+    with before it has its model."""
     text = plan(config)
     print(text)
+    run = RunDirectory(config)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         (run.path / "plan.txt").write_text(text + "\n", encoding="utf-8")

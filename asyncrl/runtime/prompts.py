@@ -81,14 +81,13 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
     """The first `count` prompts of a run, each with the text of its token ids: what the model reads, special tokens included; and
     what people should know of them.
 
-    Errors: ConfigError (no data.train), DataError.
+    After `check_prompts`. Errors: ConfigError, DataError.
     """
-    if config.data.train is None:
-        raise ConfigError("data.train is not set: there are no prompts to show")
+    assert config.data.train is not None
     from asyncrl.models.loading import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(config.model)
-    source = PromptSource(load_rows(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1)
+    source = PromptSource(rows_of(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1)
     shown = [(prompt, decode(tokenizer, prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
     return shown, source.notes()
 

@@ -72,15 +72,17 @@ class Runtime:
         hooks: Hooks | None = None,
         prompts: Any = None,
         write: bool = True,
+        checked: bool = False,
         hard_exit: bool = False,
     ) -> None:
         """`rewards`, `environment`, `hooks`: objects instead of names; `prompts`: as a data function may return them.
 
-        `write=False` leaves no run directory behind. `hard_exit`: the watchdog may end a wedged process (`main` only).
+        `write=False` leaves no run directory behind. `checked`: `check_start` was called. `hard_exit`: the watchdog may end a
+        wedged process (both: `main` only).
         """
         given = [rewards] if callable(rewards) else list(rewards)
         specs = [r if isinstance(r, RewardSpec) else RewardSpec(r) for r in given]
-        self._given = Given(config, Overrides(tuple(specs), environment, hooks), prompts, write)
+        self._given = Given(config, Overrides(tuple(specs), environment, hooks), prompts, write, checked)
         self.recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
         self._listeners: Listeners[StepReport] = Listeners()
         self._state = State.NEW

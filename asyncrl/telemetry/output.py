@@ -68,3 +68,9 @@ def lossy_output() -> Iterator[None]:
             if stream is not None:
                 stream.flush()  # here, where it may fail
         sys.stdout, sys.stderr = before
+
+
+def say_early(text: str) -> None:
+    """A line of the first rank on what takes seconds because it imports torch. Where torch is imported already, nothing."""
+    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        print(f"asyncrl: {text}", file=sys.stderr, flush=True)
