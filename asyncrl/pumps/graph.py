@@ -89,6 +89,7 @@ class Graph:
         self._callbacks: list[Callable[[], None]] = []
         self._generating = False
         self._draining = False
+        self._fed = False  # groups may come from outside
         self._rollout: RolloutPump | None = None
         self.time_is_up = False
 
@@ -96,7 +97,13 @@ class Graph:
 
     def start(self, supervisor: Supervisor) -> None:
         """Begin to train; what is trained comes by `run` or `submit`."""
+        self._feed(True)
         supervisor.start("training", self._training)
+
+    def _feed(self, fed: bool) -> None:
+        """Whether a program or producers may bring groups: the next move is theirs while nothing is sampled here."""
+        self._ports.recorder.pass_on("the program" if self._fed else "", "the program" if fed else "")
+        self._fed = fed
 
     async def _training(self) -> None:
         try:
@@ -114,6 +121,7 @@ class Graph:
             await self._train.run()
             self._trained_out = True
         finally:
+            self._feed(False)
             self._ports.book.no_more_steps()
             self.intake.close("the training ended")
         self._generation_scope.cancel()  # what is still generated or scored can be in no step
@@ -135,6 +143,7 @@ class Graph:
             self._generated.set()
         else:
             self._generating = True
+            self._feed(False)
             supervisor.start("generation", self._generation)
         limit = self._ports.config.train.time_limit_s
         with anyio.move_on_after(limit) as timer:
@@ -179,6 +188,7 @@ class Graph:
         """No more groups will be submitted: train what is here, then end. Returns when the training half ended."""
         if not self._finished.is_set():
             self._draining = True
+            self._feed(False)
             self.intake.close("the Runtime takes no more groups")
             await self._ports.ledger.exhaust()
             await self._finished.wait()

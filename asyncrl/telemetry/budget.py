@@ -9,10 +9,11 @@ of the reward. The order, and why:
 
 1. `handoff`, `loop`: the work was there; a thread switch or the event loop was late. These name their lane.
 2. `start`: nothing can run yet, or any more.
-3. `reward`, `environment`: user code, the end of every chain of waiting.
+3. `reward`: user code, the end of every chain of waiting.
 4. `checkpoint`, `publish`, `evaluate`: the pumps that hold others up on purpose.
-5. `group`: training waits for generation, with nothing of the above under way.
-6. `slots`, then `requests`: generation waits for permission, and an engine for generation's requests.
+5. `environment`: environments, tools, the program or its producers have the next move, and the engine has no request.
+6. `group`: training waits for generation, with nothing of the above under way.
+7. `slots`, then `requests`: generation waits for permission, and an engine for generation's requests.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ DEPTH: tuple[str, ...] = (
     "loop",
     "start",
     "reward",
-    "environment",
     "checkpoint",
     "publish",
     "evaluate",
+    "environment",
     "group",
     "slots",
     "requests",

@@ -26,6 +26,7 @@ from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
 LATE_S = 0.25  # more than it takes until another process has said what it did
+_USERS = ("the environment", "the program", "hook ")  # who waits for them waits for code of the user's
 _ONE_OF = re.compile(r"\bgroup -?\d+$")  # who waits may be one group of thousands: they share a track
 
 
@@ -95,7 +96,7 @@ class WaitSpan:
 
 
 class Watched(WaitSpan):
-    """Context manager of `Recorder.watch`. It takes no part in the trace, or in what lanes waited for."""
+    """Context manager of `Recorder.watch`. It takes no part in the trace."""
 
     __slots__ = ("task",)
 
@@ -103,13 +104,19 @@ class Watched(WaitSpan):
         super().__init__(recorder, who, what, on, "")
         self.task = asyncio.current_task()
 
+    def __enter__(self) -> Self:
+        self._recorder.pass_on("", self.on)
+        return super().__enter__()
+
     def passes_to(self, on: str) -> None:
         """From now on it is with `on`."""
+        self._recorder.pass_on(self.on, on)
         self.on, self.since = on, self._recorder.clock()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._recorder.pass_on(self.on, "")
         self._recorder._forget_wait(self)
 
 
@@ -153,6 +160,8 @@ class Recorder:
         self._idle: list[Interval] = []
         self._open_spans: dict[int, Span] = {}
         self._waits: dict[int, WaitSpan] = {}
+        self._with_users = self._with_engine = 0  # see `pass_on`
+        self._away: WaitSpan | None = None
         self._lane_end: dict[str, float] = {}
         self._window_start = self.started
         self._reset_metrics()
@@ -200,8 +209,25 @@ class Recorder:
         return WaitSpan(self, who, what, on, cause)
 
     def watch(self, who: str, what: str, *, on: str) -> Watched:
-        """For work of users that may stand still, of the calling task: among `active_waits`, and nowhere else."""
+        """For work of users that may stand still, of the calling task: among `active_waits`. What is `on` counts: see `pass_on`."""
         return Watched(self, who, what, on)
+
+    def pass_on(self, before: str, now: str) -> None:
+        """The next move of an episode, a hook or a program is no longer with `before` but with `now` ("": with nobody).
+
+        While one is with code of the user's, and none with the engine, idle time has the cause `environment`.
+        """
+        with self._lock:
+            for on, by in ((before, -1), (now, 1)):
+                self._with_engine += by * (on == "the engine")
+                self._with_users += by * on.startswith(_USERS)
+            if self._with_users and not self._with_engine:
+                if self._away is None:
+                    self._away = WaitSpan(self, "environment", "the next move", "your code", "environment")
+                    self._away.since = self.clock()
+            elif self._away is not None:
+                self._close_wait(self._away)
+                self._away = None
 
     def idle(self, cause: Cause, start: float, end: float) -> None:
         """A stretch of everybody's waiting that is known only afterwards."""
@@ -297,7 +323,7 @@ class Recorder:
             self._window_start = end
             lanes = tuple(self._lane_end)
             open_spans = list(self._open_spans.values())
-            waits = [wait for wait in self._waits.values() if wait.cause]
+            waits = [wait for wait in (*self._waits.values(), self._away) if wait and wait.cause]
         for span in open_spans:
             if span._lane is not None:
                 busy.append(Interval(span._name, span._lane, span.started, end))

@@ -11,7 +11,7 @@ Cause: TypeAlias = Literal[
     "group",  # the train pump waits for a whole group
     "requests",  # an engine has nothing to sample
     "reward",  # somebody waits for a reward worker
-    "environment",  # somebody waits for a tool or an environment
+    "environment",  # environments, tools, the program or its producers have the next move, and the engine has no request
     "publish",  # somebody waits for an engine's acknowledgement of new weights
     "evaluate",  # training waits for an evaluation
     "checkpoint",  # training waits for a checkpoint

@@ -93,6 +93,7 @@ async def test_an_incomplete_group_ends_when_its_time_is_up(
             assert (f.counts.partial, f.counts.incomplete) == (partial, incomplete)
             if partial:
                 report = await anext(reports)
+                assert report.metrics["idle/environment"] > 0  # until the producer had brought it
                 (group,) = report.groups
                 assert [(t.member, t.group_size, t.reward) for t in group.trajectories] == [(0, 2, 0.0), (1, 2, 2.0)]
             await client.push(7, [scored(reward=1.0)], members=[1], group_size=3)  # too late
