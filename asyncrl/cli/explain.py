@@ -1,4 +1,4 @@
-"""`asyncrl explain NAME`: what a loss, an advantage, a mode or a setting is, from the docstrings themselves.
+"""`asyncrl explain NAME`: what a loss, an advantage, a mode or a setting is, from the docstrings themselves, or a metric.
 
 A name may be several things (`grpo` is a loss and an advantage): all are printed.
 """
@@ -21,26 +21,31 @@ from asyncrl.config.methods import SETTINGS, load_method
 from asyncrl.config.old_names import SPELLINGS, full_name
 from asyncrl.config.other_names import ABSENT, other_name
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.curves import is_share
+from asyncrl.telemetry.explained import metric, metrics
 from asyncrl.types import Normaliser
 
 USAGE = (
-    "asyncrl explain NAME: a loss or an advantage (ours, or `file.py:name` of yours), an importance mode, a KL estimator, or a "
-    "setting (`asyncrl run --help`), which may also have the name that TRL or verl give it"
+    "asyncrl explain NAME: a loss or an advantage (ours, or `file.py:name` of yours), an importance mode, a KL estimator, a "
+    "metric (`optim/grad_norm`), or a setting (`asyncrl run --help`), which may also have the name that TRL or verl give it"
 )
 
 
 def explain(name: str) -> str:
     """Everything that goes by this name, as text. Empty: nothing does."""
-    if ":" in name:  # of the user's
+    if ":" in name and metric(name) is None:  # of the user's
         load_method("loss" if isinstance(load_object(name), type) else "advantage", name)
     parts = [*_losses(name), *_advantages(name), *_modes(name), *_settings(name)]
-    return "\n\n".join(parts)
+    if not parts and (ours := other_name(name)) is not None:
+        parts.append(f"{name}, as other code bases call it, is {ours} here.\n\n{explain(ours)}")
+    return "\n\n".join([*parts, *_metrics(name)])
 
 
 def known() -> list[str]:
     """Every name that can be explained, sorted."""
     settings = [knob for full in (*knobs(), *SPELLINGS) for knob in (full, full.rpartition(".")[2])]
-    return sorted({*registry.LOSSES, *registry.ADVANTAGES, *importance.IMPORTANCE_MODES, *kl.KL_ESTIMATORS, *settings})
+    methods = {*registry.LOSSES, *registry.ADVANTAGES, *importance.IMPORTANCE_MODES, *kl.KL_ESTIMATORS}
+    return sorted({*methods, *settings, *metrics()})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,12 +59,12 @@ def main(arguments: Sequence[str]) -> int:
         except ConfigError as error:
             print(f"asyncrl explain: {error}", file=sys.stderr)
             return error.exit_code
-        if not text and (ours := other_name(name)) is not None:
-            text = f"{name}, as other code bases call it, is {ours} here.\n\n{explain(ours)}"
         if not text and (instead := ABSENT.get(name.rpartition(".")[2])) is not None:
             text = f"{name}: {instead}"
         if not text:
-            nearest = nearest_name(name) or difflib.get_close_matches(name, known(), n=1, cutoff=0.0)[0]
+            setting = None if "/" in name else nearest_name(name)
+            among = metrics() if "/" in name else known()
+            nearest = setting or difflib.get_close_matches(name, among, n=1, cutoff=0.0)[0]
             print(f"asyncrl explain: nothing is named {name!r}; did you mean {nearest!r}?", file=sys.stderr)
             return 2
         print(text, end="\n\n")
@@ -130,6 +135,16 @@ def _settings(name: str) -> Iterator[str]:
     for full, knob in knobs().items():
         if full in wanted or full.rpartition(".")[2] == name:
             yield "\n".join(_setting(knob))
+
+
+def _metrics(name: str) -> Iterator[str]:
+    found = metric(name)
+    for row in [found] if found else [each for each in metrics().values() if each.name.endswith(f"/{name}")]:
+        head = f"metric {name if found else row.name}" + (f", one of {row.name}" if found and row.name != name else "")
+        yield f"{head}  (unit: {row.unit})\n{row.meaning}\na bad value: {row.bad}"
+    section, _, of_lane = name.partition("/")
+    if is_share(name) and "/" in of_lane:
+        yield from _metrics(f"{section}/{of_lane.rpartition('/')[2]}")
 
 
 def _setting(knob: Knob) -> Iterator[str]:

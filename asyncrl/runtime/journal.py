@@ -131,11 +131,13 @@ class Journal:
 
     def committed(self, report: StepReport, extra: Mapping[str, float]) -> StepReport:
         """Call at the commit of a step. Returns the report with all metrics of the step in it."""
+        window = self._recorder.take_window()
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
             **self._recorder.drain(),
             **report.metrics,  # after the recorder's: a reward's mean is that of the trained groups, not of the last scored
-            **self._budget.step(self._recorder.take_window()),
+            **self._budget.step(window),
+            "time/accounted": window.end - window.start,
             **extra,
         }
         flops = metrics.pop("perf/needed_flop", math.nan)

@@ -48,8 +48,22 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
+def is_share(name: str) -> bool:
+    """Of the account of the time: `busy/*` and `idle/*`."""
+    return name.startswith(("busy/", "idle/"))
+
+
+def _accounted(name: str) -> str:
+    """The metric that every line has which accounts for the lane of this share; of any other metric, itself."""
+    lane = name.partition("/")[2].rpartition("/")[0]
+    return "/".join(["idle", *filter(None, [lane]), "unexplained"]) if is_share(name) else name
+
+
 class Curves:
-    """Sums over points of equally many lines each; where there are too many points, two become one."""
+    """Sums over points of equally many lines each; where there are too many points, two become one.
+
+    Shares of the time are weighted by the seconds of their lines. A cause that a line does not name took none of its time.
+    """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -59,8 +73,7 @@ class Curves:
         self.steps: list[int] = []  # the last one of each point
         self.weights: list[float] = []  # seconds of each point
         self._sums: dict[str, array[float]] = {}
-        self._counts: dict[str, array[int]] = {}
-        self._shares: dict[str, float] = {}  # of every metric: the sum of value x seconds
+        self._counts: dict[str, array[float]] = {}  # lines; of shares of the time: seconds
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
         """A line of metrics, of a step that took so many seconds."""
@@ -71,7 +84,7 @@ class Curves:
             self.weights.append(0.0)
             for name in self._sums:
                 self._sums[name].append(0.0)
-                self._counts[name].append(0)
+                self._counts[name].append(0.0)
         self._lines += 1
         self.steps[-1] = row["step"]
         self.weights[-1] += seconds
@@ -80,25 +93,28 @@ class Curves:
             if number is None or name in ("step", "time"):
                 continue
             if name not in self._sums:
-                if len(self._sums) >= MOST_NAMES:
+                if len(self._sums) >= MOST_NAMES and not is_share(name):
                     self.unnamed = self.unnamed or name
                     continue
                 self._sums[name] = array("d", bytes(8 * len(self.steps)))
-                self._counts[name] = array("q", bytes(8 * len(self.steps)))
-            self._sums[name][-1] += number
-            self._counts[name][-1] += 1
-            self._shares[name] = self._shares.get(name, 0.0) + number * seconds
+                self._counts[name] = array("d", bytes(8 * len(self.steps)))
+            weight = seconds if is_share(name) else 1.0
+            self._sums[name][-1] += number * weight
+            self._counts[name][-1] += weight
 
     def series(self) -> dict[str, list[float | None]]:
         """By name: the mean of each point, None where no line of it has that metric."""
         return {
-            name: [total / count if count else None for total, count in zip(sums, self._counts[name], strict=True)]
+            name: [
+                total / count if count else None
+                for total, count in zip(sums, self._counts[_accounted(name)], strict=True)
+            ]
             for name, sums in sorted(self._sums.items())
         }
 
-    def share(self, name: str) -> float:
-        """The mean of a metric over the run, weighted by the seconds of its steps; where it is missing it counts as 0."""
-        return self._shares.get(name, 0.0) / (sum(self.weights) or 1.0)
+    def seconds(self, name: str) -> float:
+        """How long a kind or cause took over all lines."""
+        return math.fsum(self._sums[name])
 
     def names(self) -> list[str]:
         """Of every metric that had a finite value."""
@@ -109,7 +125,7 @@ class Curves:
         self.steps = self.steps[1::2]
         self.weights = [a + b for a, b in zip(self.weights[::2], self.weights[1::2], strict=True)]
         self._sums = {name: array("d", _pairs(values).tobytes()) for name, values in self._sums.items()}
-        self._counts = {name: array("q", _pairs(values).tobytes()) for name, values in self._counts.items()}
+        self._counts = {name: array("d", _pairs(values).tobytes()) for name, values in self._counts.items()}
 
 
 def _pairs(values: array[Any]) -> np.ndarray[Any, Any]:

@@ -12,14 +12,14 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from importlib import resources
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from .budget import kind_of
-from .curves import MOST_NAMES, Curves, finite, lines_by_step
+from .curves import MOST_NAMES, Curves, finite, is_share, lines_by_step
+from .explained import metric
 from .recorder import LANE_PREFIX
 from .reward_signal import Warnings
 from .sinks import read_jsonl
@@ -69,30 +69,27 @@ def render(data: dict[str, Any]) -> str:
 
 def collect(run_dir: Path, *, name: str | None = None, result: str | None = None) -> dict[str, Any]:
     """The data of the page. All values finite, None where a metric is missing or was NaN."""
-    lines = lines_by_step(run_dir / "metrics.jsonl")
-    first = list(islice(lines, 2))
-    times = [float(row.get("time") or 0.0) for row in first]
-    before = times[0] - (max(0.0, times[1] - times[0]) if len(first) == 2 else 1.0) if first else 0.0
-    curves, warnings = Curves(), Warnings()
+    curves, warnings, trained = Curves(), Warnings(), 0
     marks: deque[tuple[float, int]] = deque(maxlen=_MARKS)  # Unix seconds, step
-    started: float | None = None
-    for row in chain(first, lines):
-        time, took = float(row.get("time") or 0.0), finite(row.get("time/step"))
-        took = max(0.0, time - before) if took is None else took  # not recorded: since the line before
-        started = time - took if started is None else started
+    started, ended = math.inf, 0.0
+    for row in lines_by_step(run_dir / "metrics.jsonl"):
+        # The line of an evaluation before the first step accounts for no time: the next one's account has it.
+        ended, took = float(row.get("time") or 0.0), finite(row.get("time/accounted", row.get("time/step"))) or 0.0
+        started = min(started, ended - took)
         curves.add(row, took)
         warnings.add(row)
-        marks.append((time, row["step"]))
-        before = time
+        marks.append((ended, row["step"]))
+        trained += "time/step" in row
     rollouts, reward_range = _rollouts(run_dir / "rollouts")
     return {
         "name": name or run_dir.resolve().name,
         "result": result,
-        "started": started,
-        "duration": before - started if started is not None else 0.0,
-        "trained_s": sum(curves.weights),
+        "started": started if curves.steps else None,
+        "duration": ended - started if curves.steps else 0.0,
+        "trained": trained,
         "steps": curves.steps,
         "series": curves.series(),
+        "about": {name: about[1:] for name in curves.names() if (about := metric(name))},
         "weights": curves.weights,
         "account": _account(curves),
         "timeline": _timeline(run_dir / "trace.json", marks),
@@ -118,14 +115,12 @@ def _text(path: Path) -> str | None:
 
 
 def _account(curves: Curves) -> dict[str, dict[str, float]]:
-    """Shares over the run, weighted by step duration: `all`, and each lane where there are several."""
+    """Seconds over the run by kind and cause: `all` lanes together, and each lane where there are several."""
     account: dict[str, dict[str, float]] = {}
-    for name in curves.names():
+    for name in filter(is_share, curves.names()):
         section, _, rest = name.partition("/")
-        if section not in ("busy", "idle"):
-            continue
         lane, _, label = rest.rpartition("/")
-        account.setdefault(lane or "all", {})[f"{section}/{label}"] = curves.share(name)
+        account.setdefault(lane or "all", {})[f"{section}/{label}"] = curves.seconds(name)
     return {lane: account[lane] for lane in sorted(account, key=lambda lane: (lane != "all", lane))}
 
 

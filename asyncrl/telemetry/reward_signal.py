@@ -62,10 +62,9 @@ class SignalWatch:
 def warnings(metrics: Metrics, known: Sequence[str] = ()) -> Iterator[str]:
     """The lines for people: each at the FIRST step of a row and at every doubling. `known`: at the start, why completions do not
     end."""
-    if _due(metrics.get(COUNT, 0.0)):
-        yield f"warning: {describe(metrics, known)}"
-    if _due(metrics.get(CLIPPED, 0.0)):
-        yield f"warning: {_clipped(metrics, known)}, for {metrics[CLIPPED]:.0f} steps in a row"
+    for name, describes in _DESCRIBED.items():
+        if _due(metrics.get(name, 0.0)):
+            yield f"warning: {describes(metrics, known)}"
 
 
 def _due(count: float) -> bool:
@@ -104,6 +103,13 @@ def _clipped(metrics: Metrics, known: Sequence[str]) -> str:
     cut = metrics["completions/clipped_ratio"]
     share = "every completion was" if cut == 1 else f"{cut:.0%} of the completions were"
     return f"{share} cut at rollout.max_tokens before the end of an answer: {why}"
+
+
+def _clipped_for(metrics: Metrics, known: Sequence[str] = ()) -> str:
+    return f"{_clipped(metrics, known)}, for {metrics[CLIPPED]:.0f} steps in a row"
+
+
+_DESCRIBED = {COUNT: describe, CLIPPED: _clipped_for}
 
 
 def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
@@ -170,28 +176,23 @@ class WaitWatch:
 
 
 class Warnings:
-    """For the report: each run of steps whose rewards taught nothing, as it was at its last step. The last `_MOST` of them."""
+    """For the report: each run of steps that is worth a warning, as it was at its last step. The last `_MOST` of them."""
 
     def __init__(self) -> None:
         self._found: deque[str] = deque(maxlen=_MOST)
-        self._last: Metrics | None = None  # the line before that has a count
+        self._last: Metrics = {}  # the line before that has counts
 
     def add(self, row: Metrics) -> None:
         """The lines in order."""
-        count = row.get(COUNT)
-        if count is None:
+        if COUNT not in row:
             return
-        if self._last is not None and count <= self._last[COUNT]:
-            self._end(self._last)
+        for name, describes in _DESCRIBED.items():
+            before = self._last.get(name, 0.0)
+            if row.get(name, 0.0) <= before and before >= FIRST:
+                self._found.append(f"Until step {self._last['step']}: {describes(self._last)}.")
         self._last = row
 
     def ended(self) -> list[str]:
         """One sentence each; no line will follow."""
-        if self._last is not None:
-            self._end(self._last)
-            self._last = None
+        self.add({COUNT: 0.0})
         return list(self._found)
-
-    def _end(self, row: Metrics) -> None:
-        if row[COUNT] >= FIRST:
-            self._found.append(f"Until step {row['step']}: {describe(row)}.")

@@ -235,7 +235,8 @@ class TorchTrainer:
         lr = self.optimizer.lr
         self.steps_done += 1
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))
-        metrics.update({"optim/grad_norm": grad_norm, "optim/lr": lr})
+        clipped = float(self.config.grad_clip is not None and grad_norm > self.config.grad_clip)
+        metrics.update({"optim/grad_norm": grad_norm, "optim/clipped": clipped, "optim/lr": lr})
         if self.control is not None and totals.tokens > 0:
             metrics["entropy_coef"] = self.control.applied
             self.control = self.control.after(metrics["entropy"])

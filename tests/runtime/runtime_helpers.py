@@ -20,8 +20,10 @@ import asyncrl.runtime.runtime  # noqa: F401  # else `main` would load it while 
 from asyncrl.client import Scored
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.telemetry.explained import metric
 from asyncrl.telemetry.sinks import read_jsonl
 
+metric("loss")  # reads the table: not first where an event loop runs
 MODEL = Path(__file__).with_name("runtime_model.py")
 ROOT = MODEL.parents[2]
 PROGRAM = ("-m", "asyncrl.main")
@@ -71,7 +73,11 @@ def config_of(folder: Path, *overrides: str, base: dict[str, Any] = REAL) -> Con
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    return read_jsonl(run / "metrics.jsonl")
+    """Its lines. Whatever kind of run it was, `asyncrl explain` knows every name in them."""
+    lines = read_jsonl(run / "metrics.jsonl")
+    unknown = sorted({name for line in lines for name in line if metric(name) is None})
+    assert not unknown, f"not in telemetry/assets/metrics.md: {unknown}"
+    return lines
 
 
 def unclocked(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

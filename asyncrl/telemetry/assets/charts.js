@@ -1,7 +1,7 @@
 "use strict";
 // Small line and bar charts as SVG. All text goes in through textContent: what the model wrote is never parsed as HTML.
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = ["#2559c7", "#d9622b", "#1a8a5a", "#8a4fc0", "#b8860b", "#0e8fa3", "#c43d6b", "#6b7686"];
+const COLOURS = [0, 1, 2, 3, 4, 5, 6, 7].map((number) => `var(--c${number})`);
 
 function el(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -27,6 +27,15 @@ function number(value) {
   if (size >= 1e4) return (value / 1e3).toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "") + "k";
   if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(size >= 1000 ? 4 : 3)));
+}
+
+// Percentages with one decimal each, which add up to 100 as they are printed.
+function percents(values) {
+  const add = (several) => several.reduce((sum, value) => sum + value, 0);
+  const all = add(values), exact = values.map((value) => (all > 0 ? (1000 * value) / all : 0)), found = exact.map(Math.floor);
+  const order = exact.map((_, i) => i).sort((a, b) => (exact[b] % 1) - (exact[a] % 1));
+  if (all > 0) for (const i of order.slice(0, 1000 - add(found))) found[i] += 1;
+  return found.map((tenths) => tenths / 10);
 }
 
 function percent(share) {
@@ -120,23 +129,23 @@ function frame(width, height, left, xlabel) {
 
 function axes(root, area, xTicks, yTicks, x, y, yText) {
   for (const value of yTicks) {
-    root.append(svg("line", { x1: area.left, x2: area.right, y1: y(value), y2: y(value), stroke: "#eceff4" }));
+    root.append(svg("line", { x1: area.left, x2: area.right, y1: y(value), y2: y(value), stroke: "var(--grid)" }));
     root.append(svg("text", { x: area.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, yText(value)));
   }
-  root.append(svg("line", { x1: area.left, x2: area.right, y1: area.bottom, y2: area.bottom, stroke: "#c5ccd6" }));
+  root.append(svg("line", { x1: area.left, x2: area.right, y1: area.bottom, y2: area.bottom, stroke: "var(--axis)" }));
   for (const value of xTicks) {
-    root.append(svg("line", { x1: x(value), x2: x(value), y1: area.bottom, y2: area.bottom + 4, stroke: "#c5ccd6" }));
+    root.append(svg("line", { x1: x(value), x2: x(value), y1: area.bottom, y2: area.bottom + 4, stroke: "var(--axis)" }));
     root.append(svg("text", { x: x(value), y: area.bottom + 15, "text-anchor": "middle" }, String(value)));
   }
 }
 
-// One card. `lines`: [{label, values}], `band`: {label, low, high} drawn under the first line.
-function lineChart(title, steps, lines, band) {
+// One card. `lines`: [{label, values}], `band`: {label, low, high} drawn under the first line; `about`: what the numbers mean.
+function lineChart(title, steps, lines, about, band) {
   const every = lines.flatMap((line) => line.values).concat(band ? band.low.concat(band.high) : []);
   const bounds = range(every);
   const card = el("div", { class: "card" });
   const last = [...lines[0].values].reverse().find((value) => value !== null);
-  card.append(el("h3", {}, el("span", { text: title }), el("span", { class: "now", text: number(last) })));
+  card.append(el("h3", { title: about }, el("span", { text: title }), el("span", { class: "now", text: number(last) })));
   if (!bounds) { card.append(el("p", { class: "empty", text: "No finite values." })); return card; }
   const [root, area] = frame(400, 208, 46, "policy version");
   const low = steps[0], high = steps[steps.length - 1];
@@ -152,7 +161,7 @@ function lineChart(title, steps, lines, band) {
   });
   card.append(root);
   const items = lines.map((line, index) => [line.label, COLOURS[index % COLOURS.length]]);
-  if (band) items.push([band.label, "#d3def5"]);
+  if (band) items.push([band.label, "var(--band)"]);
   if (items.length > 1) card.append(legend(items));
   return card;
 }
@@ -162,7 +171,7 @@ function drawBand(root, steps, band, x, y) {
   if (rows.length < 2) return;
   const up = rows.map((i) => `${x(steps[i]).toFixed(1)} ${y(band.high[i]).toFixed(1)}`);
   const down = [...rows].reverse().map((i) => `${x(steps[i]).toFixed(1)} ${y(band.low[i]).toFixed(1)}`);
-  root.append(svg("path", { d: "M" + up.concat(down).join("L") + "Z", fill: "#2559c7", opacity: 0.13 }));
+  root.append(svg("path", { d: "M" + up.concat(down).join("L") + "Z", fill: "var(--c0)", opacity: 0.13 }));
 }
 
 function drawLine(root, steps, values, colour, x, y) {
@@ -174,7 +183,7 @@ function drawLine(root, steps, values, colour, x, y) {
 }
 
 function hover(root, area, steps, x, text) {
-  const line = svg("line", { y1: area.top, y2: area.bottom, stroke: "#97a1af", "stroke-dasharray": "3 3", visibility: "hidden" });
+  const line = svg("line", { y1: area.top, y2: area.bottom, stroke: "var(--faint)", "stroke-dasharray": "3 3", visibility: "hidden" });
   root.append(line);
   root.addEventListener("mousemove", (event) => {
     const box = root.getBoundingClientRect();
@@ -187,19 +196,20 @@ function hover(root, area, steps, x, text) {
   root.addEventListener("mouseleave", () => { line.setAttribute("visibility", "hidden"); hideTip(); });
 }
 
-// Stacked bars of shares (0..1). `parts`: [{label, colour, values}] from the bottom up; at most `limit` bars, by averaging.
-function stackedBars(steps, weights, parts, limit) {
-  const size = Math.ceil(steps.length / limit);
+// Stacked bars of shares (0..1), `room` pixels wide. `parts`: [{label, colour, values}] from the bottom up; where there is no room
+// for a bar a step, the means of several.
+function stackedBars(steps, weights, parts, room) {
+  const size = Math.ceil(steps.length / Math.min(130, room / 5));
   const bins = [];
   for (let from = 0; from < steps.length; from += size) bins.push([from, Math.min(steps.length, from + size)]);
-  const [root, area] = frame(820, 300, 46, size > 1 ? `policy version (each bar: ${size} steps)` : "policy version");
+  const [root, area] = frame(room, 300, 46, size > 1 ? `policy version (each bar: ${size} steps)` : "policy version");
   const pitch = (area.right - area.left) / bins.length;
   const gap = pitch > 14 ? Math.min(10, pitch * 0.18) : pitch > 4 ? 1 : 0;
   const width = Math.min(pitch - gap, 70);
   const y = (share) => area.bottom - share * (area.bottom - area.top);
   const centre = (i) => area.left + (i + 0.5) * pitch;
   axes(root, area, [], [0, 0.25, 0.5, 0.75, 1], null, y, (value) => 100 * value + " %");
-  const every = Math.ceil(bins.length / 14);
+  const every = Math.ceil((bins.length * 58) / room);
   bins.forEach(([from, to], i) => {
     if (i % every === 0) root.append(svg("text", { x: centre(i), y: area.bottom + 15, "text-anchor": "middle" }, String(steps[from])));
     const weight = weights.slice(from, to).reduce((a, b) => a + b, 0) || 1;

@@ -24,16 +24,35 @@ function header() {
     byId("facts").append(el("div", {}, el("dt", { text: label }), dd));
   };
   for (const text of DATA.warnings) byId("warnings").append(el("p", { text }));
-  fact("steps", String(STEPS.length), STEPS.length ? `to version ${STEPS[STEPS.length - 1]}` : "");
+  fact("steps", String(DATA.trained), STEPS.length ? `to version ${STEPS[STEPS.length - 1]}` : "");
   if (filled("reward/mean")) fact("reward, last step", number(lastOf(SERIES["reward/mean"])), `first ${number(first(SERIES["reward/mean"]))}`);
   for (const name of Object.keys(SERIES).filter((key) => /^eval\/.*avg@/.test(key)).slice(0, 2)) fact(name, number(lastOf(SERIES[name])), `first ${number(first(SERIES[name]))}`);
   if (filled("perf/tokens_per_s")) fact("tokens/s, last step", number(lastOf(SERIES["perf/tokens_per_s"])));
   if (filled("staleness/max")) fact("staleness, largest", number(Math.max(...SERIES["staleness/max"].filter((v) => v !== null))));
   const total = DATA.account.all;
   if (total) {
-    const idle = Object.entries(total).filter(([label]) => label.startsWith("idle/")).reduce((sum, [, share]) => sum + share, 0);
-    fact("idle", percent(idle), `unexplained ${percent(total["idle/unexplained"] || 0)}`);
+    const all = percents(Object.values(total)), labels = Object.keys(total);
+    const idle = all.filter((_, i) => labels[i].startsWith("idle/")).reduce((sum, share) => sum + share, 0);
+    fact("idle", idle.toFixed(1) + " %", `unexplained ${(all[labels.indexOf("idle/unexplained")] || 0).toFixed(1)} %`);
   }
+}
+
+const unit = (name) => (DATA.about[name] || [""])[0];
+function about(names) {
+  const known = names.filter((name) => DATA.about[name]);
+  return known.map((name) => `${name} (unit: ${unit(name)})\n${DATA.about[name][1]}\nA bad value: ${DATA.about[name][2]}`).join("\n\n");
+}
+
+// Names whose values may share an axis: of one unit, the largest values within a factor of ten.
+function alike(names) {
+  const size = (name) => Math.max(...SERIES[name].map((value) => Math.abs(value || 0)));
+  const together = (first, name) => unit(first) === unit(name) && unit(name) !== "as logged" && (!size(name) || 10 * size(name) >= size(first));
+  const groups = [];
+  for (const name of [...names].sort((a, b) => size(b) - size(a))) {
+    const group = groups.find(([first]) => together(first, name));
+    if (group) group.push(name); else groups.push([name]);
+  }
+  return groups.map((group) => group.sort()).sort(([a], [b]) => (a < b ? -1 : 1));
 }
 
 function band(lowName, highName, label) {
@@ -50,22 +69,33 @@ function rewardBand() {
 function curves() {
   const grid = byId("charts");
   const add = (title, lines, under) => {
-    const present = lines.filter(([name]) => filled(name)).map(([name, label]) => ({ label, values: take(name) }));
-    if (present.length) grid.append(lineChart(title, STEPS, present, under && under()));
+    const present = lines.filter(([name]) => filled(name));
+    if (!present.length) return;
+    const drawn = present.map(([name, label]) => ({ label, values: take(name) }));
+    grid.append(lineChart(title, STEPS, drawn, about(present.map(([name]) => name)), under && under()));
   };
   const all = (pattern, cut) => matching(pattern).map((name) => [name, name.slice(cut)]);
+  const each = (names, alone, several, label) => {
+    for (const group of alike(names)) {
+      add(group.length > 1 ? `${several}, ${unit(group[0])}` : `${alone} ${label(group[0])}, ${unit(group[0])}`, group.slice(0, 8).map((name) => [name, label(name)]));
+    }
+  };
   add("Reward", [["reward/mean", "mean"]], rewardBand);
-  const parts = all(/^reward\/.+\/mean$/, 7).map(([name, label]) => [name, label.replace(/\/mean$/, "")]);
-  if (parts.length > 1) add("Reward by function", parts.slice(0, 8)); else parts.forEach(([name]) => used.add(name));
-  add("Held-out evaluation", all(/^eval\//, 5).slice(0, 8));
+  const parts = matching(/^reward\/.+\/mean$/), scores = parts.filter((name) => unit(name) !== "as logged");
+  if (scores.length === 1) used.add(scores[0]);
+  each(parts.filter((name) => !used.has(name)), "Reward", "Reward by function", (name) => name.slice(7).replace(/\/mean$/, ""));
+  each(matching(/^eval\//), "Held-out", "Held-out evaluation", (name) => name.slice(5));
   add("Loss", [["loss", "loss"]]);
   add("Gradient norm, before clipping", [["optim/grad_norm", "gradient norm"]]);
+  add("Optimizer steps with a clipped gradient, share", [["optim/clipped", "share"]]);
   add("Entropy, nats per token", [["entropy", "entropy"]]);
-  add("Staleness, steps", [["staleness/mean", "mean"], ["staleness/max", "max"]]);
+  add("Staleness, versions", [["staleness/mean", "mean"], ["staleness/max", "max"]]);
   add("Completion length, tokens", [["completions/mean_length", "mean"]], () => band("completions/min_length", "completions/max_length", "shortest to longest"));
+  add("Truncated completions, share", [["completions/clipped_ratio", "share"]]);
   add("Tokens per second", [["perf/tokens_per_s", "tokens/s"]]);
-  add("KL", [["kl", "to the reference"], ["mismatch_kl/mean", "sampler to trainer"]]);
-  add("Clipped share of tokens", all(/^clip_ratio\//, 11));
+  add("KL(policy, reference), nats per token", [["kl", "policy, reference"]]);
+  add("KL(sampler, trainer), nats per token", [["mismatch_kl/mean", "sampler, trainer"]]);
+  add("Ratios clipped by the loss, share", all(/^clip_ratio\//, 11));
   add("Share of groups without a reward difference", [["frac_reward_zero_std", "share"]]);
   add("Learning rate", [["optim/lr", "learning rate"]]);
   add("Event loop lag, 99th percentile, ms", [["loop/lag_ms_p99", "lag"]]);
@@ -77,64 +107,70 @@ function curves() {
   // Drawn when they are asked for: there can be a hundred of them.
   more.addEventListener("toggle", () => {
     if (byId("more-charts").children.length) return;
-    for (const name of rest) byId("more-charts").append(lineChart(name, STEPS, [{ label: name, values: SERIES[name] }]));
+    for (const name of rest) byId("more-charts").append(lineChart(unit(name) ? `${name}, ${unit(name)}` : name, STEPS, [{ label: name, values: SERIES[name] }], about([name])));
   });
 }
 
-function shareParts(lane) {
-  const order = ["busy", "idle"], parts = [];
-  for (const section of order) {
-    const prefix = lane === "all" ? section + "/" : `${section}/${lane}/`;
+// The shares of a lane; `at`: the points that account for it.
+function shareParts(lane, at) {
+  const parts = [];
+  for (const section of ["busy", "idle"]) {
+    const prefix = prefixOf(section, lane);
     const names = Object.keys(SERIES).filter((name) => name.startsWith(prefix) && !name.slice(prefix.length).includes("/") && filled(name));
     names.sort((a, b) => lastOfSum(SERIES[b]) - lastOfSum(SERIES[a]));
     for (const name of names) {
       const label = name.slice(prefix.length);
-      parts.push({ label: section === "idle" ? `idle: ${label}` : label, colour: section === "idle" ? causeColour(label) : kindColour(label), values: SERIES[name], key: `${section}/${label}` });
+      parts.push({ label: section === "idle" ? `idle: ${label}` : label, colour: section === "idle" ? causeColour(label) : kindColour(label), values: at.map((i) => SERIES[name][i]) });
     }
   }
   return parts.filter((part) => part.values.some((value) => value > 0));
 }
+function prefixOf(section, lane) { return lane === "all" ? section + "/" : `${section}/${lane}/`; }
 function lastOfSum(values) { return values.reduce((sum, value) => sum + (value || 0), 0); }
 
 function idle() {
   const box = byId("idle"), side = byId("idle-table"), lanes = Object.keys(DATA.account);
   if (!lanes.length) { box.append(el("p", { class: "empty", text: "No account of the time was recorded." })); side.remove(); return; }
   const chart = el("div");
-  const draw = (lane) => {
-    const parts = shareParts(lane);
-    chart.replaceChildren(stackedBars(STEPS, DATA.weights, parts, 130), legend(parts.map((part) => [part.label, part.colour])));
+  let lane = lanes[0];
+  const draw = () => {
+    const known = SERIES[prefixOf("idle", lane) + "unexplained"], at = STEPS.map((_, i) => i).filter((i) => known[i] !== null);
+    const parts = shareParts(lane, at), pick = (values) => at.map((i) => values[i]);
+    chart.replaceChildren(stackedBars(pick(STEPS), pick(DATA.weights), parts, Math.max(300, chart.clientWidth)), legend(parts.map((part) => [part.label, part.colour])));
     table(side, DATA.account[lane], lane);
   };
   if (lanes.length > 1) {
     const select = el("select", { "aria-label": "lane" });
-    for (const lane of lanes) select.append(el("option", { value: lane, text: lane === "all" ? "all lanes (mean)" : "lane " + lane }));
-    select.onchange = () => draw(select.value);
+    for (const each of lanes) select.append(el("option", { value: each, text: each === "all" ? "all lanes (mean)" : "lane " + each }));
+    select.onchange = () => { lane = select.value; draw(); };
     box.append(el("div", { class: "bar" }, select));
   }
   box.append(chart);
-  draw(lanes[0]);
+  draw();
+  addEventListener("resize", draw);
 }
 
 function table(side, account, lane) {
   const body = el("table", {}, el("tr", {}, el("th", { text: lane === "all" ? "The run" : "The run, lane " + lane }), el("th", { class: "n", text: "share" }), el("th", { class: "n", text: "time" })));
-  const sorted = Object.entries(account).sort((a, b) => b[1] - a[1]);
+  const sorted = Object.entries(account).sort((a, b) => b[1] - a[1]), shares = percents(sorted.map(([, took]) => took));
+  const rows = sorted.map(([label, took], i) => ({ label, took, share: shares[i] }));
   for (const section of ["busy", "idle"]) {
-    const rows = sorted.filter(([label]) => label.startsWith(section + "/"));
-    const sum = rows.reduce((total, [, share]) => total + share, 0);
-    body.append(line(section, sum, null, "sum"));
-    for (const [label, share] of rows) {
+    const own = rows.filter(({ label }) => label.startsWith(section + "/"));
+    const sum = (value) => own.reduce((total, row) => total + value(row), 0);
+    body.append(line(section, sum((row) => row.share), sum((row) => row.took), null, "sum"));
+    for (const { label, share, took } of own) {
       const name = label.slice(5);
-      if (share > 0 || name === "unexplained") body.append(line(name, share, section === "idle" ? causeColour(name) : kindColour(name)));
+      if (took > 0 || name === "unexplained") body.append(line(name, share, took, section === "idle" ? causeColour(name) : kindColour(name), "", about([label])));
     }
   }
   side.replaceChildren(body);
 }
 
-function line(label, share, colour, style) {
-  const name = el("td", {});
+function line(label, share, took, colour, style, title) {
+  const name = el("td", { title: title || "" });
   if (colour) name.append(el("i", { style: "background:" + colour }));
   name.append(label);
-  return el("tr", { class: style || "" }, name, el("td", { class: "n", text: percent(share) }), el("td", { class: "n", text: seconds(share * DATA.trained_s) }));
+  return el("tr", { class: style }, name, el("td", { class: "n", text: share.toFixed(1) + " %" }), el("td", { class: "n", text: seconds(took) }));
 }
 
 function timeline() {
@@ -170,7 +206,7 @@ function rollouts() {
 function rollout(row) {
   const [low, high] = DATA.reward_range;
   const share = row.reward === null || row.reward === undefined || high <= low ? null : (row.reward - low) / (high - low);
-  const colour = share === null ? "#c5ccd6" : `hsl(${Math.round(10 + 130 * share)} 62% 45%)`;
+  const colour = share === null ? "var(--axis)" : `hsl(${Math.round(10 + 130 * share)} 62% 45%)`;
   const meta = el("div", { class: "meta" }, el("span", {}, el("i", { class: "swatch", style: "background:" + colour }), el("b", { text: "reward " + number(row.reward) })));
   const say = (text) => meta.append(el("span", { text }));
   const parts = Object.entries(row.components || {});

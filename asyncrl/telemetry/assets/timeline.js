@@ -4,7 +4,7 @@ const KIND_COLOURS = {
 };
 const CAUSE_COLOURS = {
   handoff: "#f6dc85", loop: "#efb62f", start: "#cdd4de", reward: "#f07f2f", environment: "#c9541a", checkpoint: "#d3b98c",
-  publish: "#9ad0d8", evaluate: "#cbb2ea", group: "#f2a3b3", slots: "#f7c9d8", requests: "#e6dbe8", unexplained: "#1f2733",
+  publish: "#9ad0d8", evaluate: "#cbb2ea", group: "#f2a3b3", slots: "#f7c9d8", requests: "#e6dbe8", unexplained: "var(--ink)",
 };
 const SPARE = ["#b9c6da", "#b7d1c6", "#d9cdb0", "#cdc0dc", "#dbc6c0", "#c5d2b4"];
 
@@ -17,7 +17,8 @@ function kindColour(kind) { return KIND_COLOURS[kind] || spare(kind); }
 function causeColour(cause) { return CAUSE_COLOURS[cause] || "#d7a7c0"; }
 
 function drawTimeline(box, data) {
-  const ROW = 19, LABEL = 150, TOP = 24;
+  const ROW = 19, TOP = 24;
+  let LABEL = 150;
   const height = TOP + data.rows.length * ROW + 8;
   const canvas = el("canvas", { height });
   canvas.style.height = height + "px";
@@ -53,7 +54,10 @@ function drawTimeline(box, data) {
     });
   }
 
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+
   function draw() {
+    LABEL = canvas.clientWidth < 600 ? 96 : 150;
     const ratio = window.devicePixelRatio || 1;
     canvas.width = canvas.clientWidth * ratio;
     canvas.height = height * ratio;
@@ -61,27 +65,29 @@ function drawTimeline(box, data) {
     ctx.scale(ratio, ratio);
     ctx.font = "11.5px system-ui, 'Liberation Sans', sans-serif";
     data.rows.forEach((row, r) => {
-      if (r % 2 === 0) { ctx.fillStyle = "#f8f9fb"; ctx.fillRect(0, TOP + r * ROW, canvas.clientWidth, ROW); }
-      ctx.fillStyle = "#3b4656";
+      if (r % 2 === 0) { ctx.fillStyle = css("--ground"); ctx.fillRect(0, TOP + r * ROW, canvas.clientWidth, ROW); }
+      ctx.fillStyle = css("--ink");
       let name = row.name;
       while (name.length > 3 && ctx.measureText(name).width > LABEL - 12) name = name.slice(0, -2) + "…";
       ctx.fillText(name, 2, TOP + r * ROW + 13.5);
     });
-    ctx.fillStyle = "#5b6675";
+    ctx.fillStyle = css("--soft");
     for (const t of ticks((view[0] - full[0]) / 1e6, (view[1] - full[0]) / 1e6, Math.max(2, px() / 110))) {
       const x = toX(t * 1e6 + full[0]);
       if (x < LABEL - 1) continue;
-      ctx.fillStyle = "#e3e7ee"; ctx.fillRect(x, TOP - 6, 1, height - TOP);
+      ctx.fillStyle = css("--line"); ctx.fillRect(x, TOP - 6, 1, height - TOP);
       const text = "+" + (t === 0 ? "0 s" : seconds(t));
-      ctx.fillStyle = "#5b6675";
+      ctx.fillStyle = css("--soft");
       if (x + 3 + ctx.measureText(text).width <= LABEL + px()) ctx.fillText(text, x + 3, 12);
     }
     rows(ctx);
+    let free = LABEL;
+    ctx.strokeStyle = ctx.fillStyle = css("--ink");
     for (const [t, step] of data.steps) {
-      const x = toX(t);
+      const x = toX(t), text = "version " + step, left = x - 4 - ctx.measureText(text).width;
       if (x < LABEL || x > LABEL + px()) continue;
-      ctx.strokeStyle = "#1f2733"; ctx.setLineDash([4, 3]); ctx.beginPath(); ctx.moveTo(x, TOP - 8); ctx.lineTo(x, height); ctx.stroke(); ctx.setLineDash([]);
-      ctx.fillStyle = "#1f2733"; ctx.textAlign = "right"; ctx.fillText("version " + step, x - 4, 22); ctx.textAlign = "left";
+      ctx.setLineDash([4, 3]); ctx.beginPath(); ctx.moveTo(x, TOP - 8); ctx.lineTo(x, height); ctx.stroke(); ctx.setLineDash([]);
+      if (left >= free) { ctx.fillText(text, left, 22); free = x; }
     }
   }
 
@@ -115,6 +121,7 @@ function drawTimeline(box, data) {
   });
   canvas.addEventListener("pointerleave", hideTip);
   window.addEventListener("resize", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   draw();
 }
 
