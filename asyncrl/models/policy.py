@@ -280,10 +280,10 @@ def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtyp
     module.requires_grad_(True)
     for buffer in module.buffers():  # rotary tables stay float32: they were computed so
         assert not buffer.requires_grad
+    register()
     if path.name == "plain":
         set_attention(module, path.attention)
         return
-    register()
     set_attention(module, IMPLEMENTATION)
     refuse_unknown_layers(module)
     replace_norms(module)

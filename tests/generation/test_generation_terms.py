@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from generation_models import VOCABULARY, generate_all, opened, plain_logprobs, request
+from ragged_reference import ReferenceKernel
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -68,10 +69,18 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, first: int, scale: float,
     return torch.einsum("hts,shd->thd", exponents / total, values)
 
 
-TERMS = [(1, None, False), (7, None, False), (7, 0.7, True), (None, 0.7, False), (None, None, True), (40, None, False)]
+TERMS = [
+    (None, None, False),
+    (1, None, False),
+    (7, None, False),
+    (7, 0.7, True),
+    (None, 0.7, False),
+    (None, None, True),
+    (40, None, False),
+]
 
 
-@pytest.mark.parametrize("in_small_parts", [False, True])
+@pytest.mark.parametrize("way", ["", "in small parts", "by a kernel for ragged rows"])
 @pytest.mark.parametrize(
     ("size", "dtype"), [(16, torch.float32), (8, torch.float64)], ids=str
 )  # native kernel, and not
@@ -80,10 +89,13 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
     case: tuple[int | None, float | None, bool],
     size: int,
     dtype: torch.dtype,
-    in_small_parts: bool,
+    way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if in_small_parts:
+    kernel = ReferenceKernel()
+    if way.startswith("by"):
+        monkeypatch.setattr("asyncrl.generation.embedded.cache.kernel_for", lambda *case: kernel)
+    if way == "in small parts":
         monkeypatch.setattr(plans, "_BAND_BYTES", 1)
         monkeypatch.setattr(general_attention, "_QUERIES", 3)
         monkeypatch.setattr(general_attention, "_FEW_QUERIES", 2)
@@ -123,6 +135,8 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
     out = plan_.attend(1, query, key, value, 0.3, terms)
     for row, length in enumerate(lengths):
         check(out[row : row + 1], row, length, 1)
+    if way.startswith("by"):
+        assert kernel.calls == (4 if softcap is None and sinks is None else 0), "one call of each plan"
 
 
 def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:

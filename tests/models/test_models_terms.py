@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ragged_reference import ReferenceKernel
 from test_models_tree_attention import TREES, build, inputs
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -119,13 +120,16 @@ def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float,
 TERMS = [(1, None, False), (4, None, False), (9, 0.7, True), (None, 0.7, False), (None, None, True), (5, None, True)]
 
 
-@pytest.mark.parametrize("small_blocks", [False, True])
+@pytest.mark.parametrize("way", ["blocks", "small blocks", "ragged"])
 @pytest.mark.parametrize("case", TERMS, ids=str)
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_equals_the_dense_formula(
-    trees: list, case: tuple[int | None, float | None, bool], small_blocks: bool, monkeypatch: pytest.MonkeyPatch
+    trees: list, case: tuple[int | None, float | None, bool], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if small_blocks:
+    kernel = ReferenceKernel()
+    if way == "ragged":
+        monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: kernel)
+    if way == "small blocks":
         monkeypatch.setattr(general_attention, "_QUERIES", 3)
         monkeypatch.setattr(general_attention, "_FEW_QUERIES", 2)
     window, softcap, with_sinks = case
@@ -142,6 +146,11 @@ def test_equals_the_dense_formula(
         torch.autograd.grad(out, leaves, weights), torch.autograd.grad(expected, leaves, weights), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    if way == "ragged":
+        alone = window is not None and softcap is None and not with_sinks
+        plain = terms.within(plan.longest).plain  # a window that no row leaves
+        expected_calls = (4 if plan.cross else 2) if plain else 2 if alone else 0
+        assert kernel.calls == expected_calls, "the kernel has neither caps nor sinks"
 
 
 def test_low_level_calls_take_views_and_add_to_the_gradient_of_the_sinks() -> None:

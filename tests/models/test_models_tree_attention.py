@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ragged_reference import ReferenceKernel
 
 from asyncrl.models.attention.rows import share_out
 from asyncrl.models.attention.tree import TreePlan
@@ -58,7 +59,7 @@ def dense(
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 8), (9, 3, 64), (2, 2, 16)], ids=str)
-@pytest.mark.parametrize("path", ["attend", "products", "products in many bins", "attend_masked"])
+@pytest.mark.parametrize("path", ["attend", "products", "products in many bins", "attend_masked", "ragged"])
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_equals_dense_masked_attention(
     trees: list, path: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
@@ -67,6 +68,9 @@ def test_equals_dense_masked_attention(
         monkeypatch.setattr("asyncrl.models.attention.tree._BY_PRODUCTS", {torch.float64})
     if path.endswith("bins"):
         monkeypatch.setattr("asyncrl.models.attention.rows._BIN_BYTES", 1)
+    kernel = ReferenceKernel()
+    if path == "ragged":
+        monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: kernel)
     plan, mask = build(trees)
     qkv = inputs(mask.shape[0], heads, torch.float64)
     out = plan.attend(0, *qkv, 0.3) if path != "attend_masked" else plan.attend_masked(*qkv, 0.3)
@@ -77,6 +81,8 @@ def test_equals_dense_masked_attention(
         torch.autograd.grad(out, qkv, weights), torch.autograd.grad(expected, qkv, weights), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    # forward and backward, of all spans at once, and of all suffixes against their prefixes
+    assert kernel.calls == (0 if path != "ragged" else 4 if plan.cross else 2)
 
 
 def test_small_segments_share_a_call_and_large_ones_do_not() -> None:

@@ -9,6 +9,9 @@ queries that share a key head travel as G query positions of one attention call)
 Rows of very different length would attend over each other's padding; `split_rows` cuts [0..n) into a few runs of
 similar length, each its own call. All rows grow by one a step, so the cut stays good until a row comes or goes.
 
+Where a kernel for ragged rows reads the cache (on a GPU), the buffer is `[layers, 2, rows, positions, K, D]`, which is what such a
+kernel takes, and no rows are cut into runs. All else sees the same dimensions in the same order, by their strides.
+
 The buffer starts as zeros, not as garbage: padding is masked by adding -inf, and NaN in never written memory would
 pass that mask.
 
@@ -25,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.models.attention.ragged import kernel_for
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
@@ -66,6 +70,7 @@ class KVCache:
             (shape.layers, 2, self.room * shape.heads * shape.head_size), dtype, device
         )
         self.resident_rows = 0  # rows [0..) that may have memory
+        self.kernel = kernel_for(device, dtype, shape.head_size)
         self._view(shape)
         # attention reads each row's own length: no runs, no masks
         self.native = native.attends(shape.head_size, self._planes)
@@ -73,11 +78,16 @@ class KVCache:
     def _view(self, shape: CacheShape) -> None:
         self.shape = shape
         rows = self._planes[..., : shape.rows * shape.heads * shape.positions * shape.head_size]
-        self.data: Tensor = rows.unflatten(2, (shape.rows, shape.heads, shape.positions, shape.head_size))
+        if self.kernel is None:
+            self.data: Tensor = rows.unflatten(2, (shape.rows, shape.heads, shape.positions, shape.head_size))
+            flat = rows.unflatten(2, (-1, shape.head_size))  # [rows * K * positions, D] of each layer
+        else:
+            self.data = rows.unflatten(2, (shape.rows, shape.positions, shape.heads, shape.head_size)).transpose(3, 4)
+            flat = rows.unflatten(2, (-1, shape.heads, shape.head_size))  # [rows * positions, K, D]
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
-        self.flat_keys = [keys.view(-1, shape.head_size) for keys in self.keys]
-        self.flat_values = [values.view(-1, shape.head_size) for values in self.values]
+        self.flat_keys = [flat[layer, 0] for layer in range(shape.layers)]
+        self.flat_values = [flat[layer, 1] for layer in range(shape.layers)]
 
     def fit(self, rows: int, longest: int, usual: int, cached_n: Int64Array) -> None:
         """Make room for `rows` rows of `longest` positions, which is within `room`. Nothing happens where there is.
@@ -116,7 +126,7 @@ class KVCache:
 
     def runs(self, length_n: Int64Array) -> list[int]:
         """The ends of the runs of rows [0..n) that share an attention call; good until a row comes or goes."""
-        if self.native:
+        if self.native or self.kernel is not None:
             return [int(length_n.size)]
         return split_rows(length_n, SPLIT_GAIN_BYTES // self.bytes_per_position)
 

@@ -1,6 +1,8 @@
 """The two attention plans over the cache of the embedded engine: a token for each running row, and rows brought forward.
 
-Layers with terms (a window that some row leaves, capped scores, sinks) read the band of positions that is seen and leave
+Where the cache has a kernel for ragged rows, both are one call of it a layer, windows included.
+
+Else layers with terms (a window that some row leaves, capped scores, sinks) read the band of positions that is seen and leave
 the rest to `models.general_attention`; the cache holds every position all the same.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.
@@ -18,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.general import attend_seen, cut, visible
 from asyncrl.models.attention.interface import PLAIN, AttentionTerms, Routed
+from asyncrl.models.attention.ragged import Ends
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
@@ -60,6 +63,46 @@ class _Run:
     mask: Tensor | None
 
 
+class _RaggedRows:
+    """Pieces of rows that are written to the cache and attend to all of their row, by the kernel of the cache. Arrays [N]: row,
+    first position and tokens of each piece. All index work is done once, and copied to the device at once."""
+
+    def __init__(self, cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> None:
+        self.cache = cache
+        first_n = row_n * cache.shape.positions
+        before_n = np.cumsum(length_n) - length_n
+        place_T = np.repeat(first_n + start_n - before_n, length_n) + np.arange(length_n.sum())
+        end_n = start_n + length_n
+        parts = [place_T, before_n, length_n.sum(keepdims=True), first_n, first_n[-1:] + end_n[-1:], end_n]
+        sizes = [place_T.size, row_n.size + 1, row_n.size + 1, row_n.size]
+        host = torch.from_numpy(np.concatenate(parts))
+        if cache.device.type == "cuda":
+            host = host.pin_memory()  # else the host would wait for the copy
+        self._place, queries, keys, used = host.to(cache.device, non_blocking=True).split(sizes)
+        longest_q, longest_k = int(length_n.max()), int(end_n.max())
+        self._queries = Ends(queries.to(torch.int32), longest_q)
+        self._keys = Ends(keys.to(torch.int32), longest_k)
+        self._used = used.to(torch.int32)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """`query` [T, H, D], `key` and `value` [T, K, D] of the pieces, one after another -> [T, H, D]."""
+        self.write(layer, key, value)
+        assert self.cache.kernel is not None
+        keys, values = self.cache.flat_keys[layer], self.cache.flat_values[layer]
+        return self.cache.kernel.cached((query, keys, values), self._queries, self._keys, self._used, scaling, window)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keys and values alone."""
+        self.cache.flat_keys[layer].index_copy_(0, self._place, key)
+        self.cache.flat_values[layer].index_copy_(0, self._place, value)
+
+    def attends(self, terms: AttentionTerms) -> bool:
+        """Whether the kernel computes these terms."""
+        return terms.softcap is None and terms.sinks is None
+
+
 class DecodePlan(Routed):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
@@ -70,7 +113,11 @@ class DecodePlan(Routed):
         self.longest = int(position_n.max(initial=-1)) + 1
         self._place: Tensor | None = None
         self._bands: dict[int | None, list[tuple[slice, slice, Tensor]]] = {}
-        if cache.native:
+        self._ragged: _RaggedRows | None = None
+        if cache.kernel is not None:
+            row_n = np.arange(position_n.size)
+            self._ragged = _RaggedRows(cache, row_n, position_n, np.ones_like(row_n))
+        if cache.native or self._ragged is not None:
             return
         length_n = torch.from_numpy(position_n + 1).to(cache.device)
         self.runs = []
@@ -89,6 +136,8 @@ class DecodePlan(Routed):
         """`query` [n, H, D], `key` and `value` [n, K, D] -> [n, H, D]."""
         cache = self.cache
         size = cache.shape.head_size
+        if self._ragged is not None and self._ragged.attends(terms):
+            return self._ragged.attend(layer, query, key, value, scaling, terms.within(self.longest).window)
         if terms is not PLAIN and not (terms := terms.within(self.longest)).plain:
             return self._attend_with_terms(layer, query, key, value, scaling, terms)
         if cache.native:
@@ -144,6 +193,9 @@ class DecodePlan(Routed):
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         cache, shape = self.cache, self.cache.shape
+        if self._ragged is not None:
+            self._ragged.write(layer, key, value)
+            return
         if self._place is None:  # [n, K] rows of the flat buffer
             rows = torch.arange(self.position_n.numel())[:, None] * shape.heads + torch.arange(shape.heads)
             self._place = (rows * shape.positions + self.position_n[:, None]).reshape(-1).to(cache.device)
@@ -195,6 +247,11 @@ class ExtendPlan(Routed):
                 self.groups[-1] = (self.groups[-1][0], index + 1)
             else:
                 self.groups.append((index, index + 1))
+        self._ragged: _RaggedRows | None = None
+        if cache.kernel is not None:
+            row_n, start_n, length_n = np.array([(piece.row, piece.start, piece.length) for piece in pieces]).T
+            self._ragged = _RaggedRows(cache, row_n, start_n, length_n)
+            return
         self.masks = {index: self._mask(piece) for index, piece in enumerate(pieces) if piece.start}
 
     def _mask(self, piece: Piece) -> Tensor:
@@ -210,6 +267,8 @@ class ExtendPlan(Routed):
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]."""
         cache = self.cache
+        if self._ragged is not None and self._ragged.attends(terms):
+            return self._ragged.attend(layer, query, key, value, scaling, terms.within(self.longest).window)
         for piece, offset in zip(self.pieces, self.offsets, strict=False):
             own = slice(offset, offset + piece.length)
             there = slice(piece.start, piece.start + piece.length)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, PlatformError
 
 from ..routes import Routes
 
@@ -153,6 +153,16 @@ def _mask(*args: Any, **kwargs: Any) -> SeenTokens:
 
 
 def register() -> None:
-    """Idempotent; called when a policy model is loaded."""
+    """Idempotent; called when a policy model is loaded. Errors: PlatformError where torch keeps cuDNN's attention.
+
+    torch takes that by itself on Hopper cards. Its backward under a mask gives NaN where the length of the keys is 64 mod 128 and
+    activations are large (pytorch#196678). It makes a plan for each new shape, which took 36 ms on an H200 where a known one took
+    0.15 ms, and keeps memory for it outside of torch's allocator; a decode step has a new shape each time.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        raise PlatformError(
+            f"torch {torch.__version__} keeps cuDNN's attention after enable_cudnn_sdp(False), whose gradients are not right"
+        )
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)

@@ -7,11 +7,13 @@ merged by their log-sum-exp, and backward hands the *merged* output and log-sum-
 block's gradient exact (the identity behind ring attention: Liu et al., arXiv:2310.01889).
 
 On a CPU short rows go through `row_attention`, longer ones through torch's flash kernel on views of the packed tensors. That
-has no fast bfloat16 backward (a fifth of its float32 rate), so bfloat16 goes through float32 there. Elsewhere,
-`attend` falls back to one masked `scaled_dot_product_attention` over padded rows.
+has no fast bfloat16 backward (a fifth of its float32 rate), so bfloat16 goes through float32 there. On a GPU all blocks of one
+kind are one call of a kernel for ragged rows (ragged.py); where that does not take the dtype (float32), `attend` falls back to
+one masked `scaled_dot_product_attention` over padded rows.
 
 All of that is for plain attention. A layer with terms (a window that some row leaves, capped scores, sinks) goes through
-`general_attention`, on every device; positions within a row count through the shared prefix.
+`general_attention`, on every device, but for a window alone where there is a kernel for ragged rows; positions within a row
+count through the shared prefix.
 
 All index work is done once per microbatch, in the constructor or at the first layer.
 
@@ -35,6 +37,7 @@ from asyncrl.types import Microbatch
 from ..native import library as native
 from .general import GeneralAttention
 from .interface import PLAIN, AttentionTerms, Routed
+from .ragged import RaggedTree, RaggedWindow, kernel_for
 from .rows import Row, RowAttention, fits
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -94,7 +97,8 @@ class TreePlan(Routed):
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
         self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
         self._bins: dict[torch.device, list[_Bin]] = {}
-        self._rows: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._rows: dict[torch.device, _PaddedRows] = {}
+        self._ragged: dict[tuple[int | None, torch.dtype, torch.device], RaggedTree | RaggedWindow | None] = {}
 
     @classmethod
     def of(cls, batch: Microbatch) -> TreePlan:
@@ -129,7 +133,7 @@ class TreePlan(Routed):
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable, also in the
         sinks."""
         terms = terms.within(self.longest)
-        if terms.plain and query.device.type != "cpu":
+        if terms.plain and query.device.type != "cpu" and self._by_kernel(query, terms) is None:
             self._check(query)
             return self.attend_masked(query, key, value, scaling)
         result: Tensor = _TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
@@ -142,10 +146,13 @@ class TreePlan(Routed):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
     ) -> tuple[Tensor, Tensor]:
-        """What `attend` gives, and what `backward` asks for beside it: the log-sum-exp [T, H], the weights of short rows, or,
+        """What `attend` gives, and what `backward` asks for beside it: the log-sum-exp, the weights of short rows, or,
         where it computes all of it again, nothing. Without a graph."""
         self._check(query)
         terms = terms.within(self.longest)
+        ragged = self._by_kernel(query, terms)
+        if ragged is not None:
+            return ragged.forward(query, key, value, scaling)
         if not terms.plain:
             general = self._with_terms(query, terms)
             return general.forward(query, key, value, scaling, terms.softcap, terms.sinks), query.new_empty(0)
@@ -183,6 +190,10 @@ class TreePlan(Routed):
         `terms`. `sinks_gradient` [H], float32 or wider: that of the sinks is added to it; None: nobody wants it."""
         query, key, value, out, lse = saved
         terms = terms.within(self.longest)
+        ragged = self._by_kernel(query, terms)
+        if ragged is not None:
+            ragged.backward(grad, saved, scaling, gradients)
+            return
         if not terms.plain:
             general = self._with_terms(query, terms)
             inputs = query, key, value
@@ -220,6 +231,21 @@ class TreePlan(Routed):
         if narrow:
             for target, part in zip(gradients, sums, strict=True):
                 target.copy_(part)
+
+    def _by_kernel(self, query: Tensor, terms: AttentionTerms) -> RaggedTree | RaggedWindow | None:
+        """The plan for a kernel of ragged rows, where there is one that takes these queries and computes these terms."""
+        if terms.softcap is not None or terms.sinks is not None:
+            return None
+        case = terms.window, query.dtype, query.device
+        if case not in self._ragged:
+            kernel = kernel_for(query.device, query.dtype, query.shape[2])
+            if kernel is None:
+                self._ragged[case] = None
+            elif terms.window is None:
+                self._ragged[case] = RaggedTree(kernel, self._own_rows(), query.device)
+            else:
+                self._ragged[case] = RaggedWindow(kernel, self._own_rows(), terms.window, query.device)
+        return self._ragged[case]
 
     def _by_products(self, query: Tensor) -> RowAttention | None:
         """The plan by products where it is the faster one, which needs every row to be short."""
@@ -262,36 +288,55 @@ class TreePlan(Routed):
         """The same through `scaled_dot_product_attention` with a mask: one row per span, its prefix in front."""
         if query.device not in self._rows:
             self._rows[query.device] = self._make_rows(query.device)
-        query_index, key_index, mask, back = self._rows[query.device]
-        out = F.scaled_dot_product_attention(
-            query[query_index].transpose(1, 2),  # [R, H, Q, D]
-            key[key_index].transpose(1, 2),  # [R, K, C, D]
-            value[key_index].transpose(1, 2),
-            attn_mask=mask,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out.transpose(1, 2).flatten(0, 1)[back]
+        rows = self._rows[query.device]
+        # Under a mask torch has no kernel for grouped heads but the one that writes all scores to memory.
+        group = query.shape[1] // key.shape[1]
+        keys, values = (rows.keys_of(part).repeat_interleave(group, 1) for part in (key, value))
+        out = F.scaled_dot_product_attention(rows.queries_of(query), keys, values, attn_mask=rows.mask, scale=scaling)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, rows.place)
 
-    def _make_rows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query index [R, Q], key index [R, C], mask [R, 1, Q, C] (True: attend), and where each token came out [T]."""
+    def _make_rows(self, device: torch.device) -> _PaddedRows:
         rows = self._own_rows()
         longest, context = max(row[3] for row in rows), max(row[1] for row in rows)
-        query_index = np.zeros((len(rows), longest), np.int64)
-        key_index = np.zeros((len(rows), context + longest), np.int64)
         mask = np.zeros((len(rows), longest, context + longest), np.bool_)
-        back = np.zeros(self.tokens, np.int64)
         causal = np.tril(np.ones((longest, longest), np.bool_))
+        place = np.zeros(self.tokens, np.int64)
+        source, target = [], []
         for row, (prefix_start, prefix, start, length) in enumerate(rows):
-            own = np.arange(start, start + length)
-            query_index[row, :length] = own
-            key_index[row, :prefix] = np.arange(prefix_start, prefix_start + prefix)
-            key_index[row, context : context + length] = own
+            place[start : start + length] = row * longest + np.arange(length)
+            first = row * (context + longest)
+            source += [np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)]
+            target += [first + np.arange(prefix), first + context + np.arange(length)]
             mask[row, :, :prefix] = True
-            mask[row, :, context:] = causal  # a padded query sees token 0 of its row: a row of -inf would give NaN
-            back[own] = row * longest + np.arange(length)
-        tensors = (query_index, key_index, mask[:, None], back)
-        return tuple(torch.from_numpy(array).to(device) for array in tensors)  # type: ignore[return-value]  # four, as given
+            mask[row, :, context:] = causal  # a padded query sees its own padding: a row of -inf would give NaN
+        found = (place, np.concatenate(source), np.concatenate(target), mask[:, None])
+        return _PaddedRows(len(rows), longest, *(torch.from_numpy(array).to(device) for array in found))
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedRows:
+    """Each token is written to its place among zeros: backward of an index that pads would add up the padding one by one."""
+
+    count: int  # R
+    longest: int  # Q
+    place: Tensor  # [T] where a token is among the queries [R * Q]
+    source: Tensor  # the keys that rows have, and where among [R * C]
+    target: Tensor
+    mask: Tensor  # bool [R, 1, Q, C], true: attend
+
+    def queries_of(self, query: Tensor) -> Tensor:
+        """[T, H, D] -> [R, H, Q, D]."""
+        zeros = query.new_zeros(self.count * self.longest, *query.shape[1:])
+        rows = zeros.index_copy(0, self.place, query)
+        return rows.view(self.count, self.longest, *query.shape[1:]).transpose(1, 2)
+
+    def keys_of(self, key: Tensor) -> Tensor:
+        """[T, K, D] -> [R, K, C, D]. Gradients of keys that rows share are summed in float32 or wider."""
+        wide = key.to(torch.promote_types(key.dtype, torch.float32))
+        seen = wide.index_select(0, self.source).to(key.dtype)
+        width = self.mask.shape[3]
+        rows = key.new_zeros(self.count * width, *key.shape[1:]).index_copy(0, self.target, seen)
+        return rows.view(self.count, width, *key.shape[1:]).transpose(1, 2)
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -45,7 +45,11 @@ class DriverError(Exception):
 
 
 class Driver:
-    """The few calls of libcuda that a slab needs. Each runs in the device's primary context, which torch uses too."""
+    """The few calls of libcuda that a slab needs. Each runs in the device's primary context, which torch uses too.
+
+    The driver destroys that context, and all memory in it, with the last reference to it. torch takes one of its own only with
+    its first work on the device, so each piece of memory holds one here for as long as it is there.
+    """
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -61,13 +65,14 @@ class Driver:
     def allocate(self, ordinal: int, size: int) -> int:
         """The address of new memory. Errors: DriverError."""
         address = ctypes.c_uint64()
-        with self._context(ordinal):
+        with self._context(ordinal) as keep:
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+            keep()
         return address.value
 
     def free(self, ordinal: int, address: int) -> None:
         """Waits for the device's work first (the driver does)."""
-        with self._context(ordinal):
+        with self._context(ordinal, last=True):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def export(self, ordinal: int, address: int) -> bytes:
@@ -81,28 +86,36 @@ class Driver:
         """The address, here, of memory that another process exported. Errors: DriverError."""
         address = ctypes.c_uint64()
         handle = _Handle.from_buffer_copy(exported)
-        with self._context(ordinal):
+        with self._context(ordinal) as keep:
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+            keep()
         return address.value
 
     def close(self, ordinal: int, address: int) -> None:
         """Waits for the device's work first: a kernel may still read what is unmapped here."""
-        with self._context(ordinal):
+        with self._context(ordinal, last=True):
             self._call("cuCtxSynchronize")
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     @contextlib.contextmanager
-    def _context(self, ordinal: int) -> Iterator[None]:
+    def _context(self, ordinal: int, *, last: bool = False) -> Iterator[Callable[[], None]]:
+        """What is yielded takes the reference of memory that was made. `last`: give back the one of memory that goes."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+
+        def retain() -> None:
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+
+        retain()
         try:
             self._call("cuCtxPushCurrent_v2", context)
             try:
-                yield
+                yield retain
             finally:
                 self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            if last:
+                self._call("cuDevicePrimaryCtxRelease_v2", device)
         finally:
             self._call("cuDevicePrimaryCtxRelease_v2", device)
 
