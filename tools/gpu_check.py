@@ -226,8 +226,9 @@ def milliseconds(device: str, call: Callable[[], Any], times: int = 10, warm: in
     return sorted(taken)[len(taken) // 2]
 
 
-def kernels(call: Callable[[], Any]) -> tuple[dict[str, int], int]:
-    """Of one call: how often each kernel of the device is launched, and how often the host waits for the device."""
+def kernels(call: Callable[[], Any]) -> tuple[dict[str, int], int, float]:
+    """Of one call: how often each kernel of the device is launched, how often the host waits for the device, and the milliseconds of
+    all kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -235,12 +236,13 @@ def kernels(call: Callable[[], Any]) -> tuple[dict[str, int], int]:
         call()
         torch.cuda.synchronize()
     launched: dict[str, int] = {}
-    waits = -1  # the one above
+    waits, busy = -1, 0.0  # without the wait above
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
             launched[event.name] = launched.get(event.name, 0) + 1
+            busy += event.time_range.elapsed_us() / 1e3
         waits += event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-    return launched, waits
+    return launched, waits, busy
 
 
 # -- claims that take no time of their own -----------------------------------------------------------------------------
@@ -371,7 +373,7 @@ def finite_gradients(device: str) -> Found:
     return Found(f"not finite: {numbers['as in a run']} as in a run", right, numbers)
 
 
-@claim("the gate passes a model on the device, also where TF32 is forced by the environment", 120)
+@claim("the gate passes a model on the device, also where TF32 is allowed; where it is forced, that is named", 120)
 def gate(device: str) -> Found:
     code = """
 import sys, warnings
@@ -384,9 +386,17 @@ verdict = check_model(build(0)[0], sys.argv[1])
 print("|".join(str(result) for result in verdict.results))
 """
     numbers = {"plain": child(code, device).strip()}
+    right = numbers["plain"].startswith("fused: training log-probs")
     if device != "cpu":
-        numbers["NVIDIA_TF32_OVERRIDE=1"] = child(code, device, NVIDIA_TF32_OVERRIDE="1").strip()
-    right = all(text.startswith("fused") and "nats" in text.partition("|")[0] for text in numbers.values())
+        numbers["TF32 allowed"] = child(
+            "import torch; torch.set_float32_matmul_precision('high')\n" + code, device
+        ).strip()
+        right = right and numbers["TF32 allowed"].startswith("fused: training log-probs")
+        try:
+            numbers["TF32 forced"] = child(code, device, NVIDIA_TF32_OVERRIDE="1").strip()
+        except RuntimeError as error:
+            numbers["TF32 forced"] = str(error)[-300:]
+        right = right and "NVIDIA_TF32_OVERRIDE" in numbers["TF32 forced"]
     return Found("; ".join(f"{name}: {text}" for name, text in numbers.items()), right)
 
 
@@ -419,7 +429,7 @@ def worker(device: str) -> Found:
     return Found(f"{numbers['steps']} steps, mismatch {numbers['mismatch']:.2e}", right, numbers)
 
 
-@claim("a worker that is killed costs no group, and its memory on the device is free again", 150)
+@claim("a worker that is killed costs no group, and its memory on the device is free again", 150, alone=True)
 def killed_worker(device: str) -> Found:
     import asyncio
 
@@ -524,6 +534,9 @@ def tree(tokens: int, members: int = 8, prompt: int = 256) -> Any:
 def tree_attention(device: str) -> Found:
     import torch
 
+    from asyncrl.models.attention.interface import register
+
+    register()
     torch.manual_seed(0)
     numbers: dict[str, Any] = {}
     worst = 0.0
@@ -547,9 +560,12 @@ def tree_attention(device: str) -> Found:
             except torch.OutOfMemoryError:
                 numbers[f"{name} ms"] = "out of memory"
                 continue
+            masked = partial(gradients, plan, inputs, weight, dtype, masked=True)
+            if plan.tokens < 6000:
+                numbers[f"{name} masked ms"] = round(milliseconds(device, masked, 3, 1), 2)
             if device != "cpu":
                 numbers[f"{name} peak MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
-                launched, _ = kernels(partial(gradients, plan, inputs, weight, dtype))
+                launched, *_ = kernels(partial(gradients, plan, inputs, weight, dtype))
                 numbers[f"{name} launches"] = sum(launched.values())
                 longest = sorted(launched, key=lambda n: -len(n))
                 numbers[f"{name} kernels"] = sorted(
@@ -564,12 +580,13 @@ def tree_attention(device: str) -> Found:
     return Found("forward and backward of one layer", worst < 1, numbers)
 
 
-def gradients(plan: Any, inputs: list[Any], weight: Any, dtype: Any) -> list[Any]:
-    """Output and gradients of (query, key, value)."""
+def gradients(plan: Any, inputs: list[Any], weight: Any, dtype: Any, *, masked: bool = False) -> list[Any]:
+    """Output and gradients of (query, key, value). `masked`: by the general fallback."""
     import torch
 
     leaves = [part.to(dtype).requires_grad_() for part in inputs]
-    out = plan.attend(0, *leaves, leaves[0].shape[-1] ** -0.5)
+    scaling = leaves[0].shape[-1] ** -0.5
+    out = plan.attend_masked(*leaves, scaling) if masked else plan.attend(0, *leaves, scaling)
     return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(dtype))]
 
 
@@ -640,7 +657,8 @@ def decode(device: str) -> Found:
             columns.cached[core.add(request, ())] = context - 1
         numbers[f"{rows} rows ms"] = round(milliseconds(device, core.decode, 5, 2), 2)
         if device != "cpu":
-            launched, waits = kernels(core.decode)
+            launched, waits, busy = kernels(core.decode)
+            numbers[f"{rows} rows kernels ms"] = round(busy, 2)
             numbers[f"{rows} rows launches a layer"] = round(sum(launched.values()) / layers, 1)
             numbers[f"{rows} rows waits"] = waits
     return Found("decode steps, embedded engine", None, numbers)
@@ -714,7 +732,8 @@ def microbatch(device: str) -> Found:
             flop = 6.0 * policy.matmul_parameters * tokens
             numbers[f"{name} MFU"] = round(flop / (taken / 1e3) / H100_BFLOAT16, 4)
             numbers[f"{name} peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            launched, waits = kernels(step)
+            launched, waits, busy = kernels(step)
+            numbers[f"{name} kernels ms"] = round(busy, 1)
             numbers[f"{name} launches a layer"] = round(sum(launched.values()) / layers / len(batches), 1)
             numbers[f"{name} waits"] = waits
             most = sorted(launched.items(), key=lambda item: -item[1])[:6]
@@ -751,60 +770,19 @@ def padding(device: str) -> Found:
     return Found("backward of one tensor", None, numbers)
 
 
-@claim("torch's kernels for ragged rows give what float64 gives, merged over prefix and own tokens", 90, alone=True)
-def ragged_kernels(device: str) -> Found:
-    """The interfaces that varlen tree attention stands on, asked directly: shapes, alignment, grouped heads."""
+@claim("torch's kernel for ragged rows, windows included, gives what float64 gives", 90)
+def ragged_kernel(device: str) -> Found:
+    """What varlen tree attention, prefill and decode stand on."""
     require_card(device)
     import torch
 
-    aten, numbers, right = torch.ops.aten, dict[str, Any](), True
-    lengths_q, lengths_k = [70, 5, 130], [200, 64, 1]
-    ends = [torch.tensor([0, *each]).cumsum(0).to(torch.int32).to(device) for each in (lengths_q, lengths_k)]
-    for dtype, heads, kv_heads in ((torch.bfloat16, 16, 8), (torch.float32, 16, 16), (torch.float32, 16, 8)):
-        torch.manual_seed(0)
-        q = torch.randn(sum(lengths_q), heads, 128, device=device, dtype=dtype)
-        k, v = (torch.randn(sum(lengths_k), kv_heads, 128, device=device, dtype=dtype) for _ in range(2))
-        grad = torch.randn_like(q)
-        name = f"{str(dtype).removeprefix('torch.')} {heads}/{kv_heads}"
-        try:
-            if dtype == torch.bfloat16:
-                out, lse, seed, extra, _ = aten._flash_attention_forward(
-                    q, k, v, *ends, max(lengths_q), max(lengths_k), 0.0, False, False, scale=0.1
-                )
-                numbers[f"{name} lse"] = list(lse.shape)
-                parts = aten._flash_attention_backward(
-                    grad, q, k, v, out, lse, *ends, max(lengths_q), max(lengths_k), 0.0, False, seed, extra, scale=0.1
-                )
-            else:
-                one = [part.unsqueeze(0) for part in (q, k, v)]
-                out, lse, seed, offset, _, _ = aten._efficient_attention_forward(
-                    *one, None, *ends, max(lengths_q), max(lengths_k), 0.0, 0, True, scale=0.1
-                )
-                numbers[f"{name} lse"] = list(lse.shape)
-                parts = aten._efficient_attention_backward(
-                    grad.unsqueeze(0), *one, None, out, *ends, max(lengths_q), max(lengths_k), lse, 0.0, seed, offset, 0,
-                    False, scale=0.1,
-                )[:3]  # fmt: skip
-                out, parts = out[0], [part[0] for part in parts]
-        except (RuntimeError, TypeError) as error:
-            numbers[name] = str(error).splitlines()[0][:200]
-            continue
-        far = 0.0
-        for number in range(3):
-            a, b = ((int(e[number]), int(e[number + 1])) for e in ends)
-            leaves = [part.double().requires_grad_() for part in (q[slice(*a)], k[slice(*b)], v[slice(*b)])]
-            wide = [leaves[0], *(part.repeat_interleave(heads // kv_heads, 1) for part in leaves[1:])]
-            scores = torch.einsum("qhd,khd->hqk", wide[0], wide[1]) * 0.1
-            exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide[2])
-            own = torch.autograd.grad(exact, leaves, grad[slice(*a)].double())
-            found = [out[slice(*a)], parts[0][slice(*a)], parts[1][slice(*b)], parts[2][slice(*b)]]
-            for mine, theirs in zip(found, [exact.detach(), *own], strict=True):
-                far = max(far, float((mine.double() - theirs).abs().max() / theirs.abs().max()))
-            if lse.ndim == 2:
-                far = max(far, float((lse[:, slice(*a)].double() - scores.detach().logsumexp(-1)).abs().max()) / 10)
-        numbers[f"{name} gap"] = far
-        right = right and far < (0.03 if dtype == torch.bfloat16 else 1e-4)
-    return Found("output, log-sum-exp and gradients", right, numbers)
+    from asyncrl.models.attention.ragged import FlashKernel, distance, kernel_for
+
+    numbers: dict[str, Any] = {}
+    for size in (32, 64, 80, 128, 256):
+        numbers[f"head size {size}"] = distance(FlashKernel(), torch.device(device), torch.bfloat16, size)
+    chosen = kernel_for(torch.device(device), torch.bfloat16, 128) is not None
+    return Found(f"at most {max(numbers.values()):.1e}, chosen: {chosen}", chosen, numbers)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,12 @@ class Settled:
     lines: tuple[str, ...] = ()  # for a run's first lines: which dtype and why; a warning where it is slow
 
 
-def settle(config: Config, local_rank: int = 0) -> Settled:
-    """Of one rank, before `resolve`. Blocks for milliseconds. Errors: ConfigError for a device that is not here."""
+def settle(config: Config, local_rank: int = 0, ranks: int = 1) -> Settled:
+    """Of one of the `ranks` of this machine, before `resolve`. Blocks for milliseconds. Errors: ConfigError for a device that is
+    not here."""
     if config.train.kind != "torch":
         return Settled(config, torch.device("cpu"))
-    device = choose_device(config.model.device, local_rank)
+    device = choose_device(config.model.device, local_rank, ranks)
     dtype, reason, saved = config.model.dtype, "model.dtype", _saved(config)
     if config.model.dtype == "auto":
         dtype, reason = best_dtype(device)
@@ -60,14 +61,33 @@ def settle(config: Config, local_rank: int = 0) -> Settled:
     return Settled(config.model_copy(update={"model": model, "data": data}), device, tuple(lines))
 
 
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """`auto`: the GPU of this rank where there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+def choose_device(name: str, local_rank: int, ranks: int = 1) -> torch.device:
+    """`auto`: the GPU of this rank where there is one, else the CPU. `cuda`: that GPU. A GPU has its number, always: torch's own
+    calls ask for it. Errors: ConfigError where there is no such GPU, or not one for each of the `ranks` of this machine."""
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda" if name == "auto" else name)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ConfigError(f"model.device is {name}, and torch finds no CUDA device here; use cpu or auto")
-    return device
+    count = torch.cuda.device_count()
+    if device.index is not None:
+        if ranks > 1:
+            raise ConfigError(
+                f"model.device is {name}, and {ranks} ranks of this machine would share it; use cuda, and each takes its own"
+            )
+        if device.index >= count:
+            raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
+        return device
+    if count == 1:  # the only one, or the one that a launcher shows to this rank (`meet` finds ranks that share it)
+        return torch.device("cuda", 0)
+    if count < ranks:
+        raise ConfigError(
+            f"{ranks} ranks on this machine, and torch sees {count} GPUs: start as many ranks as there are GPUs, show more of "
+            "them (CUDA_VISIBLE_DEVICES), or set model.device=cpu"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def best_dtype(device: torch.device) -> tuple[DtypeName, str]:
@@ -94,8 +114,8 @@ def bfloat16_cost() -> float:
 
 
 def meet(world: World, settled: Settled) -> None:
-    """Open the world; every rank has to have settled on one dtype. Blocks until the others are there. Errors: ConfigError,
-    and those of `World.open`."""
+    """Open the world; every rank has to have settled on one dtype, and no two on one GPU. Blocks until the others are there.
+    Errors: ConfigError, and those of `World.open`."""
     world.open(settled.device, alone=settled.config.distributed.sharding == "fsdp")
     if world.world_size == 1:
         return
@@ -108,6 +128,16 @@ def meet(world: World, settled: Settled) -> None:
             f"model.dtype is auto, which is {first} on the machine of rank 0 and {dtype} on that of rank {world.rank}; set it "
             "to one of them"
         )
+    if settled.device.type != "cuda":
+        return
+    card = str(torch.cuda.get_device_properties(settled.device).uuid)
+    store.set(f"card of rank {world.rank}", card)
+    for other in range(world.rank):
+        if store.get(f"card of rank {other}").decode() == card:
+            raise ConfigError(
+                f"ranks {other} and {world.rank} have the same GPU ({settled.device}, {card}): start as many ranks as there are "
+                "GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
+            )
 
 
 def _saved(config: Config) -> Config | None:

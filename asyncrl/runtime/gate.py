@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ from asyncrl.models.probe import WIDTHS, build_probe, positions_end
 from asyncrl.models.rotary import describe, not_held, outgrows
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
+
+_ROUNDED = 1e-5  # more than this far from float64 is no float32 product
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def check_model(
     started = time.perf_counter()
     name = type(module).__name__
     refuse_unsupported(module)
-    with _quiet(), _one_thread():
+    with _quiet(), _one_thread(), _whole_float32(torch.device(device)):
         try:
             say("checking the model: its own eager pass")
             outgrown = longest is not None and outgrows(module.config, longest)
@@ -279,6 +282,30 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _whole_float32(device: torch.device) -> Iterator[None]:
+    """torch's own switch for TF32 is off for the comparison. Errors: ConfigError where products are rounded all the same: every
+    model would be refused, for what is not its doing."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        if (found := _product_error(device)) > _ROUNDED:
+            raise ConfigError(
+                f"float32 products on {device} are {found:.0e} from float64, which is the rounding of TF32: unset "
+                f"NVIDIA_TF32_OVERRIDE (it is {os.environ.get('NVIDIA_TF32_OVERRIDE', 'not set')}); models are compared in float32"
+            )
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _product_error(device: torch.device) -> float:
+    """Of a float32 product, over the largest entry: some 1e-7; in TF32, with 10 bits, some 5e-4."""
+    sides = [torch.linspace(0.5, 1.5, 64 * 64, device=device).sin().view(64, 64) for _ in range(2)]
+    exact = sides[0].double() @ sides[1].double()
+    return float(((sides[0] @ sides[1]) - exact).abs().max() / exact.abs().max())
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ async def _found(
     began = time.perf_counter()
     stages.begin("looking at the device, the settings and the files they name")
     world = World.from_env()
-    settled = await offload(lambda: settle(given.config, world.local_rank), "device")
+    settled = await offload(lambda: settle(given.config, world.local_rank, world.local_world_size), "device")
     config = await _resolve(given, settled, world)
     directory = await offload(lambda: RunDirectory(config), "run-directory") if given.write else None
     opened: list[str] = []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def plan(config: Config) -> str:
     """The resolved configuration with predicted memory, staleness bound and slots, as text. Errors: `ConfigError`."""
     world = World.from_env()
-    settled = settle(config, world.local_rank)
+    settled = settle(config, world.local_rank, world.local_world_size)
     config = resolve(settled.config, world.world_size)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [

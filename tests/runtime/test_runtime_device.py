@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from runtime_helpers import DRY, REAL, Process, config_of, write_yaml
+from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.describe import to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError
 from asyncrl.runtime import device as module
-from asyncrl.runtime.device import Settled, meet, settle
+from asyncrl.runtime.device import Settled, choose_device, meet, settle
+from asyncrl.runtime.gate import check_model
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
 
@@ -60,15 +64,52 @@ def test_auto_is_bfloat16_where_the_processor_has_it(
 def test_auto_on_a_gpu_is_by_its_compute_capability(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cards(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Card")
-    settled = settle(config_of(tmp_path, "model.device=auto", base=AUTO), local_rank=1)
+    settled = settle(config_of(tmp_path, "model.device=auto", base=AUTO), local_rank=1, ranks=2)
     assert (settled.config.model.dtype, settled.device) == (dtype, torch.device("cuda", 1))
     said = f"products in {dtype} on cuda (auto: NVIDIA Card, compute capability {capability[0]}.{capability[1]})"
     assert settled.lines == (said,)
     insisted = settle(config_of(tmp_path, "model.device=auto", "model.dtype=bfloat16", base=AUTO))
     assert any("emulates bfloat16" in line for line in insisted.lines) == (dtype == "float32")
+
+
+def cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("name", "visible", "local_rank", "ranks", "expected"),
+    [
+        ("cpu", 4, 1, 4, "cpu"),
+        ("auto", 0, 1, 4, "cpu"),
+        ("auto", 1, 0, 1, "cuda:0"),
+        ("auto", 4, 0, 1, "cuda:0"),
+        ("auto", 4, 3, 4, "cuda:3"),
+        ("auto", 1, 3, 4, "cuda:0"),  # a launcher shows each rank its own
+        ("auto", 2, 3, 4, "4 ranks on this machine, and torch sees 2 GPUs"),
+        ("cuda", 0, 0, 1, "torch finds no CUDA device here; use cpu or auto"),
+        ("cuda", 1, 0, 1, "cuda:0"),
+        ("cuda", 4, 2, 4, "cuda:2"),
+        ("cuda", 1, 2, 4, "cuda:0"),
+        ("cuda", 2, 0, 4, "start as many ranks as there are GPUs"),
+        ("cuda:2", 4, 0, 1, "cuda:2"),
+        ("cuda:4", 4, 0, 1, "torch sees 4 GPU(s) here: cuda:0 to cuda:3"),
+        ("cuda:0", 4, 0, 2, "2 ranks of this machine would share it; use cuda"),
+    ],
+)
+def test_a_gpu_has_its_number_and_is_one_ranks_alone(
+    name: str, visible: int, local_rank: int, ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards(monkeypatch, visible)
+    if expected.startswith(("cpu", "cuda")):
+        found = choose_device(name, local_rank, ranks)
+        assert str(found) == expected and found == torch.device(expected)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            choose_device(name, local_rank, ranks)
 
 
 def test_who_insists_on_bfloat16_hears_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +215,39 @@ def test_ranks_on_unlike_machines_are_told_apart(tmp_path: Path, monkeypatch: py
     processor(monkeypatch, "avx2")
     with pytest.raises(ConfigError, match=r"bfloat16 on the machine of rank 0 and float32 on that of rank 1; set it"):
         meet(TwoRanks(1), settle(config))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_that_a_launcher_put_on_one_gpu_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(TwoRanks, "shared", torch.distributed.HashStore())
+    settled = Settled(config_of(tmp_path, base=AUTO), torch.device("cuda", 0))
+    uuids = iter(["GPU-a", "GPU-a" if shared else "GPU-b"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(uuids)))
+    meet(TwoRanks(0), settled)  # type: ignore[arg-type]
+    if not shared:
+        meet(TwoRanks(1), settled)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError, match=r"ranks 0 and 1 have the same GPU \(cuda:0, GPU-a\): start as many"):
+        meet(TwoRanks(1), settled)  # type: ignore[arg-type]
+
+
+class TensorFloat32(TorchFunctionMode):
+    """Products as NVIDIA_TF32_OVERRIDE=1 makes them on a card: of factors with 10 bits."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function in (torch.Tensor.__matmul__, torch.Tensor.matmul):
+            arguments = [
+                (part.view(torch.int32) & ~0x1FFF).view(torch.float32)
+                for part in arguments
+                if part.dtype == torch.float32
+            ] or arguments
+        return function(*arguments, **(named or {}))
+
+
+def test_the_gate_blames_tf32_and_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32))
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with TensorFloat32(), pytest.raises(ConfigError, match=r"6e-04 from float64, .*NVIDIA_TF32_OVERRIDE \(it is 1\)"):
+        check_model(model)

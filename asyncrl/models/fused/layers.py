@@ -65,7 +65,7 @@ class Norm:
     gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
 
     def __call__(self, x_NE: Tensor, out_NE: Tensor) -> Tensor:
-        """Into `out_NE`, which is returned."""
+        """In `out_NE`, or in a fresh tensor."""
         return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
 
     def backward(self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor) -> None:
