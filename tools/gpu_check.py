@@ -227,7 +227,7 @@ def milliseconds(device: str, call: Callable[[], Any], times: int = 10, warm: in
 
 
 def kernels(call: Callable[[], Any]) -> tuple[dict[str, int], int, float]:
-    """Of one call: how often each kernel of the device is launched, how often the host waits for the device, and the milliseconds of
+    """Of one call: launches of each kernel, how often the host waits for the device, and the milliseconds of
     all kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
