@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.general import attend_seen, cut, visible
 from asyncrl.models.attention.interface import PLAIN, AttentionTerms, Routed
-from asyncrl.models.attention.ragged import Ends
+from asyncrl.models.attention.ragged import Ends, Geometry
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
@@ -91,7 +91,8 @@ class _RaggedRows:
         self.write(layer, key, value)
         assert self.cache.kernel is not None
         keys, values = self.cache.flat_keys[layer], self.cache.flat_values[layer]
-        return self.cache.kernel.cached((query, keys, values), self._queries, self._keys, self._used, scaling, window)
+        rows = Geometry(self._queries, self._keys, True, window)
+        return self.cache.kernel.cached((query, keys, values), rows, self._used, scaling)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Keys and values alone."""

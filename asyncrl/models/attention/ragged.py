@@ -43,33 +43,29 @@ class Ends(NamedTuple):
     longest: int
 
 
-class Kernel(Protocol):
-    """See the module. `causal` aligns the last query of a row with its last key. `window`: a query sees itself and the `window - 1`
-    keys before it; only with `causal`."""
+class Geometry(NamedTuple):
+    """Which keys the queries of each row see: all; or, `causal`, those up to the query, where the last query stands at the last
+    key; and of these the last `window`."""
 
-    def forward(
-        self, qkv: Sequence[Tensor], queries: Ends, keys: Ends, scaling: float, causal: bool, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp float32)."""
+    queries: Ends
+    keys: Ends
+    causal: bool
+    window: int | None = None
+
+
+class Kernel(Protocol):
+    """See the module. `qkv`: packed queries, keys and values."""
+
+    def forward(self, qkv: Sequence[Tensor], rows: Geometry, scaling: float) -> tuple[Tensor, Tensor]:
+        """(output, log-sum-exp float32 or wider). Without a graph."""
         ...
 
-    def cached(
-        self, qkv: Sequence[Tensor], queries: Ends, keys: Ends, used_N: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Causal, over the first `used_N` keys (int32) of each row, which begin at `keys.ends`. The output, without a graph."""
+    def cached(self, qkv: Sequence[Tensor], rows: Geometry, used_N: Tensor, scaling: float) -> Tensor:
+        """The output over the first `used_N` keys (int32) of each row, which begin at `rows.keys.ends`, in any order."""
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        qkv: Sequence[Tensor],
-        out: Tensor,
-        lse: Tensor,
-        queries: Ends,
-        keys: Ends,
-        scaling: float,
-        causal: bool,
-        window: int | None = None,
+        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: Geometry, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values. `out`, `lse`: of all keys that a query sees, these and others."""
         ...
@@ -78,45 +74,35 @@ class Kernel(Protocol):
 class FlashKernel:
     """torch's own."""
 
-    def forward(
-        self, qkv: Sequence[Tensor], queries: Ends, keys: Ends, scaling: float, causal: bool, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Sequence[Tensor], rows: Geometry, scaling: float) -> tuple[Tensor, Tensor]:
         """As `Kernel.forward`."""
         found = torch.ops.aten._flash_attention_forward(
-            *qkv, queries.ends, keys.ends, queries.longest, keys.longest, 0.0, causal, False,
-            scale=scaling, window_size_left=_left(window),
-        )  # fmt: skip
+            *qkv, *_sizes(rows), 0.0, rows.causal, False, scale=scaling, window_size_left=_left(rows.window)
+        )
         return found[0], found[1]
 
-    def cached(
-        self, qkv: Sequence[Tensor], queries: Ends, keys: Ends, used_N: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def cached(self, qkv: Sequence[Tensor], rows: Geometry, used_N: Tensor, scaling: float) -> Tensor:
         """As `Kernel.cached`."""
         found: Tensor = torch.ops.aten._flash_attention_forward(
-            *qkv, queries.ends, keys.ends, queries.longest, keys.longest, 0.0, True, False,
-            scale=scaling, window_size_left=_left(window), seqused_k=used_N,
+            *qkv, *_sizes(rows), 0.0, rows.causal, False,
+            scale=scaling, window_size_left=_left(rows.window), seqused_k=used_N,
         )[0]  # fmt: skip
         return found
 
     def backward(
-        self,
-        grad: Tensor,
-        qkv: Sequence[Tensor],
-        out: Tensor,
-        lse: Tensor,
-        queries: Ends,
-        keys: Ends,
-        scaling: float,
-        causal: bool,
-        window: int | None = None,
+        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: Geometry, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Kernel.backward`."""
         nothing = torch.empty(2, dtype=torch.uint64, device=grad.device)  # the state of a dropout that there is not
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad, *qkv, out, lse, queries.ends, keys.ends, queries.longest, keys.longest, 0.0, causal, nothing, nothing,
-            scale=scaling, window_size_left=_left(window),
+            grad, *qkv, out, lse, *_sizes(rows), 0.0, rows.causal, nothing, nothing,
+            scale=scaling, window_size_left=_left(rows.window),
         )  # fmt: skip
         return found
+
+
+def _sizes(rows: Geometry) -> tuple[Tensor, Tensor, int, int]:
+    return rows.queries.ends, rows.keys.ends, rows.queries.longest, rows.keys.longest
 
 
 def _left(window: int | None) -> int | None:
@@ -153,21 +139,20 @@ def distance(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int
     shapes = (sum(lengths_q), heads), (sum(lengths_k), kv_heads), (sum(lengths_k), kv_heads), (sum(lengths_q), heads)
     *qkv, grad = (torch.randn(*shape, size, generator=draw).to(device, dtype) for shape in shapes)
     worst, scaling = 0.0, size**-0.5
-    for causal, window in ((False, None), (True, None), (True, 40)):
-        out, lse = kernel.forward(qkv, queries, keys, scaling, causal, window)
-        found = [out, *kernel.backward(grad, qkv, out, lse, queries, keys, scaling, causal, window)]
+    for rows in (Geometry(queries, keys, False), Geometry(queries, keys, True), Geometry(queries, keys, True, 40)):
+        out, lse = kernel.forward(qkv, rows, scaling)
+        found = [out, *kernel.backward(grad, qkv, out, lse, rows, scaling)]
         wide = [part.double().requires_grad_() for part in qkv]
         with torch.enable_grad():
             q, k, v = wide
-            rows = zip(_slices(lengths_q), _slices(lengths_k), strict=True)
-            exact = torch.cat([_products(q[own], k[seen], v[seen], scaling, causal, window) for own, seen in rows])
+            slices = zip(_slices(lengths_q), _slices(lengths_k), strict=True)
+            exact = torch.cat([_products(q[own], k[seen], v[seen], rows, scaling) for own, seen in slices])
         right = [exact.detach(), *torch.autograd.grad(exact, wide, grad.double())]
         for mine, theirs in zip(found, right, strict=True):
             worst = max(worst, float((mine.double() - theirs).abs().max() / theirs.abs().max()))
-        if causal:
+        if rows.causal:
             used = torch.tensor(lengths_k, dtype=torch.int32, device=device)
-            same = kernel.cached(qkv, queries, keys, used, scaling, window)
-            worst = max(worst, float((same - out).abs().max()))
+            worst = max(worst, float((kernel.cached(qkv, rows, used, scaling) - out).abs().max()))
     return worst
 
 
@@ -175,13 +160,13 @@ def _slices(lengths: list[int]) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(np.cumsum([0, *lengths]).tolist())]
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool, window: int | None) -> Tensor:
+def _products(q: Tensor, k: Tensor, v: Tensor, rows: Geometry, scaling: float) -> Tensor:
     """[Q, H, D] of one row, by the definition."""
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scaling
-    if causal:
+    if rows.causal:
         ahead = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q) - torch.arange(len(k), device=q.device)
-        hidden = ahead < 0 if window is None else (ahead < 0) | (ahead >= window)
+        hidden = (ahead < 0) | (ahead >= (rows.window or len(k)))
         scores = scores.masked_fill(hidden, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
@@ -198,29 +183,30 @@ class RaggedTree:
     def __init__(self, kernel: Kernel, rows: list[Row], device: torch.device) -> None:
         rows = sorted(rows, key=lambda row: row[2])
         self.kernel = kernel
-        self.own = ends_of([length for *_, length in rows], device)
+        own = ends_of([length for *_, length in rows], device)
+        self.own = Geometry(own, own, causal=True)
         # Suffixes of one tree are adjacent: they attend to their prefix as one row.
         behind: dict[tuple[int, int], list[int]] = {}
         for prefix_start, prefix, start, length in rows:
             if prefix:
                 behind.setdefault((prefix_start, prefix), []).extend((start, start + length))
-        self.queries = ends_of([max(places) - min(places) for places in behind.values()], device)
-        self.keys = ends_of([prefix for _, prefix in behind], device)
+        queries = ends_of([max(places) - min(places) for places in behind.values()], device)
+        self.across = Geometry(queries, ends_of([prefix for _, prefix in behind], device), causal=False)
         self.suffixes = _index([(min(places), max(places)) for places in behind.values()], device)
         self.prefixes = _index([(start, start + length) for start, length in behind], device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """[T, H, D], [T, K, D] twice -> the output [T, H, D] and its log-sum-exp [H, T]."""
-        out, lse = self.kernel.forward((query, key, value), self.own, self.own, scaling, True)
-        if not self.suffixes.numel():
+        out, lse = self.kernel.forward((query, key, value), self.own, scaling)
+        if not self.across.queries.longest:
             return out, lse
-        part, part_lse = self.kernel.forward(self._across(query, key, value), self.queries, self.keys, scaling, False)
-        own_lse = lse.index_select(1, self.suffixes)
+        own, seen = self.suffixes, self.prefixes
+        part, part_lse = self.kernel.forward((query[own], key[seen], value[seen]), self.across, scaling)
+        own_lse = lse[:, own]
         joint = torch.logaddexp(own_lse, part_lse)
-        own = out.index_select(0, self.suffixes).to(joint.dtype).mul_((own_lse - joint).exp_().t().unsqueeze(-1))
-        own.addcmul_(part.to(joint.dtype), (part_lse - joint).exp_().t().unsqueeze(-1))
-        out.index_copy_(0, self.suffixes, own.to(out.dtype))
-        lse.index_copy_(1, self.suffixes, joint)
+        merged = out[own] * (own_lse - joint).exp_().t().unsqueeze(-1)
+        out[own] = merged.addcmul_(part, (part_lse - joint).exp_().t().unsqueeze(-1)).to(out.dtype)
+        lse[:, own] = joint
         return out, lse
 
     def backward(
@@ -228,22 +214,17 @@ class RaggedTree:
     ) -> None:
         """`gradients` become those of query, key and value. `saved`: these three and what `forward` gave."""
         query, key, value, out, lse = saved
-        found = self.kernel.backward(grad, (query, key, value), out, lse, self.own, self.own, scaling, True)
-        if self.suffixes.numel():
-            parts = self.kernel.backward(
-                grad.index_select(0, self.suffixes), self._across(query, key, value), out.index_select(0, self.suffixes),
-                lse.index_select(1, self.suffixes), self.queries, self.keys, scaling, False,
-            )  # fmt: skip
-            wide = torch.promote_types(query.dtype, torch.float32)
-            for target, part, own in zip(found, parts, (self.suffixes, self.prefixes, self.prefixes), strict=True):
-                total = target.index_select(0, own).to(wide).add_(part)
-                target.index_copy_(0, own, total.to(target.dtype))
+        found = self.kernel.backward(grad, (query, key, value), out, lse, self.own, scaling)
         for target, part in zip(gradients, found, strict=True):
             target.copy_(part)
-
-    def _across(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = (part.index_select(0, self.prefixes) for part in (key, value))
-        return query.index_select(0, self.suffixes), keys, values
+        if not self.across.queries.longest:
+            return
+        own, seen = self.suffixes, self.prefixes
+        parts = self.kernel.backward(
+            grad[own], (query[own], key[seen], value[seen]), out[own], lse[:, own].contiguous(), self.across, scaling
+        )
+        for target, part, rows in zip(gradients, parts, (own, seen, seen), strict=True):
+            target[rows] += part  # torch adds in float32 and rounds once
 
 
 class RaggedWindow:
@@ -251,39 +232,37 @@ class RaggedWindow:
 
     def __init__(self, kernel: Kernel, rows: list[Row], window: int, device: torch.device) -> None:
         rows = sorted(rows, key=lambda row: row[2])
-        self.kernel, self.window = kernel, window
+        self.kernel = kernel
         tails = [min(prefix, window - 1) for _, prefix, _, _ in rows]
-        self.queries = ends_of([length for *_, length in rows], device)
-        self.keys = ends_of([tail + row[3] for tail, row in zip(tails, rows, strict=True)], device)
+        queries = ends_of([length for *_, length in rows], device)
+        keys = ends_of([tail + row[3] for tail, row in zip(tails, rows, strict=True)], device)
+        self.rows = Geometry(queries, keys, True, window)
         spans = []
         for tail, (prefix_start, prefix, start, length) in zip(tails, rows, strict=True):
             spans += [(prefix_start + prefix - tail, prefix_start + prefix), (start, start + length)]
-        self.seen = _index(spans, device)
+        self.seen = torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])).to(device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """As `RaggedTree.forward`."""
-        return self.kernel.forward(
-            self._with_keys(query, key, value), self.queries, self.keys, scaling, True, self.window
-        )
+        return self.kernel.forward(self._with_keys(query, key, value), self.rows, scaling)
 
     def backward(
         self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         """As `RaggedTree.backward`."""
         query, key, value, out, lse = saved
-        found = self.kernel.backward(
-            grad, self._with_keys(query, key, value), out, lse, self.queries, self.keys, scaling, True, self.window
-        )
+        found = self.kernel.backward(grad, self._with_keys(query, key, value), out, lse, self.rows, scaling)
         gradients[0].copy_(found[0])
         for target, part in zip(gradients[1:], found[1:], strict=True):
             total = torch.zeros(target.shape, dtype=torch.promote_types(part.dtype, torch.float32), device=part.device)
             target.copy_(total.index_add_(0, self.seen, part.to(total.dtype)))
 
     def _with_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return query, key.index_select(0, self.seen), value.index_select(0, self.seen)
+        return query, key[self.seen], value[self.seen]
 
 
-def _index(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
-    """The packed tokens [first, end) of each span, int64."""
-    found = [np.arange(*span) for span in spans]
-    return torch.from_numpy(np.concatenate(found) if found else np.zeros(0, np.int64)).to(device)
+def _index(spans: list[tuple[int, int]], device: torch.device) -> slice | Tensor:
+    """The packed tokens [first, end) of each span: a slice where they are one, which costs no launch, else int64."""
+    if len(spans) < 2:
+        return slice(*spans[0]) if spans else slice(0, 0)
+    return torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])).to(device)

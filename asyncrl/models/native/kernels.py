@@ -18,6 +18,7 @@ from torch import Tensor
 from . import library as native
 from .norms import fuses, shifted
 
+_norm, _norm_backward = torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward
 _BLOCK_BYTES = 1 << 20  # of the widest operand
 
 # Of a gate: silu(x) = x sigmoid(x) (Hendrycks and Gimpel, arXiv:1606.08415, section 2), and gelu with torch's word for how
@@ -59,7 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
     """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4), in `out` or
     in a fresh tensor. An offset of 1 is Gemma's."""
     if fuses(x, weight, offset):
-        fused: Tensor = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)[0]
+        fused: Tensor = _norm(x, [x.shape[-1]], weight, eps)[0]
         return fused
     if native.takes(x, weight, out, size=x.shape[-1]):
         native.rms_norm(x, weight, eps, out, offset)
@@ -82,9 +83,9 @@ def rms_norm_backward(
     """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight, if trained."""
     if fuses(x, weight, offset):
         shape = [x.shape[-1]]
-        scale = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[1]
+        scale = _norm(x, shape, weight, eps)[1]
         wanted = [True, grad_weight is not None]
-        of_input, of_weight = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, scale, weight, wanted)
+        of_input, of_weight = _norm_backward(grad, x, shape, scale, weight, wanted)
         out.add_(of_input)
         if grad_weight is not None:
             grad_weight.add_(of_weight)
