@@ -224,7 +224,11 @@ class RaggedTree:
             grad[own], (query[own], key[seen], value[seen]), out[own], lse[:, own].contiguous(), self.across, scaling
         )
         for target, part, rows in zip(gradients, parts, (own, seen, seen), strict=True):
-            target[rows] += part  # torch adds in float32 and rounds once
+            # torch adds in float32 and rounds once
+            if isinstance(rows, slice):
+                target[rows].add_(part)
+            else:
+                target[rows] = target[rows] + part
 
 
 class RaggedWindow:
