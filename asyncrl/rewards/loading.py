@@ -14,17 +14,19 @@ from .calls import LoadedFunction, RewardSpec, remote_text
 from .process import WorkerDiedError, WorkerProcess
 from .wire import Kind
 
-_TIMEOUT_S = 300.0  # for the imports of the user's functions
 
-
-async def load(process: WorkerProcess, specs: Sequence[RewardSpec], request: dict[str, Any]) -> list[LoadedFunction]:
+async def load(
+    process: WorkerProcess, specs: Sequence[RewardSpec], request: dict[str, Any], limit_s: float
+) -> list[LoadedFunction]:
     """Load the functions in a new worker. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
     sources = ", ".join(s.function if isinstance(s.function, str) else repr(s.function) for s in specs)
     try:
-        with anyio.fail_after(_TIMEOUT_S):
+        with anyio.fail_after(limit_s):
             kind, body = await process.reply(process.send(Kind.INIT, request))
     except TimeoutError:
-        raise RewardTimeout(f"reward worker {process.pid} did not load {sources} within {_TIMEOUT_S:g} s") from None
+        raise RewardTimeout(
+            f"reward worker {process.pid} did not load {sources} within {limit_s:.0f} s: it is stopped, or stuck in an import"
+        ) from None
     except WorkerDiedError as died:
         raise RewardCrash(
             f"reward worker {died.pid} {died.status} while it loaded {sources}; what it wrote is on stderr"

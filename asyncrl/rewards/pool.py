@@ -26,7 +26,8 @@ Guarantees
   its own; counted as `reward/{fn}/retries`.
 * Callers of the same kind (async or not) get workers in the order in which they asked. A caller that is cancelled while it waits
   loses nothing.
-* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts.
+* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. A
+  successor that dies or stands still before it has loaded them is started again, `MOST_STARTS` times in all.
 * A worker that is worn (it gained `max_mib` of memory, or had `max_calls`) goes on until its successor has loaded the functions,
   and leaves when its last call has ended. One successor starts at a time.
 * Closing ends every worker, also when the block is left by an error or a cancellation. What a worker had started ends with it
@@ -71,6 +72,10 @@ logger = logging.getLogger("asyncrl.rewards")
 
 CLOSE_GRACE_S = 3.0  # for idle workers to leave, which includes that they are killed
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
+LOAD_S = 300.0  # for the imports of the user's functions
+# Once a worker has loaded them, later ones have ten times what that took, and this at least.
+RELOAD_S = 60.0
+MOST_STARTS = 3  # of a successor, one after the other
 _LONGEST_BACKOFF_S = 60.0
 _NAMED = 4  # calls in the message about a crash
 
@@ -132,6 +137,7 @@ class RewardPool:
         self._tasks: TaskGroup | None = None
         self._renewal = anyio.Lock()
         self._started = 0  # workers, which gives each a mark of its own
+        self._slowest_s: float | None = None  # that loading the functions took
 
     @classmethod
     def from_config(
@@ -285,10 +291,17 @@ class RewardPool:
             self._tasks.start_soon(self._see_off, process, name=f"end of reward worker {process.pid}")
             return successor
         await self._see_off(process)
-        if self._state is _State.CLOSED:
-            return None
-        successor, _ = await self._start()
-        return successor
+        for tries in range(1, MOST_STARTS + 1):
+            if self._state is _State.CLOSED:
+                break
+            try:
+                successor, _ = await self._start()
+                return successor
+            except (RewardTimeout, RewardCrash) as error:
+                if tries == MOST_STARTS:
+                    raise
+                logger.warning("%s; it is started again (%d of at most %d times)", error, tries, MOST_STARTS - 1)
+        return None
 
     async def _see_off(self, process: WorkerProcess) -> None:
         """Until nothing is left of a worker that has ended, or will in its own time."""
@@ -320,7 +333,11 @@ class RewardPool:
         try:
             if self._state is _State.CLOSED:
                 raise LifecycleError("the reward pool was closed while a worker started")
-            return process, await load(process, self._specs, self._init_request)
+            limit_s = LOAD_S if self._slowest_s is None else min(LOAD_S, max(RELOAD_S, 10 * self._slowest_s))
+            began = anyio.current_time()
+            loaded = await load(process, self._specs, self._init_request, limit_s)
+            self._slowest_s = max(self._slowest_s or 0.0, anyio.current_time() - began)
+            return process, loaded
         except BaseException:
             await self._end(process)
             raise

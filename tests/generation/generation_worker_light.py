@@ -5,6 +5,7 @@ Its setup says {"token_s": seconds between two tokens, "die": {moment: how}}. Mo
 
     exit      an error that nobody catches          close     hang up the request queue, and go on
     kill      SIGKILL                               garbage   into the control line
+    stop      SIGSTOP
     refuse    the request, as an engine would       hang      one closure of its lane runs and runs
     refused   it says that it cannot run this
 """
@@ -54,6 +55,8 @@ class Light:
             raise RuntimeError(f"it was told to fail at {moment}")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "garbage":
             os.write(self.control._socket.fileno(), b"Warning: this is no JSON\n")
         if how == "close" and self.receiver is not None:

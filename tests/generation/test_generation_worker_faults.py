@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -224,12 +225,26 @@ async def test_a_refused_request_gives_its_place_to_one_that_waits() -> None:
         assert isinstance(failures[-1], Generation)
 
 
-async def test_a_stopped_worker_is_killed_and_what_it_had_is_answered() -> None:
-    async with serving(Engine(workers=2, silent_s=1.0)) as engine:
+async def test_a_worker_that_stands_still_is_named_and_replaced_wherever_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Four at work, and their successors at four points of their start, which may take for ever where it computes."""
+    moments = {1: "setup", 2: "ready", 3: "bound"}  # and 0 before it has run a line of Python
+    die = {(number, 1): {moment: "stop"} for number, moment in moments.items()}
+    async with serving(Engine(workers=4, silent_s=1.0, start_s=1e6, die=die)) as engine:
         asked = Asked(engine, [request(n, max_tokens=40) for n in range(30)])
-        engine.kill(1, signal.SIGSTOP)
+        for number in range(4):
+            engine.kill(number, signal.SIGSTOP)
+        first = engine.pids()[0]
+        await until(lambda: engine.pids().get(0, first) != first)
+        engine.kill(0, signal.SIGSTOP)
         await asked.all_right()
-        await until(lambda: engine.lives.count(1) == 2)
+        await until(lambda: all(engine.lives.count(number) == 3 for number in range(4)))
+    for number in range(4):
+        assert (
+            len(re.findall(rf"worker {number} \(process \d+\) was killed by SIGKILL: it has said nothing", caplog.text))
+            == 2
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ Guarantees
 * A request is answered once. A worker that dies: what it had gone on to another one or to its successor, with the same random
   keys; what it had put into the ring is taken first. Its successor starts with the current weights, that of a pinned one with
   those it was pinned to.
-* A worker that says nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`, is killed.
+* A worker that says nothing for `watchdog.loop_timeout_s` (while it starts: and computes nothing), or whose closure runs for
+  `watchdog.lane_timeout_s`, is killed.
 * One that dies `MOST_DEATHS` times without a sequence in between ends the engine, with its last lines of output, as does one
   that holds wrong weights, or does not come up in the first place.
 """
@@ -329,6 +330,7 @@ class WorkerEngine(EngineLife):
             before = loop.time()
             await anyio.sleep(_LOOK_S)
             if loop.time() - before > 2 * _LOOK_S:  # nobody listened meanwhile: what it said may not have been read yet
+                peer.said.heard = min(loop.time(), peer.said.heard + loop.time() - before)
                 continue
             culprit = peer.culprit(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
             if culprit is not None:

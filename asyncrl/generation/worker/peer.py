@@ -58,6 +58,7 @@ class Peer:
         self.bound = -1  # version of the weights that it computes with
         self.told = -1  # version that it was told last
         self.said = Said(asyncio.get_running_loop().time())
+        self._processor_s, self._computed = 0.0, self.said.heard  # what it had computed when it last had more, and when
         self._leaving = False  # it hung up
         self._reason: str | None = None  # why it was killed
         self._requests = requests
@@ -141,13 +142,16 @@ class Peer:
 
     def culprit(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
         """What is wrong with a process that lives, in words; None: nothing is. `start_s`: of silence, or in one closure, for one
-        that is starting."""
+        that is starting. That one may import torch in silence, but has `silent_s` alone where it does not even compute."""
         if self._leaving:
             return None
         if self.ready and not self._requests.statistics().open_receivers:
             return "it has closed its request queue"
-        silent = asyncio.get_running_loop().time() - self.said.heard
-        if silent > (silent_s if self.ready else start_s):
+        now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()
+        if processor_s != self._processor_s:
+            self._processor_s, self._computed = processor_s, now
+        silent, still = now - self.said.heard, now - max(self.said.heard, self._computed)
+        if silent > (silent_s if self.ready else start_s) or still > silent_s:
             return f"it has said nothing for {silent:.0f} s: it is stopped, or its event loop is blocked"
         if self.said.closure is not None and self.said.closure[1] > (closure_s if self.ready else start_s):
             return f"its closure {self.said.closure[0]} has run for {self.said.closure[1]:.0f} s"

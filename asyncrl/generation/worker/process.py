@@ -88,6 +88,10 @@ class WorkerProcess:
         """How it is, in words: "is running", or how it ended."""
         return self._child.ending if self._over.done() else "is running"
 
+    def processor_s(self) -> float:
+        """As `Child.processor_s`."""
+        return self._child.processor_s()
+
     def last_lines(self, count: int = 20) -> str:
         """The end of its output, made fit to be shown; at any time."""
         return self._output.last_lines(count)
