@@ -56,9 +56,24 @@ class Lossy:
         return getattr(self._stream, name)
 
 
+def open_standard_streams() -> None:
+    """stdin, stdout and stderr that were closed when this process started lead nowhere from now on. Else what is opened next gets
+    their numbers: libuv aborts the process when it closes one of them, and children write into it."""
+    if None not in (sys.stdin, sys.stdout, sys.stderr):
+        return
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+        name = ("stdin", "stdout", "stderr")[descriptor]
+        stream = os.fdopen(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.close(descriptor)
+
+
 @contextlib.contextmanager
 def lossy_output() -> Iterator[None]:
     """stdout and stderr of this process, inside. For programs of ours, not inside of somebody else's."""
+    open_standard_streams()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream if stream is None else Lossy(stream) for stream in before)
     try:

@@ -72,3 +72,28 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(app.COMMANDS, "report", interrupted)
     assert app.main(["report", "done"]) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("module", ["asyncrl.main", "asyncrl.cli.app"])
+@pytest.mark.parametrize("closed", ["0", "1", "012"])
+def test_streams_that_were_closed_at_the_start_lead_nowhere(module: str, closed: str) -> None:
+    """libuv aborts a process that closes something whose descriptor is one of theirs; a child would write into it."""
+    program = f"""if True:
+        import asyncio, os, subprocess, sys, {module} as command, uvloop
+        async def probe():
+            reader, writer = os.pipe()
+            return min(reader, writer)
+        def inside(given):
+            for stream in (sys.stdout, sys.stderr):
+                print("nobody reads this", file=stream, flush=True)
+            assert sys.stdin.read() == ""
+            child = "import os; [os.fstat(number) for number in range(3)]"
+            return 3 - (uvloop.run(probe()) > 2) - (subprocess.run([sys.executable, "-c", child]).returncode == 0) - 1
+        command._main = inside
+        sys.exit(command.main())
+    """
+    shell = "; ".join([*(f"exec {number}>&-" for number in closed), 'exec "$0" -c "$1"'])
+    done = subprocess.run(
+        ["bash", "-c", shell, sys.executable, program], env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
