@@ -48,7 +48,7 @@ from .access import Access, Address, Refused
 from .body import MOST_FIELDS_BYTES, Body, receive
 from .environments import NO_END, Environments
 from .groups import Groups
-from .library import web
+from .library import log, web
 from .listener import IDLE_S, Listener, most_connections
 from .replies import reply
 from .spread import Spread
@@ -123,6 +123,7 @@ class AtroposDoor:
         runner = web.AppRunner(
             app,
             access_log=None,
+            logger=log,
             auto_decompress=False,  # aiohttp answers what it cannot unpack with a stack trace and 500
             handler_cancellation=True,  # a group whose sender is gone is not pushed: it will come again
             keepalive_timeout=IDLE_S,

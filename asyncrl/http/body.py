@@ -22,12 +22,13 @@ import numpy.typing as npt
 import orjson
 
 from .access import Refused
-from .library import ClientPayloadError, HttpProcessingError, web
+from .library import Unreadable, web
 
 MOST_BYTES = 1 << 27  # of one body, unpacked: a group of 64 x 32,768 tokens has some 70 MB
 MOST_FIELDS_BYTES = 1 << 16  # of the bodies that are no groups
 MOST_AT_ONCE = 1 << 29  # of all bodies whose groups wait for room; with more than that no other body is read
-BODY_S = 120.0  # 64 MiB at 5 Mbit/s
+BODY_S = 15.0  # of a body that does not come; each `BODY_PACE` bytes of one that comes are a second more
+BODY_PACE = 1 << 18  # 2 Mbit/s
 SMALL = 1 << 18  # bytes; about 2 ms on the event loop
 MOST_VALUES = 1 << 20  # lists, objects and strings: 100 bytes each, whatever they hold
 MOST_DEPTH = 100  # what a group may have is checked there, and is less
@@ -86,16 +87,17 @@ async def receive(request: web.Request, most: int, held: Held | None = None) -> 
     if (request.content_length or 0) > most:
         raise _too_long(most)
     try:
-        with anyio.fail_after(BODY_S):
+        with anyio.fail_after(BODY_S) as scope:
             while part := await request.content.readany():
                 parts += part
+                scope.deadline += len(part) / BODY_PACE
                 if len(parts) > most:
                     raise _too_long(most)
                 if held is not None:
                     held.set(len(parts))
     except TimeoutError:
-        raise Refused(408, f"the body was not complete after {BODY_S:g} s") from None
-    except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
+        raise Refused(408, f"the body was too slow: {BODY_S:g} s, and a second for each {BODY_PACE:,} bytes") from None
+    except Unreadable as error:
         raise Refused(400, f"the body is not what its headers say: {error}") from error
     return parts  # not copied: 128 MiB would hold the loop for a tenth of a second
 

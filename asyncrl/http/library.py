@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from asyncrl.errors import ConfigError
 
 try:
@@ -13,4 +15,11 @@ except ImportError as error:  # pragma: no cover - the whole point is to be impo
         "(asyncrl.client)"
     ) from error
 
-__all__ = ["ClientPayloadError", "HttpProcessingError", "web"]
+# What is wrong with bytes that were sent, and with nothing of ours.
+Unreadable = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)
+
+log = logging.getLogger("asyncrl.http")  # of aiohttp's server
+# Anybody may send such bytes, without a key and for ever: they are answered 400, and fill no log with tracebacks.
+log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], Unreadable)))
+
+__all__ = ["Unreadable", "log", "web"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -181,6 +182,70 @@ async def test_slow_senders_are_answered_and_closed(name: str, monkeypatch: pyte
         assert await talk(s, head_of(s, "/scored_data", "Content-Length: 100") + b"{") == 408
         assert await talk(s, b"POST / HTTP/1.1\r\nHo") == 0  # within aiohttp's own patience with headers
         assert await talk(s, b"") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "begin"),
+    [
+        ("/scored_data", ["Content-Length: 9000"], b"{"),
+        ("/scored_data", ["Transfer-Encoding: chunked"], b"9\r\n{"),
+        ("/register-env", ["Content-Length: 9000"], b""),
+        ("/scored_data", ["Content-Length: 9000", "Expect: 100-continue"], b""),
+    ],
+)
+async def test_bodies_that_never_end_free_the_door_for_others(
+    name: str, monkeypatch: pytest.MonkeyPatch, path: str, headers: list[str], begin: bytes
+) -> None:
+    monkeypatch.setattr("asyncrl.http.body.BODY_S", 0.2)
+    monkeypatch.setattr("asyncrl.http.listener.GRACE_S", 0.0)
+    monkeypatch.setattr("asyncrl.http.atropos.most_connections", lambda: 4)
+    async with opened(name) as s, contextlib.AsyncExitStack() as held:
+        for _ in range(4):
+            stream = await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0)
+            await held.enter_async_context(stream)
+            await stream.send(head_of(s, path, *headers) + begin)
+        with anyio.fail_after(20):
+            assert (await s.post("/scored_data", group(7)))[0] == 200
+
+
+async def test_a_slow_body_has_time_for_what_comes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that sent a byte has a minute more; the other, which comes later, is late before it."""
+    monkeypatch.setattr("asyncrl.http.body.BODY_S", 0.1)
+    monkeypatch.setattr("asyncrl.http.body.BODY_PACE", 1 / 60)
+    body = json.dumps(group(7)).encode()
+    async with opened(name) as s:
+        async with await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0) as stream:
+            await stream.send(head_of(s, "/scored_data", f"Content-Length: {len(body)}") + body[:1])
+            assert await talk(s, head_of(s, "/scored_data", "Content-Length: 100")) == 408
+            await stream.send(body[1:])
+            assert int((await stream.receive())[9:12]) == 200
+
+
+async def test_what_strangers_send_fills_no_log_and_our_own_errors_are_in_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(name) as s:
+        host = f"Host: {urlsplit(s.door.url).netloc}"
+        for lines in (
+            ["GET / HTTP/1.1"],
+            ["GET / HTTP/1.1", host],
+            ["GET / HTTP/1.1", host, "no header"],
+            [f"GET /{'a' * 9000} HTTP/1.1", host],
+            ["POST / HTTP/1.1", host, "Content-Length: 3", "Content-Length: 4"],
+            ["POST / HTTP/1.1", host, "Transfer-Encoding: chunked", "", "zz"],
+            ["GET http://[::1 HTTP/1.1", host],
+            ["PRI * HTTP/2.0", "", "SM"],
+        ):
+            assert await talk(s, "\r\n".join([*lines, "", ""]).encode()) in (400, 401)
+        assert not caplog.records
+
+        def register(self: Environments, fields: Any) -> Any:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(Environments, "register", register)
+        async with s.http.post(f"{s.door.url}/register-env", json={}) as reply:
+            assert reply.status == 500
+        assert "a bug" in caplog.text
 
 
 async def test_silent_connections_leave_room_for_others_and_descriptors_for_the_run(
