@@ -26,7 +26,7 @@ from asyncrl.config.schema_rollouts import OverlongConfig
 from asyncrl.data.store import Lease, owned
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
 from asyncrl.ports import Ledger, Reward
-from asyncrl.records.check import Limits, check_trains, check_trajectory
+from asyncrl.records.check import MOST_COMPONENTS, Limits, check_trains, check_trajectory
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
@@ -88,6 +88,7 @@ class Intake:
         self._saw = saw
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of own groups that are not whole yet
         self._came: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, the newest ones
+        self._components: set[str] = set()  # names that came from outside
         self._closed = ""
         self._waiting: set[anyio.CancelScope] = set()
         self._crowded: list[Lease] = []  # of groups that were too late for a place, until a group ends
@@ -187,6 +188,14 @@ class Intake:
                 f"member {trajectory.member} came without a reward, and the run has no reward functions to score it "
                 "(reward.functions); bring one for each member"
             )
+        names = self._components | trajectory.components.keys()
+        if len(names) > MOST_COMPONENTS:
+            raise DataError(
+                f"member {trajectory.member}: components brings {sorted(names - self._components)[0]!r}, which would be name "
+                f"{MOST_COMPONENTS + 1} of this run; at most {MOST_COMPONENTS} may come from outside: name the kind of a number, "
+                "not the group"
+            )
+        self._components = names
 
     def close(self, reason: str) -> None:
         """Nobody may submit any more; who waits for a slot hears `reason`."""

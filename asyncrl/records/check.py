@@ -19,6 +19,9 @@ from .routes import MISSING, check_routes
 
 LOWEST_LOGPROB = -87.0  # nats; its negative is the last whole one whose exponential, a ratio, is finite in float32
 MOST_REWARD = 1e9  # either way: without a normalisation it scales the gradient, the square of whose norm is float32
+# Of all groups from outside together: each becomes metrics that sinks keep for as long as they live.
+MOST_COMPONENTS = 128
+MOST_NAME = 128  # characters of one
 SLACK = 1e-4  # nats above 0 that a sampler's rounding may leave in a log-prob
 MOST_NESTED = 64  # levels of the JSON of texts and metadata; what writes them out again gives up at a few hundred
 # In a trajectory's metadata: its reward counts in the comparison of its group, and its own advantage is 0 afterwards. Its tokens
@@ -215,8 +218,11 @@ def _rewards(t: Trajectory, who: str) -> None:
     if not isinstance(t.components, Mapping):
         raise DataError(f"{who}: components is a {type(t.components).__name__}; expected a mapping of names to numbers")
     for name in t.components:
-        if not isinstance(name, str):
-            raise DataError(f"{who}: components holds the name {name!r}; the name of a component is text")
+        if not isinstance(name, str) or len(name) > MOST_NAME:
+            raise DataError(
+                f"{who}: components holds the name {repr(name)[:MOST_NAME]}; the name of a component is text of at most "
+                f"{MOST_NAME} characters"
+            )
     for name, value in (("reward", t.reward), *t.components.items()):
         if value is not None and not (_is_number(value) and abs(value) <= MOST_REWARD):  # also NaN
             raise DataError(

@@ -15,6 +15,7 @@ from pumps_plan import Plan, ScriptedReward, make_prompt, make_trajectory
 
 from asyncrl.errors import DataError, HookError, LifecycleError, RewardError
 from asyncrl.pumps.hooks import Hooks
+from asyncrl.records.check import MOST_COMPONENTS, Limits
 from asyncrl.types import Group, Prompt, Trajectory
 
 
@@ -496,3 +497,22 @@ def test_members_of_a_group_whose_sibling_failed_leave_nothing() -> None:
     assert house.error is None and (house.books.trained, house.books.failed) == (2, 1)
     assert seen == [2] and ((1, 2),) in house.reward_calls
     assert house.graph.intake.scored == 2 * 4 + 2  # not the one that came back after the end of its group
+
+
+def test_names_of_components_from_outside_are_bounded_over_all_groups() -> None:
+    """Each becomes metrics, which sinks keep as long as they live."""
+    refusals: list[str] = []
+
+    async def body(house: House, supervisor: Any) -> None:
+        intake = house.graph.open_intake()
+        [good, _] = members(0, 0, reward=1.0)
+        for number in range(MOST_COMPONENTS - 1):
+            intake.check(replace(good, components={"known": 1.0, f"n{number}": 2.0}), Limits())
+        for names in (["n1", "one more"], ["another"], [f"m{number}" for number in range(1000)]):
+            with pytest.raises(DataError, match=f"which would be name {MOST_COMPONENTS + 1} of this run") as raised:
+                intake.check(replace(good, components=dict.fromkeys(names, 1.0)), Limits())
+            refusals.append(str(raised.value))
+        intake.check(replace(good, components={"known": 1.0, "n5": None}), Limits())
+
+    assert live(Plan(), body=body).error is None
+    assert refusals[0].startswith("member 0: components brings 'one more'") and "'m0'" in refusals[2]

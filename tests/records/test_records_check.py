@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DataError
-from asyncrl.records.check import Limits, check_json, check_trajectory
+from asyncrl.records.check import MOST_NAME, Limits, check_json, check_trajectory
 from asyncrl.types import FinishReason, Trajectory
 
 GOOD = Trajectory(
@@ -54,6 +54,10 @@ def nested(levels: int) -> Any:
         *(({"reward": r}, "reward is .* scale them") for r in (1.1e9, -1e308, math.nan, math.inf, "1")),
         ({"components": {"a": 1e10}}, "a is 1.*scale them"),
         ({"components": {1: 1.0}}, "components holds the name 1; the name of a component is text"),
+        (
+            {"components": {"n" * (MOST_NAME + 1): 1.0}},
+            f"components holds the name 'n+; .* at most {MOST_NAME} characters",
+        ),
         ({"components": [1.0]}, "components is a list"),
         ({"metadata": None}, "metadata is a NoneType"),
         ({"finish_reason": "done"}, "finish_reason is 'done'; expected one of stop, length, abort"),
@@ -78,7 +82,7 @@ def test_what_a_step_cannot_take_is_refused_by_member_and_field(changes: dict[st
         {"temperature": float(np.float32(1e-6))},  # as a record holds it
         {"temperature": np.float32(0.7)},
         {"temperature": 1e6},
-        {"reward": None, "components": {"a": None, "b": 1}},
+        {"reward": None, "components": {"a": None, "b": 1, "n" * MOST_NAME: 0.0}},
         {"reward": np.float64(-1e9)},
         {"logprobs": np.array([math.nan, -87.0, 0], np.float32)},
         {"logprobs": np.full(3, math.nan, np.float32)},
