@@ -54,9 +54,13 @@ class ConfigError(AsyncrlError, ValueError):
 
 
 class DataError(AsyncrlError, ValueError):
-    """Prompts, or what an external producer pushed, cannot be used; the message names the file and row, or the group."""
+    """Prompts, or what an external producer pushed, cannot be used; the message names the file and row, or the group.
+
+    `groups`: ids of those that a step cannot use, where that is known.
+    """
 
     exit_code = 2
+    groups: tuple[int, ...] = ()
 
 
 class PlatformError(AsyncrlError):

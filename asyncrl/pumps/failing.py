@@ -46,7 +46,7 @@ def laid_to(group_ids: Iterable[int]) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, AsyncrlError) and not isinstance(error, DataError):
             raise
-        raise GroupsFailed(group_ids, error) from error
+        raise GroupsFailed(getattr(error, "groups", ()) or group_ids, error) from error
 
 
 class Failing:

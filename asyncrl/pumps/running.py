@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.data.store import ADVANTAGES, owned
-from asyncrl.errors import DivergenceError, RankLost
+from asyncrl.errors import DataError, DivergenceError, RankLost
 from asyncrl.ports import Ledger, Trainer
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueSender
@@ -144,7 +144,7 @@ class Running:
                 result = await trainer.finish_train_step()
             step.begun = False
             return result
-        except DivergenceError as error:
+        except (DataError, DivergenceError) as error:
             if error.groups:
                 raise GroupsFailed(error.groups, error) from error
             raise

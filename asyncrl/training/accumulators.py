@@ -54,6 +54,7 @@ class Counts:
     extra: float = 0.0  # the term with a normaliser of its own
     skipped_sequences: float = 0.0  # of `sequences`: not run, as they cannot move a weight
     skipped_tokens: float = 0.0
+    outside: float = 0.0  # microbatches with token ids that the model lacks: such a step is not applied
 
     def measured(self) -> Counts:
         """The counts of what was run: means of metrics are over those."""
@@ -75,7 +76,7 @@ class Counts:
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
         """The sums over all ranks. This rank's own stay as they are: a finish that failed leaves the step open."""
         row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
-        row += [self.skipped_sequences, self.skipped_tokens]
+        row += [self.skipped_sequences, self.skipped_tokens, self.outside]
         table = torch.tensor(row, dtype=torch.float64)
         return Counts(*sum_over_ranks(reducer, table, device).tolist())
 

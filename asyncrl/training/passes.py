@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs, MetricSum
+from asyncrl.errors import DataError
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.head.logprobs import Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel
@@ -30,6 +32,7 @@ class Forward:
         self.policy = policy
         self._plain = plain
         self._spare = Spare()
+        self.outside = torch.tensor(False)  # of the newest call: see `ids_of`
         if checkpointing:
             policy.enable_checkpointing()
 
@@ -42,13 +45,14 @@ class Forward:
         hidden = policy.plain_hidden if self._plain else policy.hidden
         plan = TreePlan.of(batch)
         plan.routes = routes
-        hidden_TE = hidden(column(batch.tokens, policy.device), column(batch.positions, policy.device), plan)
+        tokens_T, target_S, self.outside = ids_of(batch, policy.head.weight.shape[0], policy.device)
+        hidden_TE = hidden(tokens_T, column(batch.positions, policy.device), plan)
         if routes is not None:
             routes.require_all()
         return token_logprobs(
             hidden_TE.index_select(0, column(batch.source, policy.device)),
             policy.head.weight,
-            column(batch.target, policy.device),
+            target_S,
             torch.from_numpy(batch.temperature),
             bias_V=policy.head.bias,
             transform=policy.transform,
@@ -59,6 +63,40 @@ class Forward:
             spare=self._spare,
             kernel=policy.head_kernel,
         )
+
+
+def ids_of(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [T] and targets [S] on the device, within the vocabulary, and (0-d bool) whether some were not.
+
+    They were checked when they came, but a record lies where its producer can still write. An id that the model lacks would end a
+    GPU's context. Another one runs in its place, and nothing may come of the step: who reads its results anyway reads this, too."""
+    given = [column(ids, device) for ids in (batch.tokens, batch.target)]
+    tokens_T, target_S = (ids.clamp(0, vocabulary - 1) for ids in given)
+    return tokens_T, target_S, (tokens_T != given[0]).any() | (target_S != given[1]).any()
+
+
+def outside_error(batches: Sequence[Microbatch], vocabulary: int) -> DataError:
+    """By the groups of these microbatches that hold an id which the model lacks; none: it was another rank's."""
+    found = dict[int, int]()  # such an id, by group
+    for batch in batches:
+        for row, (group, tree) in enumerate(zip(batch.group_ids.tolist(), batch.suffix_tree, strict=True)):
+            prompt, start = batch.prefix_start[tree], batch.suffix_start[row]
+            ids = np.concatenate(
+                [
+                    batch.tokens[prompt : prompt + batch.prefix_length[tree]],
+                    batch.tokens[start : start + batch.suffix_length[row]],
+                    batch.target[batch.sequence == row],
+                ]
+            )
+            if (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:
+                found[group] = int(wrong[0])
+    what = f"token {next(iter(found.values()))} is" if found else "tokens of another rank are"
+    error = DataError(
+        f"{what} none of the model's, 0 to {vocabulary - 1}: changed after the group was checked (a producer may not write into a "
+        "record that it has put)"
+    )
+    error.groups = tuple(found)
+    return error
 
 
 def routes_of(batch: Microbatch, routing: Routing | None, *, keep_logits: bool = False) -> Routes | None:

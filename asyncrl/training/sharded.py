@@ -43,7 +43,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
-from .passes import Forward, column, loss_inputs, routes_of
+from .passes import Forward, column, ids_of, loss_inputs, routes_of
 from .reducer import Reducer, sum_over_ranks
 from .trainer import TorchTrainer, local_norm
 
@@ -106,6 +106,8 @@ class ShardedForward:
         for layer in enable_checkpointing(model) if checkpointing else ():
             layer.training = True  # the layer alone, nothing inside it: see PolicyModel.set_training
         self._scoring = _Scoring(model, transform, kernel)
+        self._vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.outside = torch.tensor(False)  # of the newest call: see `ids_of`
         self.device = device
         self.routing = Routing.of(model)
         self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen)
@@ -114,11 +116,12 @@ class ShardedForward:
         """`entropy_grad`: whether the entropies carry a gradient, too. `routes`: of this forward."""
         device, plan = self.device, TreePlan.of(batch)
         plan.routes = routes
+        tokens_T, target_S, self.outside = ids_of(batch, self._vocabulary, device)
         result: tuple[Tensor, Tensor] = self._scoring(
-            column(batch.tokens, device),
+            tokens_T,
             column(batch.positions, device),
             column(batch.source, device),
-            column(batch.target, device),
+            target_S,
             batch.temperature,
             plan,
             entropy_grad,
@@ -281,10 +284,10 @@ class ShardedTrainer(TorchTrainer):
 
     # -- what differs from a flat layout -----------------------------------------------------------------------------
 
-    def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums]:
+    def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
         routes = routes_of(batch, self.sharded.routing, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.sharded(batch, loss.needs_entropy_grad, routes)
-        return self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes)
+        return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.outside
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
         """Nothing: each backward has summed over ranks."""

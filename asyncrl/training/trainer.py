@@ -38,12 +38,12 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
-from asyncrl.types import Float32Array, Int64Array, Microbatch, Normaliser, StepResult
+from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 
 from .accumulators import Counts, Metrics, empty_metrics
 from .balance import METRIC, Balance, balance_of
 from .optimizer import FlatAdamW, Parameters
-from .passes import UNREPLAYED, Forward, loss_inputs, routes_of, swapped, unreplayed
+from .passes import UNREPLAYED, Forward, loss_inputs, outside_error, routes_of, swapped, unreplayed
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
 from .second_buffer import SecondBuffer
@@ -68,7 +68,8 @@ class TrainStep:
     counts: Counts
     microbatches: int = 0
     zeroed: bool = False  # the gradients of the step before are gone
-    losses: list[tuple[Tensor, Int64Array]] = field(default_factory=list)  # of each microbatch, with its groups
+    # Of each microbatch that ran: loss, whether it holds ids that the model lacks, and itself without its routes.
+    ran: list[tuple[Tensor, Tensor, Microbatch]] = field(default_factory=list)
     state: StepState = StepState.OPEN
 
 
@@ -163,26 +164,26 @@ class TorchTrainer:
     def _run(self, step: TrainStep, batch: Microbatch) -> None:
         """Forward and backward, gradients enabled; the sums of metrics."""
         self._zero_once(step)
-        inputs, sums = self._evaluate(step.loss, batch)
+        inputs, sums, outside = self._evaluate(step.loss, batch)
         sums.total.backward()
         if sums.extra is not None:
             assert self.second is not None  # begin has seen to it
-            _, again = self._evaluate(step.loss, batch)  # backward used up what the layers had kept
+            _, again, _ = self._evaluate(step.loss, batch)  # backward used up what the layers had kept
             assert again.extra is not None
             with self.second.in_place():
                 again.extra.backward()
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
-        step.losses.append((sums.total.detach(), batch.group_ids))
+        step.ran.append((sums.total.detach(), outside, replace(batch, routes=None)))
         age_S = self.version - torch.from_numpy(batch.versions).to(inputs.logp_S.device, torch.int64)
         step.metrics.add_mismatch(
             inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
         )
 
-    def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums]:
+    def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
         routes = routes_of(batch, self.policy.routing, keep_logits=self.balance is not None)
         logp_S, entropy_S = self.forward(batch, entropy_grad=loss.needs_entropy_grad, routes=routes)
-        return self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes)
+        return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.forward.outside
 
     def _sums(
         self, loss: Loss, inputs: LossInputs, batch: Microbatch, routes: Routes | None
@@ -197,18 +198,13 @@ class TorchTrainer:
 
         A step of sequences of which none has a scored token (all of them truncated, with `mask_truncated`) is counted and
         moves no weight: the optimizer would go on its momentum and decay alone.
-        Errors: TrainStepError where the step has no sequence at all; DivergenceError where the loss or the norm of the
+        Errors: TrainStepError where the step has no sequence at all; DataError for token ids that the model lacks, on every rank
+        where one has some; DivergenceError where the loss or the norm of the
         gradient is not finite, or the sampler's log-probs are beyond the gate. All before a weight moves.
         """
         step = self._require_open()
         device = self.policy.device
-        step.counts.loss, step.counts.extra = step.metrics.loss_sums()
-        totals = step.counts.over_ranks(self.reducer, device)
-        if totals.sequences == 0:
-            raise TrainStepError(
-                "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "
-                "abort the step"
-            )
+        totals = self._totals(step)
         denominators = totals.denominators(self.max_completion_length)
         denominator = denominators[step.loss.normaliser]
         by_extra = denominators[step.loss.extra_normaliser or Normaliser.NONE]
@@ -272,17 +268,21 @@ class TorchTrainer:
                     )
                 with swapped(self.policy, self.reference):
                     logp_S, _ = self.forward(batch)
-        result: Float32Array = logp_S.float().cpu().numpy()
-        return result
+        return self._on_host(logp_S, batch)
 
     def compute_entropies(self, batch: Microbatch) -> Float32Array:
         """Entropies [S] of the policy at the batch's temperatures, in nats, without gradient."""
         if batch.scored == 0:
             return np.zeros(0, np.float32)
         with torch.no_grad():
-            result: Float32Array = (
-                self.forward(batch, routes=routes_of(batch, self.policy.routing))[1].float().cpu().numpy()
-            )
+            _, entropy_S = self.forward(batch, routes=routes_of(batch, self.policy.routing))
+        return self._on_host(entropy_S, batch)
+
+    def _on_host(self, values_S: Tensor, batch: Microbatch) -> Float32Array:
+        """What the newest forward gave. Errors: DataError for token ids that the model lacks."""
+        result: Float32Array = values_S.float().cpu().numpy()
+        if self.forward.outside:
+            raise outside_error([batch], self.policy.head.weight.shape[0])
         return result
 
     def survey(
@@ -356,6 +356,20 @@ class TorchTrainer:
             self.control = replace(loss.control, **self._saved_control)
         return loss.at(self.control)
 
+    def _totals(self, step: TrainStep) -> Counts:
+        """Of all ranks. Errors: TrainStepError, DataError."""
+        step.counts.loss, step.counts.extra = step.metrics.loss_sums()
+        step.counts.outside = float(sum(outside for _, outside, _ in step.ran))
+        totals = step.counts.over_ranks(self.reducer, self.policy.device)
+        if totals.sequences == 0:
+            raise TrainStepError(
+                "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "
+                "abort the step"
+            )
+        if totals.outside:
+            raise outside_error([batch for *_, batch in step.ran], self.policy.head.weight.shape[0])
+        return totals
+
     def _zero_once(self, step: TrainStep) -> None:
         """Before the first gradient is added, not in begin: publishing the weights of the step before queues behind that."""
         if not step.zeroed:
@@ -402,9 +416,9 @@ class TorchTrainer:
 
 def _diverged(step: TrainStep, what: str) -> DivergenceError:
     """With the groups of the microbatches whose loss is not finite."""
-    bad = [groups for total, groups in step.losses if not math.isfinite(float(total))]
+    bad = [batch for total, _, batch in step.ran if not math.isfinite(float(total))]
     error = DivergenceError(f"{what}; the weights are untouched")
-    error.groups = tuple(dict.fromkeys(group for groups in bad for group in groups.tolist()))
+    error.groups = tuple(dict.fromkeys(group for batch in bad for group in batch.group_ids.tolist()))
     return error
 
 

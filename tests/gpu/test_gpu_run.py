@@ -8,11 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from training_helpers import MAX_LENGTH, VOCABULARY, make_group, tiny_module
 
 from asyncrl import Runtime, load_config
-from asyncrl.config.schema import ModelConfig
+from asyncrl.algorithms.registry import build_loss
+from asyncrl.config.schema import ModelConfig, TrainConfig
+from asyncrl.data.packing import pack_groups
+from asyncrl.errors import DataError
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.loading import load_policy
+from asyncrl.models.policy import PolicyModel
+from asyncrl.training.trainer import TorchTrainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,3 +74,24 @@ async def test_the_range_of_the_cuda_profiler_is_open_for_the_named_steps(monkey
     async with runtime:
         await runtime.run()
     assert calls == [("start", 1), ("stop", 2)]
+
+
+@pytest.mark.parametrize(("place", "token"), [(-1, VOCABULARY), (0, 2**31 - 1), (-2, -1)])
+def test_token_ids_that_the_model_lacks_are_no_assertion_of_the_device(place: int, token: int) -> None:
+    """One would end the context, and with it the run."""
+    policy = PolicyModel(tiny_module().to("cuda"), "float32")
+    trainer = TorchTrainer(policy, TrainConfig(lr=0.1), max_completion_length=MAX_LENGTH)
+    groups = [make_group(np.random.default_rng(4), group_id) for group_id in range(3)]
+    [good] = pack_groups(groups, 10_000)
+    max(groups[1][0].trajectories, key=lambda trajectory: trajectory.tokens.size).tokens[place] = token
+    [spoiled] = pack_groups(groups, 10_000)
+    for batch in (spoiled, good):
+        trainer.begin_train_step(build_loss("grpo"))
+        trainer.train_microbatch(batch)
+        if batch is spoiled:
+            with pytest.raises(DataError, match=f"token {token} is none of the model's") as raised:
+                trainer.finish_train_step()
+            assert raised.value.groups == (1,)
+            trainer.abort_train_step()
+    assert trainer.finish_train_step().version == 1
+    torch.cuda.synchronize()

@@ -10,7 +10,7 @@ import pytest
 from pumps_house import House, live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
-from asyncrl.errors import DivergenceError, TrainStepError
+from asyncrl.errors import DataError, DivergenceError, TrainStepError
 
 
 class Lease:
@@ -112,16 +112,27 @@ def test_what_is_not_of_a_group_ends_the_run_and_leaves_the_records() -> None:
     assert [lease.ended for lease in leases] == [0, 0] and house.trained() == []
 
 
-def test_a_loss_that_is_not_finite_is_laid_to_the_groups_that_the_trainer_names() -> None:
+@pytest.mark.parametrize(
+    ("kind", "call", "settings"),
+    [
+        (DivergenceError, "finish", {}),
+        (DataError, "finish", {}),
+        (DataError, "microbatch", {"tokens_per_microbatch": 10_000, "preset": "sync", "max_staleness": None}),
+        (DataError, "logprobs", {"tokens_per_microbatch": 10_000, "updates_per_batch": 2}),
+    ],
+)
+def test_what_the_trainer_lays_to_a_group_is_laid_to_that_alone(
+    kind: type[DivergenceError | DataError], call: str, settings: dict[str, Any]
+) -> None:
+    """Also where others are in the same microbatch."""
     leases: list[Lease] = []
-    error = DivergenceError("the loss is nan")
+    error = kind("the loss is nan")
     error.groups = (1,)
-    house = live(failing("finish", 1, error=error), body=fed(3, leases))
+    house = live(failing(call, 1, error=error, **settings), body=fed(3, leases))
 
     assert house.error is None and sorted(group for step in house.trained() for group in step) == [0, 2]
-    assert "group 1 (group 1 of somebody) failed in the step (DivergenceError: the loss is nan)" in str(
-        house.book.reasons
-    )
+    said = f"group 1 (group 1 of somebody) failed in the step ({kind.__name__}: the loss is nan)"
+    assert said in str(house.book.reasons)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_its_step_is_not_replayed() -> None:

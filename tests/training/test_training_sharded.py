@@ -28,10 +28,11 @@ import asyncrl
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError, LifecycleError, TrainStepError
+from asyncrl.errors import ConfigError, DataError, LifecycleError, TrainStepError
 from asyncrl.models.head.output import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.signal import counted_only
+from asyncrl.training.passes import outside_error
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 
 
@@ -295,6 +296,19 @@ def test_the_first_step_of_all_may_have_nothing_to_run(core: ShardedTrainer) -> 
     core.begin_train_step(LOSS)
     core.train_microbatch(microbatches()[0])
     assert core.finish_train_step().grad_norm > 0
+
+
+def test_token_ids_that_the_model_lacks_end_the_step_by_the_name_of_their_group(core: ShardedTrainer) -> None:
+    """At the finish, which all ranks come to: until then the round goes on."""
+    good = microbatches()[0]
+    core.begin_train_step(LOSS)
+    core.train_microbatch(replace(good, target=np.where(np.arange(good.scored) == good.scored - 1, 10**6, good.target)))
+    core.train_round()
+    with pytest.raises(DataError, match="token 1000000 is none of the model's") as raised:
+        core.finish_train_step()
+    assert raised.value.groups == (int(good.group_ids[good.sequence[-1]]),) and core.version == 0
+    core.abort_train_step()
+    assert "tokens of another rank are none" in str(outside_error([good], 41))
 
 
 def test_a_loss_that_raises_leaves_the_step_open_and_abort_cleans_up(core: ShardedTrainer) -> None:

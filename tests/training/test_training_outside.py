@@ -1,0 +1,47 @@
+"""Token ids that changed after they were checked, as a producer can do that writes into a record which it has put."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from training_helpers import MAX_LENGTH, VOCABULARY, make_group, tiny_policy
+
+from asyncrl.algorithms.registry import build_loss
+from asyncrl.config.schema import TrainConfig
+from asyncrl.data.packing import pack_groups
+from asyncrl.errors import DataError
+from asyncrl.training.trainer import TorchTrainer
+
+
+# The last token of a completion is scored and never runs; the first ones of a prompt run and are never scored.
+@pytest.mark.parametrize(("place", "token"), [(-1, VOCABULARY), (0, -1), (-2, 2**31 - 1), (-1, -(2**31))])
+def test_such_a_step_is_not_applied_and_its_group_is_named(place: int, token: int) -> None:
+    """Of a microbatch with three groups, the one, on any device: nothing is looked up under such an id."""
+    groups = [make_group(np.random.default_rng(4), group_id) for group_id in range(3)]
+    trainer = TorchTrainer(tiny_policy(), TrainConfig(lr=0.1), max_completion_length=MAX_LENGTH, needs_reference=True)
+    [batch] = pack_groups(groups, 10_000)
+    tokens = max(groups[1][0].trajectories, key=lambda trajectory: trajectory.tokens.size).tokens
+    tokens[place] = token
+    [spoiled] = pack_groups(groups, 10_000)
+
+    before = trainer.policy.flat.master.clone()
+    trainer.begin_train_step(build_loss("grpo"))
+    trainer.train_microbatch(batch)
+    trainer.train_microbatch(spoiled)
+    said = rf"token {token} is none of the model's, 0 to {VOCABULARY - 1}: changed after the group was checked"
+    with pytest.raises(DataError, match=said) as raised:
+        trainer.finish_train_step()
+    assert raised.value.groups == (1,) and torch.equal(trainer.policy.flat.master, before)
+    trainer.abort_train_step()
+    for ask in (
+        trainer.compute_logprobs,
+        trainer.compute_entropies,
+        lambda batch: trainer.compute_logprobs(batch, "reference"),
+    ):
+        with pytest.raises(DataError, match=said) as raised:
+            ask(spoiled)
+        assert raised.value.groups == (1,)
+    trainer.begin_train_step(build_loss("grpo"))
+    trainer.train_microbatch(batch)
+    assert trainer.finish_train_step().version == 1
