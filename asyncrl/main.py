@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tied
-from asyncrl.errors import AsyncrlError, ConfigError, RankLost
+from asyncrl.errors import AsyncrlError, ConfigError, PlatformError, RankLost
 from asyncrl.telemetry.output import lossy_output, say_early
 
 if TYPE_CHECKING:
@@ -78,6 +78,15 @@ def _main(given: list[str]) -> int:
         for note in getattr(error, "__notes__", []):
             print(f"  {note}", file=sys.stderr)
         return error.exit_code
+    except (RuntimeError, BlockingIOError) as error:
+        if not isinstance(error, BlockingIOError) and str(error) != "can't start new thread":
+            raise
+        print(
+            f"asyncrl: PlatformError: {error}: no more threads or processes may be started; raise the limit of this user "
+            "(`ulimit -u`) or of the container (pids.max), or end other programs",
+            file=sys.stderr,
+        )
+        return PlatformError.exit_code
     except KeyboardInterrupt:  # before the run took over the signals: nothing was begun
         return 128 + signal.SIGINT
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from . import awake
 from .describe import describe_tasks, describe_wait
+from .offload import StandbyThread
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -23,7 +24,7 @@ class WatchedLane(Protocol):
     name: str
 
     def current(self) -> tuple[str, float] | None:
-        """The running closure's name and its start (`time.monotonic`, seconds); None while idle."""
+        """The running closure's name and its start (`awake.now`); None while idle."""
         ...
 
 
@@ -38,11 +39,12 @@ class Dump:
     loop_thread: int
     details: Sequence[Callable[[], str]] = ()
 
-    def emit(self, limit_s: float) -> None:
-        """Print to stderr, for at most `limit_s` seconds: a pipe that nobody reads must not stop the watchdog."""
-        writer = threading.Thread(target=self._print, name="asyncrl-watchdog-dump", daemon=True)
-        writer.start()
-        writer.join(limit_s)
+    def emit(self, writer: StandbyThread, limit_s: float) -> None:
+        """Have it printed to stderr, in at most `limit_s` seconds: a pipe that nobody reads must not stop the watchdog."""
+        printed = threading.Event()
+        writer.work.put(self._print)
+        writer.work.put(printed.set)
+        printed.wait(limit_s)
 
     def _print(self) -> None:
         # The headline first and alone: if anything below goes wrong, it has been said.
@@ -66,7 +68,7 @@ class Dump:
             if current is None:
                 lines.append(f"lane {lane.name!r} is idle")
             else:
-                lines.append(f"lane {lane.name!r} runs {current[0]!r} for {time.monotonic() - current[1]:.1f} s")
+                lines.append(f"lane {lane.name!r} runs {current[0]!r} for {awake.now() - current[1]:.1f} s")
         return _section("lanes", lines)
 
     def _details(self) -> str:

@@ -14,12 +14,12 @@ import asyncio
 import atexit
 import heapq
 import threading
-import time
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import LifecycleError
+from . import awake
 from .job import Job
 from .shield import call_soon, wait_shielded
 
@@ -119,10 +119,10 @@ class ThreadLane:
         self.state = LaneState.CLOSED
         atexit.unregister(self._end_with_interpreter)
         if not ended.result():
-            name, since = self._current or ("(between two closures)", time.monotonic())
+            name, since = self._current or ("(between two closures)", awake.now())
             raise LifecycleError(
                 f"lane {self.name!r} did not close within {self._close_timeout_s:g} s: closure {name!r} has been "
-                f"running for {time.monotonic() - since:.1f} s, {len(self._queue)} more are queued; "
+                f"running for {awake.now() - since:.1f} s, {len(self._queue)} more are queued; "
                 "its thread is left behind"
             )
         self._thread.join(timeout=1.0)  # it has left its loop: only the interpreter's own bookkeeping is left
@@ -139,7 +139,7 @@ class ThreadLane:
         self._thread.join(self._close_timeout_s)
 
     def current(self) -> tuple[str, float] | None:
-        """The running closure's name and its start (`time.monotonic`), from any thread; None while idle."""
+        """The running closure's name and its start (`awake.now`), from any thread; None while idle."""
         return self._current
 
     @property
@@ -219,7 +219,7 @@ class ThreadLane:
                 self._wakeup.wait()
             job = heapq.heappop(self._queue)[2]
             job.started = True
-            self._current = (job.name, time.monotonic())
+            self._current = (job.name, awake.now())
             return job
 
     def _execute(self, job: Job) -> None:
@@ -281,7 +281,7 @@ class SimulatedLane:
             raise cancelled
 
     def current(self) -> tuple[str, float] | None:
-        """The running closure's name and its start (`time.monotonic`); None while idle."""
+        """The running closure's name and its start (`awake.now`); None while idle."""
         return self._current
 
     def statistics(self) -> dict[str, float]:
@@ -302,7 +302,7 @@ class SimulatedLane:
         if self._busy:
             await self._wait_for_lane(loop, priority)
         self._busy = True
-        self._current = (name, time.monotonic())
+        self._current = (name, awake.now())
         cancelled: asyncio.CancelledError | None = None
         try:
             if self._recorder is None:

@@ -1,11 +1,18 @@
-"""Blocking work on a thread of its own, so that the event loop stays free while files are read and models are described."""
+"""Blocking work on another thread, so that the event loop stays free while files are read and models are described.
+
+A run has two threads that stand by for it from the start on. More work gets fresh ones; where none can be had it waits for those
+two, and so the last metrics and the last checkpoint are written all the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from asyncrl.telemetry.lag import top_user_frame
 
@@ -15,11 +22,45 @@ T = TypeVar("T")
 _running: dict[int, str] = {}  # threads and what they do, for the watchdog
 
 
-async def offload(function: Callable[[], T], name: str) -> T:
-    """The result of `function`, run on a fresh thread. A cancelled caller waits for its end; an error of it is raised first.
+class StandbyThread(threading.Thread):
+    """Started by its making; does what is put into `work`, one after the other, until `end`."""
 
-    Not a pool: a Runtime inside a foreign loop leaves no idle worker thread behind.
-    """
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.jobs = 0  # of `offload`, whose loop alone changes it
+        self.start()
+
+    def run(self) -> None:
+        """Of the thread."""
+        while (work := self.work.get()) is not None:
+            work()
+            del work  # else an idle thread would keep what it worked on
+
+    def end(self, limit_s: float | None = None) -> None:
+        """Wait for it, for so long."""
+        self.work.put(None)
+        self.join(limit_s)
+
+
+_standing: WeakKeyDictionary[asyncio.AbstractEventLoop, list[StandbyThread]] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def standing_by() -> Iterator[None]:
+    """Two threads more for this loop, inside."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            thread = StandbyThread("asyncrl-standing")
+            stack.callback(thread.end)
+            _standing.setdefault(loop, []).append(thread)
+            stack.callback(_standing[loop].remove, thread)
+        yield
+
+
+async def offload(function: Callable[[], T], name: str) -> T:
+    """The result of `function`, run on another thread. A cancelled caller waits for its end; an error of it is raised first."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
     results: list[T] = []
@@ -35,10 +76,13 @@ async def offload(function: Callable[[], T], name: str) -> T:
             del _running[threading.get_ident()]
         loop.call_soon_threadsafe(done.set_result, None)
 
-    thread = threading.Thread(target=work, name=f"asyncrl-{name}", daemon=True)
-    thread.start()
+    thread, fresh = _thread_for(loop, name)
+    thread.jobs += 1
+    thread.work.put(work)
     cancelled = await wait_shielded(done)
-    thread.join()
+    thread.jobs -= 1
+    if fresh:
+        thread.end()
     if errors:
         try:
             raise errors[0]
@@ -47,6 +91,18 @@ async def offload(function: Callable[[], T], name: str) -> T:
     if cancelled is not None:
         raise cancelled
     return results[0]
+
+
+def _thread_for(loop: Any, name: str) -> tuple[StandbyThread, bool]:
+    """And whether it is a fresh one."""
+    idlest = min(_standing.get(loop, []), key=lambda each: each.jobs, default=None)
+    if idlest is None or idlest.jobs:
+        try:
+            return StandbyThread(f"asyncrl-{name}"), True
+        except RuntimeError:  # no thread can be started
+            if idlest is None:
+                raise
+    return idlest, False
 
 
 def where() -> str | None:

@@ -13,17 +13,22 @@ in an orderly way within `abort_grace_s`, it ends it hard with exit code 4. With
 else's process) it never ends the process.
 
 A closure that holds the GIL stops this thread too (a runaway regular expression does). For that case, with `hard_exit`,
-the interpreter's C-level alarm (`faulthandler`) prints all stacks and ends the process with code 1.
+there is a process beside this one (`sentry.py`), by whose signal `faulthandler` prints all stacks and the process ends.
+
+All times are those in which this process ran (`awake.py`). No thread is started later than the first: there may be none to be had.
+The loop watches the thread in turn, and replaces one that has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
+import select
+import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -32,13 +37,16 @@ from typing import TYPE_CHECKING, Any
 from ..config.schema import WatchdogConfig
 from ..errors import LifecycleError, StallError
 from ..telemetry.lag import top_user_frame
+from . import awake, sentry
 from .describe import culprit
 from .dump import Dump, WatchedLane
+from .offload import StandbyThread
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _DUMP_LIMIT_S = 2.0
+_TICK_S = 0.25  # how often the clock is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ class Watchdog:
         self._hard_exit = hard_exit
         limits = (config.loop_timeout_s, config.lane_timeout_s, config.stall_timeout_s, config.stage_timeout_s)
         self._period = min(config.interval_s, *(limit / 4 for limit in (*limits, config.abort_grace_s)))
-        self._lost = 0.0  # seconds in which this thread did not run either (process stopped, machine asleep)
+        self._looked = 0.0  # when the thread last did; as all times, on `awake.now`
         self._pinged = 0
         self._answered = 0
         self._ping_sent = 0.0
@@ -128,6 +136,9 @@ class Watchdog:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._thread: threading.Thread | None = None
+        self._writer: StandbyThread | None = None
+        self._sentry: subprocess.Popen[bytes] | None = None
+        self._until_closed = contextlib.ExitStack()
 
     async def __aenter__(self) -> Watchdog:
         if self.state is not WatchdogState.NEW:
@@ -135,10 +146,30 @@ class Watchdog:
         self.state = WatchdogState.WATCHING
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)
-        self._arm_alarm()  # before the thread has looked once: from now on the GIL may be held for ever
-        self._thread.start()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            self._until_closed.enter_context(awake.on_loop(self._loop))
+            self._writer = StandbyThread("asyncrl-watchdog-dump")
+            self._until_closed.callback(self._writer.end, 1.0)  # where it does not hang in a pipe
+            if self._hard_exit:
+                self._start_sentry()
+            self._start_thread()
+            stack.pop_all()
+        self._look_after_thread()
         return self
+
+    def _start_sentry(self) -> None:
+        """Before the thread has looked once: from now on the GIL may be held for ever."""
+        longest = max(self._config.loop_timeout_s, self._config.lane_timeout_s) + self._config.abort_grace_s
+        command = [sys.executable, "-I", "-S", sentry.__file__, str(longest), self._name]
+        out = subprocess.DEVNULL if sys.__stderr__ is None else 2
+        self._sentry = subprocess.Popen(command, 0, None, subprocess.PIPE, out, out, start_new_session=True)
+        self._until_closed.enter_context(self._sentry)
+        self._until_closed.callback(self._sentry.kill)
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(RuntimeError, ValueError, OSError):  # stderr is no file: no stacks, then
+                faulthandler.enable(sys.__stderr__ or 2)
+                self._until_closed.callback(faulthandler.disable)
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
@@ -150,8 +181,7 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_DUMP_LIMIT_S + 1.0)
-        if self._hard_exit and self._thread is not None:
-            faulthandler.cancel_dump_traceback_later()
+        self._until_closed.close()
 
     def shutdown_deadline(self, reason: str) -> None:
         """An ordered shutdown begins now: it has `abort_grace_s` until `close`. The first call counts."""
@@ -160,18 +190,32 @@ class Watchdog:
                 return
             self.state = WatchdogState.ENDING
             self._why_ending = reason
-            self._deadline = self._now() + self._config.abort_grace_s
+            self._deadline = awake.now() + self._config.abort_grace_s
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    # -- the thread, and the loop that watches it ----------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        self._looked = awake.now()
+        thread = threading.Thread(target=self._main, name="asyncrl-watchdog", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _look_after_thread(self) -> None:
+        """On the loop."""
+        assert self._loop is not None and self._thread is not None
+        if self._stop.is_set():
+            return
+        if not self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # no thread can be had now: at the next look
+                self._start_thread()
+        self._loop.call_later(self._period, self._look_after_thread)
 
     def _main(self) -> None:
-        before = time.monotonic()
-        while not self._stop.wait(self._period):
-            now = time.monotonic()
-            # If this thread itself stood still, everybody did: that time must not be held against the loop.
-            self._lost += max(0.0, now - before - 4 * self._period)
-            before = now
-            self._arm_alarm()
+        while not self._stop.wait(min(_TICK_S, self._period)):
+            if awake.now() - self._looked < self._period:
+                continue
+            self._looked = awake.now()
+            self._beat()
             try:
                 trouble = self._look()
             except Exception as exc:  # a broken counter must end the run by name, not silence the watch
@@ -179,13 +223,16 @@ class Watchdog:
             if trouble is not None:
                 self._raise_alarm(self._name + "; ".join([trouble, *self._silent(None)]))
 
-    def _now(self) -> float:
-        return time.monotonic() - self._lost
+    def _beat(self) -> None:
+        if self._sentry is not None and self._sentry.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it was killed, or is being closed
+                if select.select([], [self._sentry.stdin], [], 0)[1]:  # else it is stopped, and the pipe is full
+                    self._sentry.stdin.write(b".")
 
     def _look(self) -> str | None:
         """One sentence about the first thing that is wrong, or None."""
         if self.state is WatchdogState.ENDING:
-            if self._deadline is None or self._now() < self._deadline:
+            if self._deadline is None or awake.now() < self._deadline:
                 return None
             return f"shutdown ({self._why_ending}) did not end within {self._config.abort_grace_s:g} s"
         return (
@@ -197,7 +244,7 @@ class Watchdog:
 
     def _look_at_loop(self) -> str | None:
         assert self._loop is not None
-        now = self._now()
+        now = awake.now()
         if self._answered == self._pinged:
             self._pinged += 1
             self._ping_sent = now
@@ -212,7 +259,7 @@ class Watchdog:
         return f"the event loop has been silent for {silent:.1f} s in {self._frame_of(self._loop_thread)}"
 
     def _look_at_lanes(self) -> str | None:
-        now = self._now()
+        now = awake.now()
         for lane in self._lanes:
             current = lane.current()
             held = self._lane_since.setdefault(lane.name, _Since()).seconds(current, now)
@@ -225,7 +272,7 @@ class Watchdog:
         standing = self._standing()
         # While standing still is right the time starts anew: an idle stretch is not charged to what comes after it.
         value = object() if standing is None else (standing.sentence, standing.counters)
-        still = self._progress_since.seconds(value, self._now())
+        still = self._progress_since.seconds(value, awake.now())
         if standing is None or still <= standing.limit_s:
             return None
         held_up = None if standing.where is None else standing.where()
@@ -245,7 +292,8 @@ class Watchdog:
         ends = last and self._hard_exit
         headline = trouble + ("; ending the process with exit code 4" if ends else "")
         dump = Dump(headline, self._recorder, self._lanes, self._loop, self._loop_thread, self._details)
-        dump.emit(_DUMP_LIMIT_S)
+        assert self._writer is not None
+        dump.emit(self._writer, _DUMP_LIMIT_S)
         if self._stop.is_set():
             return  # the run ended in an orderly way while the dump was written
         if ends:
@@ -258,22 +306,9 @@ class Watchdog:
             if self.state is WatchdogState.WATCHING:
                 self.state = WatchdogState.ENDING
                 self._why_ending = trouble
-                self._deadline = self._now() + self._config.abort_grace_s
+                self._deadline = awake.now() + self._config.abort_grace_s
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._on_stall, StallError(trouble))
         except RuntimeError:
             return  # the loop is closed: there is nobody to tell, the deadline does the rest
-
-    def _arm_alarm(self) -> None:
-        if not self._hard_exit or sys.__stderr__ is None:
-            return
-        limit = max(self._config.loop_timeout_s, self._config.lane_timeout_s) + self._config.abort_grace_s
-        try:
-            faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
-        except (ValueError, OSError):  # stderr has no file descriptor: then the alarm would have nowhere to speak
-            self._arm_alarm = _unavailable  # type: ignore[method-assign]  # for this object alone
-
-
-def _unavailable() -> None:
-    """Stands in for the C-level alarm where stderr is not a file."""

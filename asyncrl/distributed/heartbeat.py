@@ -9,13 +9,12 @@ with another machine's: a rank is silent for as long as this one has seen the sa
 from __future__ import annotations
 
 import threading
-import time
 
+from ..concurrency import awake
 from ..errors import AsyncrlError
 from .sealed import SealedStore
 
 _BYE = b"bye"
-_STORE = "the ranks' store, which rank 0 holds,"
 
 
 class Heartbeat:
@@ -27,11 +26,9 @@ class Heartbeat:
         self._rank = rank
         self._others = [each for each in range(ranks) if each != rank]
         self._every_s = every_s
-        self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> what it set, since when
+        self._heard: dict[int, bytes] = {}  # rank -> what it set
         self._missed: dict[int, int] = {}  # rank -> how often this one has looked since, and found the same
-        self._answered = self._looked = time.monotonic()  # when the store did so; when this rank asked whether it had
-        # The answer that was the last one at that look, and how long nothing but it has been seen.
-        self._unanswered = (self._answered, 0.0)
+        self._answered = awake.now()  # when the store did so
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="asyncrl-heartbeat", daemon=True)
 
@@ -43,41 +40,23 @@ class Heartbeat:
         self._stop.set()
         self._thread.join(1.0)
 
-    def silent(self) -> list[str]:
-        """A few words for each rank that should have been heard of and was not; none once this is closed. From any thread."""
+    def silent(self, longest_s: float | None = None) -> list[str]:
+        """A few words for each rank that was silent for so long while this one has looked, for five beats at the least (None: for
+        three); none once this is closed. From any thread."""
         if self._stop.is_set():
             return []
-        now, longest = time.monotonic(), 3 * self._every_s
-        if now - self._answered > longest:
-            return [
-                f"{_STORE} has not answered for {now - self._answered:.0f} s (stopped, wedged, or its machine is gone)"
-            ]
-        return [
-            f"rank {rank} has given no sign of life for {now - since:.0f} s (stopped, wedged, or its machine is gone)"
-            for rank, (value, since) in sorted(self._heard.items())
-            if now - since > longest and value != _BYE
+        longest = 3 * self._every_s if longest_s is None else max(longest_s, 5 * self._every_s)
+        found = [
+            (f"rank {rank} has given no sign of life", count * self._every_s)
+            for rank, count in list(self._missed.items())
         ]
-
-    def lost(self, longest_s: float) -> list[str]:
-        """The ranks that were silent for so long while this one has looked: time in which it was stopped itself does not count.
-        None once this is closed. From one thread, which looks again and again."""
-        if self._stop.is_set():
-            return []
-        if (unanswered := self._without_answer()) > max(longest_s, 5 * self._every_s):
-            return [f"{_STORE} has not answered for {unanswered:.0f} s"]
-        missed = {rank: count * self._every_s for rank, count in sorted(self._missed.items())}
-        longest_s = max(longest_s, 5 * self._every_s)
+        if (unanswered := awake.now() - self._answered) > longest:
+            found = [("the ranks' store, which rank 0 holds, has not answered", unanswered)]
         return [
-            f"rank {rank} has been silent for {seconds:.0f} s"
-            for rank, seconds in missed.items()
-            if seconds > longest_s
+            f"{what} for {seconds:.0f} s (stopped, wedged, or its machine is gone)"
+            for what, seconds in sorted(found)
+            if seconds > longest
         ]
-
-    def _without_answer(self) -> float:
-        now, (answer, seconds) = time.monotonic(), self._unanswered
-        seconds = seconds + min(now - self._looked, 5 * self._every_s) if answer == self._answered else 0.0
-        self._unanswered, self._looked = (self._answered, seconds), now
-        return seconds
 
     def _beat(self) -> None:
         keys = [str(rank) for rank in self._others]
@@ -89,11 +68,10 @@ class Heartbeat:
                 self._store.set(str(self._rank), str(beats))
                 complete = complete or self._store.check(keys)
                 said = self._store.multi_get(keys) if complete else []
-                self._answered = time.monotonic()
+                self._answered = awake.now()
                 for rank, value in zip(self._others, said, strict=False):
-                    self._missed[rank] = 0 if value == _BYE else self._missed.get(rank, 0) + 1
-                    if self._heard.get(rank, (b"",))[0] != value:
-                        self._heard[rank], self._missed[rank] = (value, self._answered), 0
+                    same = self._heard.get(rank) == value != _BYE
+                    self._heard[rank], self._missed[rank] = value, self._missed[rank] + 1 if same else 0
                 if self._stop.wait(self._every_s):
                     return self._store.set(str(self._rank), _BYE.decode())
         except (RuntimeError, AsyncrlError):  # the store is gone, or forged: whoever needs it says so

@@ -62,13 +62,16 @@ class RanksStore:
     secret_file: Path | None = None  # of rank 0
     first: dist.Store | None = None  # of rank 0, which may hold that one too
 
-    def meet(self, timeout: timedelta) -> None:
+    def meet(self, timeout_s: float) -> None:
         """Blocks until every rank has come. Errors: RuntimeError where one does not."""
         try:
             if self.rank:
                 self.store.set(f"joined/{self.rank}", "1")
             else:
-                self.store.wait([f"joined/{rank}" for rank in range(1, self.ranks)], timeout)
+                others = range(1, self.ranks)
+                if not self.store.poll([f"joined/{rank}" for rank in others], timeout_s):
+                    missing = [rank for rank in others if not self.store.check([f"joined/{rank}"])]
+                    raise RuntimeError(f"ranks {missing} did not come within {timeout_s:g} s")
         finally:
             if self.secret_file is not None:
                 self.secret_file.unlink(missing_ok=True)
@@ -144,6 +147,8 @@ def _host(place: Place, outer: dist.Store, given: str | None, timeout: timedelta
 
 
 def _join(place: Place, outer: dist.Store, given: str | None, timeout: timedelta) -> RanksStore:
+    if not SealedStore(outer).poll(["secret", "store"], timeout.total_seconds()):
+        raise RuntimeError(f"rank 0 did not say within {timeout.total_seconds():g} s where the ranks' store is")
     said = outer.get("secret").decode()
     kind, _, path = said.partition(" ")
     expected = "environment" if given is not None else "file" if place.one_machine else "none"

@@ -17,6 +17,7 @@ from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from ..concurrency import awake
 from ..errors import StoreForged
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ class SealedStore:
     def poll(self, keys: Sequence[str], timeout_s: float) -> bool:
         """Whether all of them come within that time, by looking again and again: where one may never come. (torch prints a
         line for every `wait` that times out.) Errors: RuntimeError where the store is gone."""
-        deadline = time.monotonic() + timeout_s
+        deadline = awake.now() + timeout_s
         while not self.check(keys):
-            if time.monotonic() >= deadline:
+            if awake.now() >= deadline:
                 return False
             time.sleep(_LOOK_S)  # callers are threads; torch's only other way to wait is the one that prints
         return True

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from ..concurrency import awake
 from ..errors import LedgerError, RankLost, StoreForged
 from .reservation import Reservation
 from .sealed import SealedStore
@@ -104,7 +105,7 @@ class SharedBooks:
     def transact(self, change: Callable[[Reservation], R], *, force: bool = False) -> R:
         """Apply `change` to the newest books; `force` writes them even where nothing changed. Errors: of `change`; RankLost,
         StoreForged, LedgerError."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = awake.now() + self._timeout_s
         # Read anew, always: an answer from older books than the caller has heard of may let it wait for what has happened.
         found = self._asked(self._store.get, BOOKS)
         while True:
@@ -125,7 +126,7 @@ class SharedBooks:
             if answer == found:  # what the store answers where there is nothing under that key
                 raise LedgerError("the shared ledger was removed: somebody else deletes keys in the ranks' store")
             found = answer
-            if time.monotonic() > deadline:
+            if awake.now() > deadline:
                 raise LedgerError(f"rank {self._rank} lost every race for the shared ledger for {self._timeout_s:g} s")
 
     def _read(self, found: bytes) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
@@ -40,7 +39,7 @@ class StoreLedger:
 
     store: a connection that nobody else uses (`World.store("ledger")`); it is cloned once for the watching thread.
     rank, ranks: this one, and how many share the books.
-    timeout_s: how long one transition may fight for the books, and how long the store may take to answer.
+    timeout_s: how long one transition may fight for the books.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class StoreLedger:
             raise ValueError(f"rank {rank} of {books.ranks} ranks")
         self._store, self._rank = store, rank
         self._recorder = recorder
-        store.set_timeout(timedelta(seconds=timeout_s))
         self.first_turn = books.turn
         self._turn = books.turn  # of this rank: the steps that it has committed itself
         self._open: dict[int, Ticket] = {}  # of this rank, in the step that it has not committed: another one may have

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from ..concurrency import awake
 from ..errors import AsyncrlError, LedgerError
 from .reservation import Reservation
 from .sealed import SealedStore
@@ -77,7 +78,7 @@ class Watch:
 
     def _next(self) -> tuple[int, Reservation | None]:
         """The newest change and its books; no books where there is nothing new after a long time."""
-        key = announcement(self.awaited)
+        key, away = announcement(self.awaited), awake.lost()
         try:
             self._store.wait([key], timedelta(seconds=_LOOK_AGAIN_S))
         except RuntimeError:  # after a time-out too: its writer may have died before it announced it
@@ -95,11 +96,12 @@ class Watch:
             made = int(by), float(at)
         if state["change"] < self.awaited:
             return self.awaited - 1, None
-        self._measure(*made)
+        self._measure(*made, awake.lost() - away)
         return state["change"], Reservation.from_state(state["books"])
 
-    def _measure(self, by: int, at: float) -> None:
-        behind = time.time() - at
+    def _measure(self, by: int, at: float, away: float) -> None:
+        """`away`: seconds in which nobody here ran, though the change may have been made then."""
+        behind = time.time() - at - away
         self._least[by] = min(behind, self._least.get(by, behind))
         if behind - self._least[by] > LATE_S:
             self._late(self.awaited, by, behind - self._least[by])

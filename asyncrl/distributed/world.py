@@ -24,6 +24,10 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 # How long rank 0 waits for the others' farewell: within torchrun's grace period of 30 s, of which a checkpoint took some.
 _AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
 
+# Of a collective, and of a call of the store. torch counts time in which the whole job was suspended, too; so what never comes to
+# an end is for the watchdog (of a lane, of silent ranks) to end.
+_PATIENT = timedelta(days=30)
+
 
 @dataclass
 class World:
@@ -74,8 +78,8 @@ class World:
         return self.rank == 0
 
     def open(self, device: torch.device, timeout_s: float = 600.0, *, alone: bool = False) -> World:
-        """Join the others: nccl on cuda, gloo elsewhere. `timeout_s` bounds every collective. No-op with one rank, unless
-        `alone` asks for a process group all the same (a sharded model needs one).
+        """Join the others, which takes `timeout_s` at most: nccl on cuda, gloo elsewhere. No-op with one rank, unless `alone` asks
+        for a process group all the same (a sharded model needs one).
 
         Errors: LifecycleError when opened twice, PlatformError when the others cannot be reached.
         """
@@ -97,7 +101,7 @@ class World:
                     store=dist.HashStore(),
                     rank=0,
                     world_size=1,
-                    timeout=timeout,
+                    timeout=_PATIENT,
                     device_id=device if cuda else None,
                 )
             return self
@@ -105,13 +109,14 @@ class World:
         try:
             self._ranks = open_store(self._place(), timeout)
             self.notes += self._ranks.notes
-            self._ranks.meet(timeout)
+            self._ranks.meet(timeout_s)
+            self._ranks.store.set_timeout(_PATIENT)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=dist.PrefixStore("group", self._ranks.plain),
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=timeout,
+                timeout=_PATIENT,
                 device_id=device if device.type == "cuda" else None,
             )
         except (dist.DistError, RuntimeError, OSError) as exc:

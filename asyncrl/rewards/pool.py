@@ -48,14 +48,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import orjson
 from anyio.abc import TaskGroup
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.shield import wait_shielded
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
@@ -194,7 +195,7 @@ class RewardPool:
         return None
 
     async def _end_leftovers(self) -> None:
-        self._mark, left = await anyio.to_thread.run_sync(lambda: (leftovers.owner(), leftovers.end_of_dead_runs()))
+        self._mark, left = await offload(lambda: (leftovers.owner(), leftovers.end_of_dead_runs()), "leftovers")
         if left:
             logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(left))
 
@@ -307,7 +308,8 @@ class RewardPool:
         """Until nothing is left of a worker that has ended, or will in its own time."""
         await asyncio.wait([process.exited])
         await self._end(process)
-        if process.guard_was_killed and (left := await anyio.to_thread.run_sync(leftovers.end_of_worker, process.mark)):
+        end_of_worker = partial(leftovers.end_of_worker, process.mark)
+        if process.guard_was_killed and (left := await offload(end_of_worker, "leftovers")):
             logger.warning(
                 "the guard of reward worker %d was killed; killed what it left: %s", process.pid, ", ".join(left)
             )

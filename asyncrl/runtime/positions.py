@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from asyncrl.concurrency import awake
 from asyncrl.data.prompts import handed_out, is_prompt
 from asyncrl.distributed.sealed import SealedStore
 from asyncrl.errors import CheckpointError
@@ -58,7 +58,7 @@ class Positions:
 
     def hurry(self, patience_s: float) -> None:
         """This run is being stopped: from now on the others are waited for so long at most, whatever waits. From any thread."""
-        self._until = time.monotonic() + patience_s
+        self._until = awake.now() + patience_s
 
     def start(self, books: Mapping[int, Books]) -> None:
         """Of a checkpoint that the run goes on from."""
@@ -145,14 +145,14 @@ class Positions:
 
     def _wait(self, keys: list[str], patience_s: float, version: int | None) -> None:
         """`version`: at which the others must be, too; None: whichever. Errors: RuntimeError at the end of the patience."""
-        started = time.monotonic()
-        while not self._store.poll(keys, min(1.0, max(0.0, self._deadline(started, patience_s) - time.monotonic()))):
+        started = awake.now()
+        while not self._store.poll(keys, min(1.0, max(0.0, self._deadline(started, patience_s) - awake.now()))):
             elsewhere = [rank for rank, each in self._left().items() if each.version != version]
             if version is not None and elsewhere:
                 raise RuntimeError(f"ranks {elsewhere} ended at another version")
-            if time.monotonic() >= (deadline := self._deadline(started, patience_s)):
+            if awake.now() >= (deadline := self._deadline(started, patience_s)):
                 stopped = "" if deadline == started + patience_s else ", and this run is being stopped"
-                raise RuntimeError(f"nothing came for {time.monotonic() - started:.1f} s{stopped}")
+                raise RuntimeError(f"nothing came for {awake.now() - started:.1f} s{stopped}")
 
     def _deadline(self, started: float, patience_s: float) -> float:
         return min(started + patience_s, self._until)

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.concurrency.offload import offload
+from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
@@ -102,6 +102,7 @@ class Runtime:
         await self._stack.__aenter__()
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
+            self._stack.enter_context(standing_by())
             async with _no_other_opens():
                 self._run = await open_run(self._given, self.recorder, self._listeners, self._stages, self._stack)
         except BaseException as error:

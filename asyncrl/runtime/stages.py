@@ -46,9 +46,7 @@ class Stages:
 
     def silent_ranks(self, longest_s: float | None) -> list[str]:
         """A few words for each; `longest_s`: only for those that were silent for longer than that."""
-        if self.heartbeat is None:
-            return []
-        return self.heartbeat.silent() if longest_s is None else self.heartbeat.lost(longest_s)
+        return [] if self.heartbeat is None else self.heartbeat.silent(longest_s)
 
     def standing(self, limit_s: float) -> Standing | None:
         """None while the pumps run."""

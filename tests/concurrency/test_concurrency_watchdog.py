@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,7 +16,9 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
+from asyncrl.concurrency import awake
 from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog, WatchdogState
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import LifecycleError, StallError
@@ -28,6 +32,7 @@ import asyncio, os, re, sys, threading, time
 import anyio
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import StallError
@@ -180,25 +185,34 @@ def test_children_and_strangers_are_left_alone(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("thread", ["", "Watchdog._main = lambda self: None  # it has not come to look, not even once"])
-def test_a_held_gil_ends_the_process_too(tmp_path: Path, thread: str) -> None:
+@pytest.mark.parametrize(
+    "held",
+    [
+        're.match(r"(a+)+$", "a" * 64 + "b")  # computes',
+        "ctypes.PyDLL(None).sleep(60)  # waits\nWatchdog._main = lambda self: None  # and it has not looked, not even once",
+    ],
+)
+def test_a_held_gil_ends_the_process_too(tmp_path: Path, held: str) -> None:
+    call, _, before = held.partition("\n")
     done = run_program(
         tmp_path,
         """
         SHORT, HARD = dict(loop_timeout_s=0.6, lane_timeout_s=0.6), True
 
         def catastrophic():
-            re.match(r"(a+)+$", "a" * 64 + "b")
+            CALL
 
         async def body(recorder, lane, supervisor, watchdog):
             await anyio.sleep(0.3)
             catastrophic()
 
-        """
-        + thread,
+        import ctypes
+        BEFORE
+        """.replace("CALL", call).replace("BEFORE", before),
     )
-    assert done.returncode == 1, (done.returncode, done.stderr)
-    assert "catastrophic" in done.stderr and "Timeout" in done.stderr
+    assert done.returncode == -signal.SIGABRT, (done.returncode, done.stderr)
+    assert "no thread has run Python for 1 s: something holds the interpreter's lock" in done.stderr
+    assert "catastrophic" in done.stderr
 
 
 def test_embedded_it_never_ends_the_process(tmp_path: Path) -> None:
@@ -218,29 +232,30 @@ def test_embedded_it_never_ends_the_process(tmp_path: Path) -> None:
     assert "ending the process" not in done.stderr
 
 
-def test_a_quiet_run_hears_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("library", ["asyncio", "uvloop"])
+def test_a_suspended_run_wakes_as_it_was(tmp_path: Path, library: str) -> None:
+    """Stopped twice as long as any limit, with a closure on the lane and a deadline on the loop: nobody speaks of it."""
     done = run_program(
         tmp_path,
         """
-        from types import SimpleNamespace
-        from asyncrl.concurrency import watchdog as module
-
-        SHORT, HARD = dict(stall_timeout_s=0.8, loop_timeout_s=0.8, lane_timeout_s=0.8), True
-        now = 0.0  # the time that counts: if this thread stands still, it stands still, too
-        module.time = SimpleNamespace(monotonic=lambda: now)
+        import subprocess, uvloop
+        SHORT, HARD = dict(stall_timeout_s=2, loop_timeout_s=2, lane_timeout_s=2), True
+        asyncio.run = LIBRARY.run
 
         async def body(recorder, lane, supervisor, watchdog):
             global progress
-            global now
-            for i in range(40):
-                progress = (i, 0)
-                now += 0.04
-                await lane.run(lambda: time.sleep(0.01), name="microbatch")
-                await anyio.sleep(0.03)
-        """,
+            with anyio.fail_after(2.5):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(lambda: lane.run(lambda: time.sleep(0.6), name="microbatch"))
+                    stop = f"kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
+                    with subprocess.Popen(["sh", "-c", stop], start_new_session=True):
+                        pass
+                    for i in range(20):
+                        progress = (i, 0)
+                        await anyio.sleep(0.03)
+        """.replace("LIBRARY", library),
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # -- in this process -----------------------------------------------------------------------------------------------
@@ -283,33 +298,60 @@ async def test_standing_still_without_work_is_no_stall(capsys: pytest.CaptureFix
     assert "asyncrl watchdog" in capsys.readouterr().err
 
 
-async def test_a_broken_counter_ends_the_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that one is what is looked at
+@pytest.mark.parametrize("trouble", ["a broken counter", "no thread can be had", "its own thread ends"])
+async def test_what_befalls_the_watchdog_ends_no_watch(
+    trouble: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[StallError] = []
-    done = anyio.Event()
+    done, looks = anyio.Event(), itertools.count()
 
-    def broken() -> Standing:
-        raise ZeroDivisionError("oops")
+    def standing() -> Standing:
+        if trouble == "its own thread ends" and next(looks) == 0:
+            raise SystemExit
+        if trouble == "a broken counter":
+            raise ZeroDivisionError("oops")
+        return Standing((1, 2), 0.1, "nothing moved")
 
     def on_stall(error: StallError) -> None:
         heard.append(error)
         done.set()
 
-    async with Watchdog(
-        short(),
-        recorder=Recorder(nvtx=False),
-        standing=broken,
-        on_stall=on_stall,
-        hard_exit=False,
-    ):
+    async with Watchdog(short(), recorder=Recorder(nvtx=False), standing=standing, on_stall=on_stall, hard_exit=False):
+        if trouble == "no thread can be had":
+            monkeypatch.setattr(threading.Thread, "start", no_thread)
         with anyio.fail_after(10):
             await done.wait()
-    assert "ZeroDivisionError: oops" in str(heard[0])
-    assert "=== asyncrl watchdog" in capsys.readouterr().err
+    said = "ZeroDivisionError: oops" if trouble == "a broken counter" else "nothing moved for 0.1"
+    assert said in str(heard[0]) and said in capsys.readouterr().err
+
+
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_work_waits_for_the_threads_that_stand_by_where_no_other_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, results = threading.active_count(), list[int]()
+
+    async def work(number: int) -> None:
+        results.append(await offload(lambda: number, "work"))
+
+    with standing_by():
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        async with anyio.create_task_group() as group:
+            for number in range(5):
+                group.start_soon(work, number)
+    assert sorted(results) == [*range(5)] and threading.active_count() == before
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        await offload(lambda: 5, "work")
 
 
 async def test_closing_ends_the_thread_and_a_countdown(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]  # the time that counts: before the end no moment is too late
-    monkeypatch.setattr("asyncrl.concurrency.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
+    stand_in = SimpleNamespace(now=lambda: now[0], on_loop=awake.on_loop)
+    monkeypatch.setattr("asyncrl.concurrency.watchdog.awake", stand_in)
     before = threading.active_count()
     watchdog = Watchdog(
         short(abort_grace_s=0.05),

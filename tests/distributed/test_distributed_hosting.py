@@ -86,7 +86,7 @@ def opened(
         try:
             place = Place(rank, len(given), one_machine, address, port, 0)
             results[rank] = made = open_store(place, PATIENCE, given[rank])
-            made.meet(timedelta(seconds=3))
+            made.meet(3.0)
         except BaseException as error:
             if rank or rank not in results:
                 results[rank] = error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from runtime_helpers import MODEL, REAL, Process, config_of, metrics_of, weights
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import DivergenceError
 from asyncrl.main import main
+from asyncrl.pumps.pipeline import StepReport
+from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.runtime import Runtime
 from asyncrl.training.snapshot import unsound
 
@@ -61,6 +65,36 @@ def test_two_ranks_agree_on_the_time(tmp_path: Path, sharding: str) -> None:
     again = Process(tmp_path, str(tmp_path / "run.yaml"), "resume=true", "train.max_steps=32", program=program)
     assert again.wait(200) == 0, again.output
     assert [line["step"] for line in metrics_of(run)] == list(range(1, 33))
+
+
+def test_a_run_in_which_no_thread_can_be_started_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From its first step on, to its end. One that gets none at its start says so in a sentence."""
+    monkeypatch.chdir(tmp_path)
+    refused = False
+
+    def start(thread: threading.Thread, begin: Callable[[threading.Thread], None] = threading.Thread.start) -> None:
+        if refused:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+    def at_a_step(run: OpenRun, report: StepReport, on: Callable[..., None] = OpenRun._on_step) -> None:
+        nonlocal refused
+        refused = True
+        on(run, report)
+
+    monkeypatch.setattr(OpenRun, "_on_step", at_a_step)
+    file = str(write_yaml(tmp_path, REAL))
+    assert main([file, "train.max_steps=3", "checkpoint.every=2"]) == 0
+    assert versions(tmp_path / "runs/run") == [2, 3] and (tmp_path / "runs/run/report.html").exists()
+    capsys.readouterr()
+    assert main([file, "run.name=two"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "asyncrl: PlatformError: can't start new thread: no more threads or processes"
+    )
 
 
 def test_a_run_that_diverges_leaves_the_last_good_version(

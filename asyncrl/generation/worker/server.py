@@ -18,6 +18,7 @@ a closure runs.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -31,6 +32,7 @@ import anyio
 import torch
 from anyio.abc import TaskGroup
 
+from asyncrl.concurrency import awake
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import schema_of
@@ -251,7 +253,7 @@ async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, eng
             {
                 "report": {
                     "statistics": engines[0].statistics() if engines else {},
-                    "closure": current and [current[0], time.monotonic() - current[1]],
+                    "closure": current and [current[0], awake.now() - current[1]],
                     "parcel": pack(recorder),
                 }
             }
@@ -303,6 +305,7 @@ async def main(descriptor: int) -> None:
     """Serve the node behind this socket."""
     line = ControlLine(socket.socket(fileno=descriptor), "the node")
     try:
-        await serve(line)
+        with awake.on_loop(asyncio.get_running_loop()):  # `report` reads it
+            await serve(line)
     finally:
         line.close()
