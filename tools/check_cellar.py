@@ -21,7 +21,13 @@ from house import PACKAGE, ROOT, Module, python_files
 from parameters import never_given
 from reach import House, Key, Reach
 
-COMMANDS: tuple[Key, ...] = (("asyncrl.cli.app", "main"), ("asyncrl.main", "main"))
+# `cli/app.py` imports the modules of its commands by name.
+OF_APP = ("bench", "check", "check_model", "examples", "explain", "prompts", "report", "shm")
+COMMANDS: tuple[Key, ...] = (
+    ("asyncrl.cli.app", "main"),
+    ("asyncrl.main", "main"),
+    *((f"asyncrl.cli.{each}", "main") for each in OF_APP),
+)
 FRONTS = ("asyncrl", "asyncrl.client")
 
 # Module, or module:name, that nothing reaches yet -> who will use it. What an entry uses needs no entry of its own.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
 from asyncrl import __version__
 from asyncrl.telemetry.output import lossy_output
@@ -30,70 +31,17 @@ asyncrl: asyncio-native reinforcement-learning post-training
 """
 
 
-def _run(arguments: Sequence[str]) -> int:
-    from asyncrl.main import main as run
-
-    return run(arguments)
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.bench import main as bench
-
-    return bench(arguments)
-
-
-def _shm(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.shm import main as shm
-
-    return shm(arguments)
-
-
-def _explain(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.explain import main as explain
-
-    return explain(arguments)
-
-
-def _check(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.check import main as check
-
-    return check(arguments)
-
-
-def _check_model(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.check_model import main as check_model
-
-    return check_model(arguments)
-
-
-def _prompts(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.prompts import main as prompts
-
-    return prompts(arguments)
-
-
-def _report(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.report import main as report
-
-    return report(arguments)
-
-
-def _examples(arguments: Sequence[str]) -> int:
-    from asyncrl.cli.examples import main as examples
-
-    return examples(arguments)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "run": _run,
-    "prompts": _prompts,
-    "check": _check,
-    "check-model": _check_model,
-    "explain": _explain,
-    "report": _report,
-    "examples": _examples,
-    "bench": _bench,
-    "shm": _shm,
+# Where each has its `main`: a module is imported once its command is typed.
+COMMANDS = {
+    "run": "asyncrl.main",
+    "prompts": "asyncrl.cli.prompts",
+    "check": "asyncrl.cli.check",
+    "check-model": "asyncrl.cli.check_model",
+    "explain": "asyncrl.cli.explain",
+    "report": "asyncrl.cli.report",
+    "examples": "asyncrl.cli.examples",
+    "bench": "asyncrl.cli.bench",
+    "shm": "asyncrl.cli.shm",
 }
 
 
@@ -113,12 +61,12 @@ def _main(given: list[str]) -> int:
     if given[0] == "--version":
         print(f"asyncrl {__version__}")
         return 0
-    command = COMMANDS.get(given[0])
-    if command is None:
+    if given[0] not in COMMANDS:
         print(f"asyncrl: there is no command {given[0]!r}; the commands are: {', '.join(COMMANDS)}\n", file=sys.stderr)
         print(USAGE, file=sys.stderr)
         return 2
-    return command(given[1:])
+    code: int = import_module(COMMANDS[given[0]]).main(given[1:])
+    return code
 
 
 if __name__ == "__main__":

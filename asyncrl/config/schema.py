@@ -170,7 +170,7 @@ class GenerationConfig(Section):
     )
     threads: int | None = field(
         None,
-        "CPU threads of a worker; derived: the machine's cores shared out equally among trainer and workers.",
+        "CPU threads of a worker; derived: as `threads`, with the cores shared out equally among trainer and workers.",
         ge=1,
     )
 
@@ -338,7 +338,11 @@ class Config(Section):
     resume: bool = field(
         False, "Go on from the checkpoint that checkpoints/latest of the run directory names, the newest."
     )
-    threads: int | None = field(None, "torch threads of the lane; all cores by default.", ge=1)
+    threads: int | None = field(
+        None,
+        "torch threads of the lane; derived: OMP_NUM_THREADS, or the cores that are free, one for each 3 M weights on a CPU.",
+        ge=1,
+    )
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

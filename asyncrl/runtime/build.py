@@ -71,6 +71,7 @@ class Built:
     core: TorchTrainer | None
     rates: Rates | None
     verdict: Verdict | None
+    placed: str
 
 
 async def any_rank(mine: bool, world: World, lane: Any, device: torch.device) -> bool:
@@ -145,7 +146,8 @@ class Builder:
             store_watch=watch,
             limits=_limits(self.config, parts.policy),
         )
-        return Built(ports, parts.lanes, parts.tokenizer, parts.policy, parts.core, parts.rates, parts.verdict)
+        found = parts.policy, parts.core, parts.rates, parts.verdict, parts.placed
+        return Built(ports, parts.lanes, parts.tokenizer, *found)
 
     def _gather(self, lane: Any) -> Gather:
         """On the lane of the trainer, whose collectives it must not cross."""

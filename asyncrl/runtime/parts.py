@@ -60,3 +60,4 @@ class Parts:
     round: Round | None = None
     verdict: Verdict | None = None
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
+    placed: str = ""  # for people: where the engine runs, and with how many threads

@@ -12,7 +12,11 @@ from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.versions import refuse_ranks, require_vllm
+from asyncrl.telemetry.machine import free_cores
 
+# Of a model on a CPU, for each thread: in smaller ones operations are so short that threads wait for each other longer than they
+# compute, and many times so where another program takes a core.
+_WEIGHTS_PER_THREAD = 3_000_000
 _CPU = torch.device("cpu")
 
 
@@ -41,10 +45,10 @@ class Placement:
         return self.devices[number] != self.trainer
 
 
-def place(config: Config, device: torch.device, world: World) -> Placement:
-    """Of this rank, whose trainer is on `device`. Errors: ConfigError for a device whose memory workers cannot share,
-    and where the engine that was asked for is not installed."""
-    generation, cores = config.generation, os.cpu_count() or 1
+def place(config: Config, device: torch.device, world: World, weights: int | None = None) -> Placement:
+    """Of this rank, whose trainer is on `device`. `weights`: how many the model has; None: not known. Errors: ConfigError for a
+    device whose memory workers cannot share, and where the engine that was asked for is not installed."""
+    generation = config.generation
     vllm = generation.engine == "vllm"
     given = bool(generation.workers or generation.threads or generation.devices)
     trainer = _numbered(device)
@@ -52,26 +56,47 @@ def place(config: Config, device: torch.device, world: World) -> Placement:
     wanted = generation.placement == "worker" or (generation.placement == "auto" and (given or vllm or bool(spare)))
     if not wanted or config.engine.kind == "dry_run":
         why = _why_shared(config, trainer)
-        line = f"generation: shared, on the trainer's {device} ({why})"
-        return Placement((), 0, config.threads or cores, line, trainer)
+        _, own, chosen = _threads(config, trainer, world, weights, 0)
+        line = f"generation: shared, on the trainer's {device} ({why}); {own} thread(s): {chosen}"
+        return Placement((), 0, own, line, trainer)
     _refuse(config, device)
     engine = ""
     if vllm:
         engine = f" with vLLM {require_vllm()}"
         refuse_ranks()
     devices = _devices(config, trainer, world, spare)
-    count, mine = len(devices), cores // world.local_world_size
-    per_worker = generation.threads or max(1, mine // (count + 1))
-    own = config.threads or max(1, mine - count * per_worker)
+    count = len(devices)
+    per_worker, own, chosen = _threads(config, trainer, world, weights, count)
     why = "as set"
     if generation.placement == "auto":
         why = f"auto: {spare[0]} trains nothing" if spare else "auto: vLLM runs in workers"
         why = "auto: workers, threads or devices are given" if given else why
     where = ", ".join(dict.fromkeys(map(str, devices)))
     line = (
-        f"generation: {count} worker(s){engine} on {where}, {per_worker} thread(s) each, {own} for the trainer ({why})"
+        f"generation: {count} worker(s){engine} on {where}, {per_worker} thread(s) each, {own} for the trainer ({why}); "
+        f"threads: {chosen}"
     )
     return Placement(devices, per_worker, own, line, trainer)
+
+
+def _threads(
+    config: Config, trainer: torch.device, world: World, weights: int | None, workers: int
+) -> tuple[int, int, str]:
+    """(threads of a worker, of the trainer, why): as set, or as OMP_NUM_THREADS says, or this rank's part of the free cores, shared
+    out to its processes."""
+    each, own, said = config.generation.threads, config.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if own and (each or not workers):
+        return each or own, own, "as set"
+    if said.strip().isdecimal() and int(said) > 0:
+        return each or int(said), own or int(said), f"OMP_NUM_THREADS={said.strip()}"
+    free = free_cores()
+    mine, most = max(1, free // world.local_world_size), free
+    why = f"{free} of {os.cpu_count()} cores are free"
+    if trainer.type == "cpu" and weights is not None:
+        most = max(1, weights // _WEIGHTS_PER_THREAD)
+        why += f", and {weights:,} weights are worth {most}"
+    each = each or min(most, max(1, mine // (workers + 1)))
+    return each, own or min(most, max(1, mine - workers * each)), why
 
 
 def _numbered(device: torch.device) -> torch.device:

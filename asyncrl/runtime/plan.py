@@ -37,9 +37,11 @@ def plan(config: Config) -> str:
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
     ]
     if config.train.kind == "torch":
+        from asyncrl.models.loading import parameter_count
+
         verdict = _verdict(config)
         prompts = measure_prompts(config)
-        placement = place(config, settled.device, world)
+        placement = place(config, settled.device, world, parameter_count(config.model))
         parts = predicted(config, world.world_size, prompts, verdict.path, placement)
         lines += [
             *settled.lines,
@@ -78,16 +80,16 @@ def _verdict(config: Config) -> Verdict:
 
 
 def announcement(
-    config: Config, directory: Path | None, verdict: Verdict | None, *, outside: bool = False
+    config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, outside: bool = False
 ) -> list[str]:
-    """A few plain lines on what starts, which way its model is run, and the warnings of a resolved configuration. `outside`:
-    somebody else samples."""
+    """A few plain lines on what starts, which way its model is run and where, and the warnings of a resolved configuration.
+    `outside`: somebody else samples."""
     rollout, where = config.rollout, directory or "no run directory"
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
         f"per step, age at most {staleness_bound(config)}, {slots(config)} slots; {where}"
     ]
-    lines += [*verdict.lines(), *without_native(config)] if verdict else []
+    lines += [placed, *verdict.lines(), *without_native(config)] if verdict else []
     if outside and verdict and verdict.rotary:
         lines.append(
             "note: groups come from outside: their sampler has to turn rows by the rotary frequencies named above"

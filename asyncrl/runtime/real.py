@@ -15,7 +15,7 @@ from asyncrl.config.resolve import row_limit, versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.loading import Choose, load_policy, load_served, require_rows, require_saveable
+from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_rows, require_saveable
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
@@ -41,10 +41,9 @@ async def open_real(site: Site) -> Parts:
     """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError (memory),
     WorkerDied."""
     config, world, device, recorder, say = site.config, site.world, site.device, site.recorder, site.say
-    placement = await offload(lambda: place(config, device, world), "placement")
-    say(placement.line)
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
     say("measuring prompts and memory")
+    placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
     prompts = await offload(lambda: measure_prompts(config, site.rows, site.own_environment), "prompts")
     ranks = world.world_size
     needed, packs_ahead = await offload(
@@ -72,7 +71,9 @@ async def open_real(site: Site) -> Parts:
     round_: Round | None = trainer.train_round if isinstance(core, ShardedTrainer) else None
     sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards, packs_ahead)
     engine, sink = await (open_workers(site, placement, sampler) if placement.workers else _open_shared(site, sampler))
-    return Parts(engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges)
+    return Parts(
+        engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges, placement.line
+    )
 
 
 async def _open_shared(site: Site, sampler: Sampler) -> tuple[Engine, WeightSink]:

@@ -188,7 +188,7 @@ class Runtime:
         """A few plain lines on what starts, and the warnings of the configuration."""
         path = self.directory.path if self.directory else None
         outside = self._given.prompts is None and self.config.data.train is None
-        for line in announcement(self.config, path, self.built.verdict, outside=outside):
+        for line in announcement(self.config, path, self.built.verdict, self.built.placed, outside=outside):
             self.note(line)
 
     def summary(self) -> RunSummary:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.cli import app
+from asyncrl.cli import app, report
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -70,7 +70,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(app.COMMANDS, "report", interrupted)
+    monkeypatch.setattr(report, "main", interrupted)
     assert app.main(["report", "done"]) == 128 + signal.SIGINT
 
 

@@ -26,7 +26,9 @@ ONE = World(0, 1, 0, 1, "", 0, 0)
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("asyncrl.runtime.placement.free_cores", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,35 @@ def test_it_is_chosen_by_what_is_given(
     placement = place(load_config([], overrides), CPU, ONE)
     assert (placement.workers, placement.threads, placement.trainer_threads) == (workers, threads, trainer)
     assert placement.line.startswith(f"generation: {line}")
+
+
+@pytest.mark.parametrize(
+    ("weights", "environment", "overrides", "threads", "why"),
+    [
+        (118_000, None, (), (0, 1), "8 of 16 cores are free, and 118,000 weights are worth 1"),
+        (7_000_000, None, (), (0, 2), "8 of 16 cores are free, and 7,000,000 weights are worth 2"),
+        (135_000_000, None, (), (0, 8), "8 of 16 cores are free, and 135,000,000 weights are worth 45"),
+        (118_000, None, ("generation.placement=worker",), (1, 1), "118,000 weights are worth 1"),
+        (135_000_000, None, ("generation.placement=worker",), (4, 4), "135,000,000 weights are worth 45"),
+        (118_000, "3", (), (0, 3), "OMP_NUM_THREADS=3"),
+        (118_000, "6,2", ("generation.placement=worker",), (6, 6), "OMP_NUM_THREADS=6"),
+        (118_000, "3", ("threads=5",), (0, 5), "as set"),
+        (118_000, "3", ("threads=5", "generation.workers=1"), (3, 5), "OMP_NUM_THREADS=3"),
+        (135_000_000, "junk", ("generation.threads=2", "threads=1"), (2, 1), "as set"),
+    ],
+)
+def test_threads_follow_the_variable_and_else_the_model_and_the_free_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    weights: int,
+    environment: str | None,
+    overrides: tuple[str, ...],
+    threads: tuple[int, int],
+    why: str,
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    placement = place(load_config([], overrides), CPU, ONE, weights)
+    assert (placement.threads, placement.trainer_threads) == threads and placement.line.endswith(why), placement
 
 
 def test_ranks_of_one_machine_share_its_cores() -> None:
