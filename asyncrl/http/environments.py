@@ -8,12 +8,13 @@ exceeds its number of steps, and with a stack trace where nobody answers any mor
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
+
+from asyncrl.concurrency import awake
 
 LEAST_WEIGHT = 0.01  # as Atropos: no environment starves
 NO_END = 1 << 31  # announced as the number of steps where none is configured: -1 would end the environment server
@@ -28,7 +29,7 @@ _MOST_NAME = 100  # characters
 class _Environment:
     name: str
     weight: float  # its weight times its longest context
-    heard: float  # when it last said anything, on the monotonic clock
+    heard: float  # when it last said anything (`awake.now`)
     connected: bool = True
     asks: bool = False  # since it registered
     told: bool = False  # that the run is over
@@ -59,12 +60,12 @@ class Environments:
         same = [one.name.rpartition("_") for one in self._all.values()]
         suffix = max((int(number) + 1 for known, _, number in same if known == name), default=0)
         number, self._next = self._next, self._next + 1
-        self._all[number] = _Environment(f"{name}_{suffix}", context * max(weight, 0.0), time.monotonic())
+        self._all[number] = _Environment(f"{name}_{suffix}", context * max(weight, 0.0), awake.now())
         return number, self._all[number].name
 
     def _forget(self) -> None:
         """What has been silent for too long, and what there is no room for beside the one that comes."""
-        since = time.monotonic() - FORGET_S
+        since = awake.now() - FORGET_S
         self._all = {number: one for number, one in self._all.items() if one.heard >= since}
         while len(self._all) >= MOST_ENVIRONMENTS:
             del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].heard))]
@@ -114,5 +115,5 @@ class Environments:
     def _find(self, number: Any) -> _Environment | None:
         environment = self._all.get(number) if isinstance(number, int) else None
         if environment is not None:
-            environment.heard = time.monotonic()
+            environment.heard = awake.now()
         return environment

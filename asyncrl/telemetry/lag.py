@@ -3,7 +3,8 @@
 `monitor` asks to be woken every `interval` seconds and measures how late it is: `loop/lag_ms_p99` of a step, which for steps
 below two seconds is its largest, and `loop/lag_ms_p99_run` of all looks since the run began. While it does not come back,
 an OS thread samples the stack of the loop's thread, so that the report can say
-"event loop blocked 5.01 s in rewards.py:12 my_reward". `top_user_frame` serves the watchdog as well.
+"event loop blocked 5.01 s in rewards.py:12 my_reward". It is said of code that used the processor, or slept in a call; not where
+the thread waited for a processor or for the GIL, as a busy machine lets it do anywhere. `top_user_frame` serves the watchdog, too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .recorder import Recorder
 # A late wake-up shorter than this is the timer's own grain, not work of somebody else on the loop.
 _GRAIN_S = 0.001
 _SAMPLE_EVERY_S = 0.05
+_AGAIN_S = 60.0
 _FINEST_MS, _BIN = 0.1, 1.05  # `Lateness`: bins of 5 %, the last from 80 s on
 _BINS = 275
 
@@ -89,6 +91,10 @@ class BlockSampler:
         self._lock = threading.Lock()
         self._last_tick = clock()
         self._seen: Counter[str] = Counter()
+        self._delays: list[
+            tuple[float, float]
+        ] = []  # with each sample: when, and how long it had waited for a processor by then
+        self._delay_file = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncrl-lag", daemon=True)
 
@@ -100,12 +106,23 @@ class BlockSampler:
         self._stop.set()
         self._thread.join()
 
-    def tick(self) -> str | None:
-        """The loop is alive. The frame seen most often since it was last known to be, if it was sampled at all."""
+    def tick(self) -> tuple[str | None, bool]:
+        """The loop is alive. The frame seen most often since it was last known to be, if it was sampled at all, and whether the
+        thread slept: it waited for no processor, nor for the GIL, as the sampler had that for a quarter of its samples."""
         with self._lock:
             self._last_tick = self._clock()
             seen, self._seen = self._seen, Counter()
-        return seen.most_common(1)[0][0] if seen else None
+            delays, self._delays = self._delays, []
+        spent = delays[-1][0] - delays[0][0] if delays else 0.0
+        asleep = spent > 0 and len(delays) > spent / _SAMPLE_EVERY_S / 4 and delays[-1][1] - delays[0][1] < spent / 4
+        return seen.most_common(1)[0][0] if seen else None, asleep
+
+    def _delay(self) -> float:
+        try:
+            with open(self._delay_file, encoding="ascii") as file:
+                return 1e-9 * float(file.read().split()[1])
+        except (OSError, IndexError):  # no Linux: then nobody is said to sleep
+            return math.inf
 
     def _run(self) -> None:
         pause = self._allowed_s
@@ -116,11 +133,12 @@ class BlockSampler:
             if due > 0:
                 pause = due
                 continue
-            frame = top_user_frame(self._watched)
+            frame, delay = top_user_frame(self._watched), (self._clock(), self._delay())
             with self._lock:
                 # Not if the loop ticked meanwhile: the frame would be blamed for somebody else's block.
                 if frame is not None and self._last_tick == tick:
                     self._seen[frame] += 1
+                    self._delays.append(delay)
             pause = _SAMPLE_EVERY_S
 
 
@@ -158,19 +176,21 @@ async def monitor(
     blocked_s: float = 0.1,
     report: Callable[[str], None] = _to_stderr,
 ) -> None:
-    """Measure the loop's lateness until cancelled. A block of more than `blocked_s` seconds is named and reported.
+    """Measure the loop's lateness until cancelled. A block of more than `blocked_s` seconds is named, and reported at most once a
+    minute for each place.
 
     Writes `loop/lag_ms_p99` and `loop/lag_ms_p99_run`, counts `loop/blocked`, and records the late stretches as cause `loop`, so
     that a lane that starves behind a busy loop is accounted for.
     """
     clock, lateness = recorder.clock, Lateness()
+    reported: dict[str, float] = {}  # place -> when, in the last minute
     with BlockSampler(time.perf_counter, interval + blocked_s) as sampler:
         while True:
-            expected = clock() + interval
+            expected, used = clock() + interval, time.thread_time()
             await anyio.sleep(interval)
-            now = clock()
+            now, used = clock(), time.thread_time() - used
             late = now - expected
-            frame = sampler.tick()
+            frame, asleep = sampler.tick()
             recorder.observe("loop/lag_ms_p99", 1e3 * max(0.0, late), reduce="p99")
             lateness.add(1e3 * late)
             recorder.gauge("loop/lag_ms_p99_run", lateness.p99)
@@ -178,6 +198,11 @@ async def monitor(
                 recorder.idle("loop", expected, now)
             if late > blocked_s:
                 recorder.count("loop/blocked")
-                text = f"event loop blocked {late:.2f} s in {frame or 'code that held the GIL or has no Python frame'}"
-                recorder.instant(text, track="event loop")
-                report(text)
+                if asleep or used > late / 2:
+                    place = frame or "code that held the GIL or has no Python frame"
+                    text = f"event loop blocked {late:.2f} s in {place}"
+                    recorder.instant(text, track="event loop")
+                    reported = {each: when for each, when in reported.items() if now - when < _AGAIN_S}
+                    if place not in reported:
+                        reported[place] = now
+                        report(text)

@@ -300,7 +300,7 @@ def test_three_quarters_of_the_descriptors_are_the_runs() -> None:
 
 def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("asyncrl.http.environments.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("asyncrl.http.environments.awake.now", lambda: now[0])
     known = Environments()
     for number in range(MOST_ENVIRONMENTS + 10):
         now[0] += 1

@@ -65,6 +65,46 @@ def test_a_blocking_callback_is_named_with_its_duration(
     assert any(event.phase == "i" and event.name == reports[0] for event in recorder.events())
 
 
+class Thread:
+    """The kernel's clocks of the loop's thread: the share of the time in which it computes, or waits for a processor."""
+
+    def __init__(self, computes: float, waits: float) -> None:
+        self.thread_time = lambda: computes * time.perf_counter()
+        self.delay = lambda sampler: waits * time.perf_counter()
+        self.perf_counter = time.perf_counter
+
+
+@pytest.mark.parametrize(
+    ("thread", "reports"),
+    [(Thread(0.9, 0.1), 1), (Thread(0.0, 0.0), 1), (Thread(0.1, 0.9), 0)],
+    ids=["computes", "sleeps in a call", "waits for a processor"],
+)
+async def test_code_is_blamed_once_a_minute_and_not_for_a_busy_machine(
+    thread: Thread, reports: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.telemetry.lag.time", thread)
+    monkeypatch.setattr(BlockSampler, "_delay", thread.delay)
+    recorder, said, looks = Recorder(), list[str](), list[str | None]()
+    monkeypatch.setattr(
+        "asyncrl.telemetry.lag.top_user_frame", lambda ident: looks.append(top_user_frame(ident)) or looks[-1]
+    )
+    async with anyio.create_task_group() as group:
+        group.start_soon(monitor, recorder, 0.01, 0.05, said.append)
+        await anyio.wait_all_tasks_blocked()
+        for _ in range(2):
+            my_agent(looks)
+            await anyio.sleep(0.05)  # the monitor looks in between
+        group.cancel_scope.cancel()
+    assert len(said) == reports and all("my_agent" in each for each in said)
+    assert recorder.drain()["loop/blocked"] >= 2
+
+
+def my_agent(looks: list[str | None]) -> None:
+    looks.clear()
+    while len(looks) < 5:
+        time.sleep(0.01)
+
+
 async def test_a_quiet_loop_is_not_reported() -> None:
     recorder, reports = Recorder(), list[str]()
     with anyio.move_on_after(0.1):
@@ -98,8 +138,8 @@ def test_sampler_forgets_the_stack_of_an_earlier_block() -> None:
     with BlockSampler(time.perf_counter, 0.02) as sampler:
         while not sampler._seen:
             time.sleep(0.05)
-        first = sampler.tick()
-        second = sampler.tick()
+        first, _ = sampler.tick()
+        second, _ = sampler.tick()
     assert first is not None and "test_sampler_forgets_the_stack_of_an_earlier_block" in first
     assert second is None
 

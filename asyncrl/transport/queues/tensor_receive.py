@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -209,12 +208,12 @@ async def attach_queue(
 
 async def attach(box_of: type[Inbox], name: str, recorder: Recorder | None, cause: Cause, timeout_s: float) -> Inbox:
     """The receiving side of whatever memory. As `attach_queue`."""
-    deadline = time.monotonic() + timeout_s
+    deadline = anyio.current_time() + timeout_s
     while True:
         box = _connect(box_of, name, recorder, cause)
         if box is not None:
             try:
-                with anyio.fail_after(max(_ANSWER_S, deadline - time.monotonic())):
+                with anyio.fail_after(max(_ANSWER_S, deadline - anyio.current_time())):
                     while not box.greeted and box.line.open:
                         await wait_in(box.waiters)
                 if box.greeted:
@@ -228,7 +227,7 @@ async def attach(box_of: type[Inbox], name: str, recorder: Recorder | None, caus
                 box.close()
                 raise
             box.close()
-        if time.monotonic() >= deadline:
+        if anyio.current_time() >= deadline:
             found = "nobody shares it, or another receiver has it" if box is None else "another receiver has it"
             raise RingDetached(f"queue {name!r}: {found}; waited {timeout_s} s")
         await anyio.sleep(0.02)  # a name that does not exist yet tells nobody when it does
