@@ -36,7 +36,7 @@ vm.runInNewContext(script("<script>\n"), { document, window, addEventListener() 
 
 const cards = (id) => document.getElementById(id).children.map((card) => ({
   title: card.find("h3")[0].children[0].textContent,
-  about: card.find("h3")[0].attributes.title,
+  about: card.find("p")[0].textContent,
   legend: card.find("span").slice(2).map((span) => span.textContent),
 }));
 const [bars] = named.idle.find("svg");

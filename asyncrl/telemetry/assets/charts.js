@@ -145,7 +145,10 @@ function lineChart(title, steps, lines, about, band) {
   const bounds = range(every);
   const card = el("div", { class: "card" });
   const last = [...lines[0].values].reverse().find((value) => value !== null);
-  card.append(el("h3", { title: about }, el("span", { text: title }), el("span", { class: "now", text: number(last) })));
+  const head = el("h3", {}, el("span", { text: title }), el("span", { class: "now", text: number(last) }));
+  const note = el("p", { class: "about", text: about, hidden: "" });
+  head.onclick = () => note.toggleAttribute("hidden");
+  card.append(head, note);
   if (!bounds) { card.append(el("p", { class: "empty", text: "No finite values." })); return card; }
   const [root, area] = frame(400, 208, 46, "policy version");
   const low = steps[0], high = steps[steps.length - 1];

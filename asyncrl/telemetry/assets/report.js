@@ -107,7 +107,7 @@ function curves() {
   // Drawn when they are asked for: there can be a hundred of them.
   more.addEventListener("toggle", () => {
     if (byId("more-charts").children.length) return;
-    for (const name of rest) byId("more-charts").append(lineChart(unit(name) ? `${name}, ${unit(name)}` : name, STEPS, [{ label: name, values: SERIES[name] }], about([name])));
+    for (const name of rest) byId("more-charts").append(lineChart([name, unit(name)].filter((part) => part && part !== "none").join(", "), STEPS, [{ label: name, values: SERIES[name] }], about([name])));
   });
 }
 
