@@ -32,6 +32,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_nobody_reads(folder: Path) -> None:
+    """Not at the exit of the process either, which flushes once more."""
+    with started(["report", "done"], folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before it writes: a reader that is gone, as `head` is after its lines
+        said = process.stderr.read()
+        assert (process.wait(), said) == (0, "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -49,13 +58,21 @@ def folder(tmp_path: Path) -> Path:
     ],
     ids=lambda arguments: " ".join(Path(each).name for each in arguments) or "usage",
 )
-def test_nobody_reads(folder: Path, arguments: list[str]) -> None:
-    with started(arguments, folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()  # before it writes: a reader that is gone, as `head` is after its lines
-        # Beside what is being imported.
-        said = [line for line in process.stderr.read().splitlines() if not line.startswith("asyncrl: ")]
-        assert (process.wait(), said) == (0, [])
+def test_nobody_reads_any_command(
+    folder: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        try:
+            code = app.main(arguments)
+        except SystemExit as left:  # of argparse, after its help
+            code = int(left.code or 0)
+    # Beside what is being imported.
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("asyncrl: ")]
+    assert (code, said) == (0, [])
 
 
 def test_nobody_reads_a_complaint(folder: Path) -> None:
