@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +47,21 @@ class Bodies:
         self._less = anyio.Event()
 
     @contextmanager
-    def counted(self) -> Iterator[Held]:
-        """Around a request: what it adds is held until then."""
-        held = Held(self)
+    def counted(self) -> Iterator[Callable[[int], None]]:
+        """Around a request: what it calls with its bytes, as often as they change. It raises Refused (503) where all together are
+        far too much."""
+        mine = 0
+
+        def hold(size: int) -> None:
+            nonlocal mine
+            self.held, mine = self.held + size - mine, size
+            if size and self.held > 2 * MOST_AT_ONCE:
+                raise Refused(503, "too many requests wait for room in the ring; nothing was taken", state="full")
+
         try:
-            yield held
+            yield hold
         finally:
-            held.set(0)
+            hold(0)
             self._less.set()
             self._less = anyio.Event()
 
@@ -66,22 +74,7 @@ class Bodies:
         raise Refused(503, "too many requests wait for room in the ring; nothing was taken", state="full")
 
 
-@dataclass(slots=True)
-class Held:
-    """The part of one request."""
-
-    _of: Bodies
-    _bytes: int = 0
-
-    def set(self, size: int) -> None:
-        """Errors: Refused (503) where all together are far too much."""
-        self._of.held += size - self._bytes
-        self._bytes = size
-        if size and self._of.held > 2 * MOST_AT_ONCE:
-            raise Refused(503, "too many requests wait for room in the ring; nothing was taken", state="full")
-
-
-async def receive(request: web.Request, most: int, held: Held | None = None) -> Body:
+async def receive(request: web.Request, most: int, hold: Callable[[int], None] = lambda size: None) -> Body:
     """The body as it was sent. Errors: Refused where it is too long (413), too slow (408) or cut off (400)."""
     parts = bytearray()
     if (request.content_length or 0) > most:
@@ -93,8 +86,7 @@ async def receive(request: web.Request, most: int, held: Held | None = None) -> 
                 scope.deadline += len(part) / BODY_PACE
                 if len(parts) > most:
                     raise _too_long(most)
-                if held is not None:
-                    held.set(len(parts))
+                hold(len(parts))
     except TimeoutError:
         raise Refused(408, f"the body was too slow: {BODY_S:g} s, and a second for each {BODY_PACE:,} bytes") from None
     except Unreadable as error:

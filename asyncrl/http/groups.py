@@ -68,14 +68,14 @@ class Groups:
 
     async def post(self, request: web.Request) -> web.Response:
         """200 where all were accepted, 422 where some cannot be trained, 503 where there is no room. Errors: Refused."""
-        with self._bodies.counted() as held:
+        with self._bodies.counted() as hold:
             await self._bodies.wait_for_room(self._wait_s)
             try:
-                body = await receive(request, MOST_BYTES, held)
+                body = await receive(request, MOST_BYTES, hold)
                 encoding = request.headers.get("Content-Encoding", "")
                 key, groups, size = await self._read(body, encoding)
                 del body
-                held.set(size)
+                hold(size)
             except Refused as error:
                 if error.status != 503:
                     self._refuse(str(error))

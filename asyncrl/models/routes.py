@@ -18,11 +18,16 @@ from asyncrl.types import Int64Array
 class Routes:
     """Of one forward. Layers are counted from 0, those with experts alone."""
 
-    def __init__(self, layers: int, given_TLk: Tensor | None = None, *, keep_logits: bool = False) -> None:
-        """`layers`: with experts, of the model. `given_TLk`: signed integers, what to choose; in rows of -1 the router chooses.
+    def __init__(
+        self, layers: int, given_TLk: Tensor | None = None, experts: int = 0, *, keep_logits: bool = False
+    ) -> None:
+        """`layers`: with experts, of the model. `given_TLk`: signed integers, what to choose of `experts`; in rows of -1 the
+        router chooses.
         `keep_logits`: for the balance of the experts, with their graph."""
         self._layers = layers
         self._given_TLk = given_TLk
+        self._experts = experts
+        self.outside = torch.tensor(False)  # whether something was given that is no expert: another ran instead
         self._keep_logits = keep_logits
         self.chosen: dict[int, Tensor] = {}  # [T, k] int64, by layer, in the router's order
         self.logits: dict[int, Tensor] = {}  # [T, E], by layer, where they are kept
@@ -40,7 +45,9 @@ class Routes:
                 raise ValueError(
                     f"layer {layer} chooses {list(own_Tk.shape)} experts, but the routes given are {list(given_Tk.shape)}"
                 )
-            found = torch.where(given_Tk[:, :1] == MISSING, own_Tk, given_Tk)
+            asked_Tk = torch.where(given_Tk[:, :1] == MISSING, own_Tk, given_Tk)
+            found = asked_Tk.clamp(0, self._experts - 1)
+            self.outside = (found != asked_Tk).any() | self.outside.to(found.device)
         self.chosen[layer] = found.detach()
         return found
 

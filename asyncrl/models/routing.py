@@ -140,7 +140,7 @@ class Routing:
                 f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "
                 f"[{self.shape.layers}, {self.shape.k}]"
             )
-        return Routes(self.shape.layers, torch.from_numpy(routes_TLk), keep_logits=keep_logits)
+        return Routes(self.shape.layers, torch.from_numpy(routes_TLk), self.shape.experts, keep_logits=keep_logits)
 
 
 def has_experts(module: PreTrainedModel) -> bool:

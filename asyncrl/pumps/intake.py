@@ -192,8 +192,7 @@ class Intake:
         if len(names) > MOST_COMPONENTS:
             raise DataError(
                 f"member {trajectory.member}: components brings {sorted(names - self._components)[0]!r}, which would be name "
-                f"{MOST_COMPONENTS + 1} of this run; at most {MOST_COMPONENTS} may come from outside: name the kind of a number, "
-                "not the group"
+                f"{MOST_COMPONENTS + 1} of this run; at most {MOST_COMPONENTS} names may come from outside"
             )
         self._components = names
 

@@ -220,8 +220,7 @@ def _rewards(t: Trajectory, who: str) -> None:
     for name in t.components:
         if not isinstance(name, str) or len(name) > MOST_NAME:
             raise DataError(
-                f"{who}: components holds the name {repr(name)[:MOST_NAME]}; the name of a component is text of at most "
-                f"{MOST_NAME} characters"
+                f"{who}: components holds the name {name!r:.40}; the name of a component is text, {MOST_NAME} characters at most"
             )
     for name, value in (("reward", t.reward), *t.components.items()):
         if value is not None and not (_is_number(value) and abs(value) <= MOST_REWARD):  # also NaN

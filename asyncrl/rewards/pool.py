@@ -74,7 +74,7 @@ logger = logging.getLogger("asyncrl.rewards")
 CLOSE_GRACE_S = 3.0  # for idle workers to leave, which includes that they are killed
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
 LOAD_S = 300.0  # for the imports of the user's functions
-# Once a worker has loaded them, later ones have ten times what that took, and this at least.
+# Once a worker has loaded them, the next one has ten times what that took, and this at least.
 RELOAD_S = 60.0
 MOST_STARTS = 3  # of a successor, one after the other
 _LONGEST_BACKOFF_S = 60.0
@@ -138,7 +138,7 @@ class RewardPool:
         self._tasks: TaskGroup | None = None
         self._renewal = anyio.Lock()
         self._started = 0  # workers, which gives each a mark of its own
-        self._slowest_s: float | None = None  # that loading the functions took
+        self._load_s = LOAD_S  # that the next worker has to load the functions
 
     @classmethod
     def from_config(
@@ -335,10 +335,9 @@ class RewardPool:
         try:
             if self._state is _State.CLOSED:
                 raise LifecycleError("the reward pool was closed while a worker started")
-            limit_s = LOAD_S if self._slowest_s is None else min(LOAD_S, max(RELOAD_S, 10 * self._slowest_s))
             began = anyio.current_time()
-            loaded = await load(process, self._specs, self._init_request, limit_s)
-            self._slowest_s = max(self._slowest_s or 0.0, anyio.current_time() - began)
+            loaded = await load(process, self._specs, self._init_request, self._load_s)
+            self._load_s = min(LOAD_S, max(RELOAD_S, 10 * (anyio.current_time() - began)))
             return process, loaded
         except BaseException:
             await self._end(process)

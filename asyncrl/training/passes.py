@@ -49,6 +49,7 @@ class Forward:
         hidden_TE = hidden(tokens_T, column(batch.positions, policy.device), plan)
         if routes is not None:
             routes.require_all()
+            self.outside = self.outside | routes.outside.to(self.outside.device)
         return token_logprobs(
             hidden_TE.index_select(0, column(batch.source, policy.device)),
             policy.head.weight,
@@ -76,26 +77,25 @@ def ids_of(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Te
 
 
 def outside_error(batches: Sequence[Microbatch], vocabulary: int) -> DataError:
-    """By the groups of these microbatches that hold an id which the model lacks; none: it was another rank's."""
+    """By the groups of these microbatches that hold an id which the model lacks, or, where that is a route, by all of them; no
+    microbatch: it was another rank's."""
     found = dict[int, int]()  # such an id, by group
     for batch in batches:
         for row, (group, tree) in enumerate(zip(batch.group_ids.tolist(), batch.suffix_tree, strict=True)):
             prompt, start = batch.prefix_start[tree], batch.suffix_start[row]
-            ids = np.concatenate(
-                [
-                    batch.tokens[prompt : prompt + batch.prefix_length[tree]],
-                    batch.tokens[start : start + batch.suffix_length[row]],
-                    batch.target[batch.sequence == row],
-                ]
-            )
+            ran = np.r_[prompt : prompt + batch.prefix_length[tree], start : start + batch.suffix_length[row]]
+            ids = np.append(batch.tokens[ran], batch.target[batch.sequence == row])
             if (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:
                 found[group] = int(wrong[0])
-    what = f"token {next(iter(found.values()))} is" if found else "tokens of another rank are"
-    error = DataError(
-        f"{what} none of the model's, 0 to {vocabulary - 1}: changed after the group was checked (a producer may not write into a "
-        "record that it has put)"
+    what = (
+        "a route names no expert of the model" if batches else "a token or route of another rank is none of the model's"
     )
-    error.groups = tuple(found)
+    if found:
+        what = f"token {next(iter(found.values()))} is none of the model's, 0 to {vocabulary - 1}"
+    error = DataError(
+        f"{what}: changed after the group was checked (a producer may not write into a record that it has put)"
+    )
+    error.groups = tuple(found or dict.fromkeys(group for batch in batches for group in batch.group_ids.tolist()))
     return error
 
 

@@ -128,6 +128,7 @@ class ShardedForward:
         )
         if routes is not None:
             routes.require_all()
+            self.outside = self.outside | routes.outside.to(device)
         return result
 
     def run_empty(self, entropy_grad: bool) -> None:

@@ -367,7 +367,8 @@ class TorchTrainer:
                 "abort the step"
             )
         if totals.outside:
-            raise outside_error([batch for *_, batch in step.ran], self.policy.head.weight.shape[0])
+            spoiled = [batch for _, outside, batch in step.ran if outside]
+            raise outside_error(spoiled, self.policy.head.weight.shape[0])
         return totals
 
     def _zero_once(self, step: TrainStep) -> None:

@@ -332,8 +332,8 @@ async def test_a_large_group_is_read_beside_the_loop(name: str) -> None:
 async def test_bodies_that_wait_for_room_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.http.body.MOST_AT_ONCE", 10)
     async with opened(name, wait_s=0.05) as s:
-        with s.door.groups._bodies.counted() as other:
-            other.set(15)
+        with s.door.groups._bodies.counted() as hold:
+            hold(15)
             code, reply = await s.post("/scored_data", group(7))
             assert (code, reply["status"]) == (503, "full")
         assert s.door.groups._bodies.held == 0

@@ -95,6 +95,20 @@ def gates(policy: PolicyModel) -> list[str]:
 
 
 @BOTH_PATHS
+@pytest.mark.parametrize("choice", [[0, 5], [-2, 1], [3, -1], [127, 127]])
+def test_a_choice_that_is_none_of_the_experts_is_noted_and_another_runs(path: ModelPath, choice: list[int]) -> None:
+    """On a GPU an index beyond them would end the context."""
+    policy = policy_of("Qwen3Moe", "float32", path)
+    right = recorded(policy)
+    wrong = right.copy()
+    wrong[4, 1] = choice
+    for given_TLk, noted in ((right, False), (wrong, True)):
+        routes = given(policy, given_TLk)
+        with torch.no_grad():
+            assert hidden(policy, routes).isfinite().all() and bool(routes.outside) is noted
+
+
+@BOTH_PATHS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_own_choice_given_again_changes_no_bit(family: str, path: ModelPath) -> None:
     policy = policy_of(family, "float32", path)

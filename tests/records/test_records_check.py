@@ -56,7 +56,7 @@ def nested(levels: int) -> Any:
         ({"components": {1: 1.0}}, "components holds the name 1; the name of a component is text"),
         (
             {"components": {"n" * (MOST_NAME + 1): 1.0}},
-            f"components holds the name 'n+; .* at most {MOST_NAME} characters",
+            f"components holds the name 'n+; .* {MOST_NAME} characters at most",
         ),
         ({"components": [1.0]}, "components is a list"),
         ({"metadata": None}, "metadata is a NoneType"),

@@ -138,10 +138,9 @@ async def test_closing_while_a_successor_starts_leaves_nobody(turns):
 @pytest.mark.parametrize("who", ["worker", "guard"])
 async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypatch, caplog):
     """Stopped before it has loaded the functions. A guard that is stopped cannot obey."""
-    monkeypatch.setattr("asyncrl.rewards.pool.RELOAD_S", 2.0)
     monkeypatch.setattr("asyncrl.rewards.process._END_TIMEOUT_S", 0.2)
     async with pool("by_order") as rewards:
-        rewards._slowest_s = 0.0
+        rewards._load_s = 2.0
         (first,) = rewards._alive
         first.destroy()
         async with asyncio.timeout(20):
@@ -153,7 +152,7 @@ async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypa
                 await asyncio.sleep(0)
                 stopped = next(iter(stopped.children()), stopped)
         stopped.suspend()
-        monkeypatch.setattr("asyncrl.rewards.pool.RELOAD_S", 60.0)  # of the next one
+        rewards._load_s = 60.0  # of the next one
         async with asyncio.timeout(60):
             await score(rewards, "go")
         assert not stopped.is_running()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from training_helpers import MAX_LENGTH, VOCABULARY, make_group, tiny_policy
+from training_helpers import EXPERTS, MAX_LENGTH, VOCABULARY, make_group, tiny_policy
 
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
@@ -45,3 +47,20 @@ def test_such_a_step_is_not_applied_and_its_group_is_named(place: int, token: in
     trainer.begin_train_step(build_loss("grpo"))
     trainer.train_microbatch(batch)
     assert trainer.finish_train_step().version == 1
+
+
+def test_a_route_to_no_expert_is_laid_to_its_microbatch() -> None:
+    policy = tiny_policy(kind="moe")
+    trainer = TorchTrainer(policy, TrainConfig(lr=0.1), max_completion_length=MAX_LENGTH)
+    [batch] = pack_groups([make_group(np.random.default_rng(4), group_id) for group_id in (3, 8)], 10_000)
+    routes = np.zeros((batch.tokens.size, 2, 2), np.int8)
+    routes[:, :, 1] = 1
+    routes[5, 1] = EXPERTS
+    with pytest.raises(DataError, match="a route names no expert of the model") as raised:
+        trainer.compute_logprobs(replace(batch, routes=routes))
+    assert raised.value.groups == (3, 8)
+    trainer.begin_train_step(build_loss("grpo"))
+    trainer.train_microbatch(replace(batch, routes=routes))
+    with pytest.raises(DataError, match="a route names no expert of the model"):
+        trainer.finish_train_step()
+    assert trainer.version == 0

@@ -40,6 +40,7 @@ class WorkerProcess:
         self.number = number
         self.pid = child.pid
         self.control = control
+        self.processor_s = child.processor_s
         self._child = child
         self._output = output
         loop = asyncio.get_running_loop()
@@ -87,10 +88,6 @@ class WorkerProcess:
     def status(self) -> str:
         """How it is, in words: "is running", or how it ended."""
         return self._child.ending if self._over.done() else "is running"
-
-    def processor_s(self) -> float:
-        """As `Child.processor_s`."""
-        return self._child.processor_s()
 
     def last_lines(self, count: int = 20) -> str:
         """The end of its output, made fit to be shown; at any time."""
