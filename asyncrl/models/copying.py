@@ -1,4 +1,4 @@
-"""Copies of modules."""
+"""Copies of modules, and of arrays to a device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import copy
 from collections import OrderedDict
 from typing import Any, TypeVar
 
-from torch import nn
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A host array as a tensor there. On a CPU it is the same memory. To a GPU it goes by way of pinned memory: a copy from any
+    other makes the host wait for the device."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def copy_module(module: Module, instead: dict[int, Any] | None = None) -> Module:

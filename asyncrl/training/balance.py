@@ -29,6 +29,7 @@ from torch import Tensor
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.models.copying import to_device
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import require_routing
@@ -104,10 +105,8 @@ def _over_rows(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
     span_T = np.empty(batch.tokens.size, np.int64)
     for span, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         span_T[start : start + length] = span
-    sums = value_TE.new_zeros(lengths.size, value_TE.shape[1]).index_add(
-        0, torch.from_numpy(span_T).to(device), value_TE
-    )
+    sums = value_TE.new_zeros(lengths.size, value_TE.shape[1]).index_add(0, to_device(span_T, device), value_TE)
     trained = np.bincount(batch.sequence, minlength=batch.sequences) > 0
     length_B = np.maximum(lengths[trees:] + lengths[batch.suffix_tree], 1)
-    sums_BE = sums[trees:] + sums[torch.from_numpy(batch.suffix_tree).to(device)]
-    return sums_BE * torch.from_numpy(trained[:, None]).to(device), torch.from_numpy(length_B).to(value_TE)
+    sums_BE = sums[trees:] + sums[to_device(batch.suffix_tree, device)]
+    return sums_BE * to_device(trained[:, None], device), torch.from_numpy(length_B).to(value_TE)

@@ -14,6 +14,7 @@ from torch import Tensor
 from asyncrl.algorithms.base import LossInputs, MetricSum
 from asyncrl.errors import DataError
 from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.copying import to_device
 from asyncrl.models.head.logprobs import Spare, token_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
@@ -46,12 +47,12 @@ class Forward:
         plan = TreePlan.of(batch)
         plan.routes = routes
         tokens_T, target_S, self.outside = ids_of(batch, policy.head.weight.shape[0], policy.device)
-        hidden_TE = hidden(tokens_T, column(batch.positions, policy.device), plan)
+        hidden_TE = hidden(tokens_T, to_device(batch.positions, policy.device), plan)
         if routes is not None:
             routes.require_all()
             self.outside = self.outside | routes.outside.to(self.outside.device)
         return token_logprobs(
-            hidden_TE.index_select(0, column(batch.source, policy.device)),
+            hidden_TE.index_select(0, to_device(batch.source, policy.device)),
             policy.head.weight,
             target_S,
             torch.from_numpy(batch.temperature),
@@ -119,16 +120,11 @@ def unreplayed(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
     return {UNREPLAYED: MetricSum(torch.tensor(tokens), Normaliser.NONE)}
 
 
-def column(values: npt.NDArray[object], device: torch.device) -> Tensor:  # type: ignore[type-var]  # numpy says: no scalar type
-    """A host array as a tensor on the device; on a CPU the same memory."""
-    return torch.from_numpy(values).to(device)
-
-
 def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> LossInputs:
     """The columns of `batch` as tensors, in the dtype and on the device of `logp_S`."""
 
     def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]  # numpy says: no scalar type
-        return None if values is None else column(values, logp_S.device).to(logp_S.dtype)
+        return None if values is None else to_device(values, logp_S.device).to(logp_S.dtype)
 
     sampler_S, advantage_S = floats(batch.sampler_logprobs), floats(batch.advantages)
     assert sampler_S is not None and advantage_S is not None
@@ -137,11 +133,11 @@ def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> 
         entropy_S=entropy_S,
         sampler_logp_S=sampler_S,
         advantage_S=advantage_S,
-        sequence_S=column(batch.sequence, logp_S.device),
+        sequence_S=to_device(batch.sequence, logp_S.device),
         sequences=batch.sequences,
         old_logp_S=floats(batch.old_logprobs),
         reference_logp_S=floats(batch.reference_logprobs),
-        keep_S=None if batch.keep is None else column(batch.keep, logp_S.device),
+        keep_S=None if batch.keep is None else to_device(batch.keep, logp_S.device),
     )
 
 

@@ -34,6 +34,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import ShardedParameters
 from asyncrl.errors import ConfigError, DivergenceError, LifecycleError
 from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.copying import to_device
 from asyncrl.models.head.logprobs import HeadKernel, Spare, token_logprobs
 from asyncrl.models.head.output import HeadTransform, decoder_of
 from asyncrl.models.parameters.flat import ServedParameters
@@ -43,7 +44,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
-from .passes import Forward, column, ids_of, loss_inputs, routes_of
+from .passes import Forward, ids_of, loss_inputs, routes_of
 from .reducer import Reducer, sum_over_ranks
 from .trainer import TorchTrainer, local_norm
 
@@ -119,8 +120,8 @@ class ShardedForward:
         tokens_T, target_S, self.outside = ids_of(batch, self._vocabulary, device)
         result: tuple[Tensor, Tensor] = self._scoring(
             tokens_T,
-            column(batch.positions, device),
-            column(batch.source, device),
+            to_device(batch.positions, device),
+            to_device(batch.source, device),
             target_S,
             batch.temperature,
             plan,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from generation_models import generate_all, opened, picked, policy_and_plain, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.errors import DivergenceError
 from asyncrl.generation.embedded.sampling import (
@@ -17,10 +20,12 @@ from asyncrl.generation.embedded.sampling import (
     FIRST_TRY,
     LogitChanges,
     RowParams,
+    Sampled,
     Sampler,
     keyed_uniform,
     seed_array,
 )  # fmt: skip
+from asyncrl.types import SamplingParams
 
 
 def params(
@@ -197,3 +202,35 @@ async def test_greedy_generation_is_the_argmax_chain() -> None:
     assert answer.token_ids.tolist() == logits.argmax(-1).tolist()
     assert (answer.sampled_logprobs == 0).all()
     np.testing.assert_allclose(answer.logprobs, picked(logits.double(), asked, answer), atol=1e-4)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Operators with which a host waits for a device."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"), name
+        return function(*arguments, **(named or {}))
+
+
+def test_a_draw_waits_for_nothing() -> None:
+    """Greedy rows, temperatures and changed logits included. (A filter looks whether it has sorted enough.)"""
+    torch.manual_seed(0)
+    temperature = np.array([0.0, 1.0, 0.5, 1.0, 2.0, 1.0], np.float32)
+    changing = SamplingParams(max_tokens=4, logit_bias={3: 2.0}, repetition_penalty=1.2, bad_words=((5,),))
+    logits, uniform = torch.randn(6, 1300), params(6).uniform
+
+    def rows(own: slice) -> RowParams:
+        given = replace(params(3, uniform=uniform[own]), temperature=temperature[own])
+        given.changes.add(1, changing, (2,), np.array([1, 4, 4]), 2)
+        return given
+
+    halves = [(logits[own].clone(), rows(own)) for own in (slice(0, 3), slice(3, 6))]
+    sampler = Sampler()
+    with NoWaiting():
+        drawn = [sampler.draw(own, given) for own, given in halves]
+    found = Sampled.read(drawn)
+    for number, own in enumerate((slice(0, 3), slice(3, 6))):
+        alone = Sampler().sample(logits[own].clone(), rows(own))
+        for name in ("tokens", "logprobs", "sampled_logprobs"):
+            np.testing.assert_array_equal(getattr(found, name)[3 * number : 3 * number + 3], getattr(alone, name))

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from asyncrl.models.copying import to_device
 from asyncrl.models.routes import Routes
 from asyncrl.types import GenerationRequest, Int64Array, RoutesArray
 
@@ -198,8 +199,8 @@ class Core:
             plan = DecodePlan(self.cache, position, self._ends)
             plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
             device = self.cache.device
-            tokens = torch.from_numpy(columns.tokens[slots, position]).to(device)
-            hidden = self.policy.hidden(tokens, torch.from_numpy(position).to(device), plan)
+            tokens, places = (to_device(each, device) for each in (columns.tokens[slots, position], position))
+            hidden = self.policy.hidden(tokens, places, plan)
             if columns.routes is not None and plan.routes is not None:
                 columns.routes[slots, position] = plan.routes.numpy()
             sampled = self._sample(hidden, slots)
@@ -211,8 +212,8 @@ class Core:
         for start in range(0, slots.size, HEAD_ROWS):
             own = slots[start : start + HEAD_ROWS]
             logits = self.policy.logits(hidden[start : start + HEAD_ROWS])
-            parts.append(self.sampler.sample(logits, self.sequences.parameters(own)))
-        return parts[0] if len(parts) == 1 else Sampled.joined(parts)
+            parts.append(self.sampler.draw(logits, self.sequences.parameters(own)))
+        return Sampled.read(parts)
 
     def _pieces(self) -> list[Piece]:
         """What to compute now: sequences that are behind, oldest row first, within the budget; prompts shared."""
@@ -243,7 +244,7 @@ class Core:
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in pieces])
         plan = ExtendPlan(self.cache, pieces)
         plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
-        self.policy.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), plan)
+        self.policy.hidden(to_device(tokens, device), to_device(positions, device), plan)
         if plan.routes is not None:
             self._note(pieces, plan.routes)
         for piece in pieces:

@@ -122,7 +122,7 @@ class PlainCore:
             columns = self.sequences
             slots = np.array([slot for cohort in self._cohorts for slot in cohort.slots], np.int64)
             parts = [part for cohort in self._cohorts for part in self._step(cohort)]
-            stopped, ended = columns.append(slots, Sampled.joined(parts), version)
+            stopped, ended = columns.append(slots, Sampled.read(parts), version)
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
     def _tokens(self, slots: list[int], length: int) -> Tensor:
@@ -157,7 +157,7 @@ class PlainCore:
         hidden_nE: Tensor = output.last_hidden_state[:, -1]
         return hidden_nE
 
-    def _step(self, cohort: Cohort) -> list[Sampled]:
+    def _step(self, cohort: Cohort) -> list[Tensor]:
         length = int(self.sequences.length[cohort.slots[0]])
         fresh = length == 1  # one token, and no cache before it
         tokens_nL = self._tokens(cohort.slots, length)
@@ -167,7 +167,7 @@ class PlainCore:
             hidden_nE = self.policy.decoder(input_ids=tokens_nL, use_cache=False).last_hidden_state[:, -1]
         slots: Int64Array = np.array(cohort.slots, np.int64)
         return [
-            self.sampler.sample(
+            self.sampler.draw(
                 self.policy.logits(hidden_nE[start : start + HEAD_ROWS]),
                 self.sequences.parameters(slots[start : start + HEAD_ROWS]),
             )

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from asyncrl.models.attention.general import attend_seen, cut, visible
 from asyncrl.models.attention.interface import PLAIN, AttentionTerms, Routed
 from asyncrl.models.attention.ragged import Ends, Geometry
+from asyncrl.models.copying import to_device
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
 
@@ -75,10 +76,7 @@ class _RaggedRows:
         end_n = start_n + length_n
         parts = [place_T, before_n, length_n.sum(keepdims=True), first_n, first_n[-1:] + end_n[-1:], end_n]
         sizes = [place_T.size, row_n.size + 1, row_n.size + 1, row_n.size]
-        host = torch.from_numpy(np.concatenate(parts))
-        if cache.device.type == "cuda":
-            host = host.pin_memory()  # else the host would wait for the copy
-        self._place, queries, keys, used = host.to(cache.device, non_blocking=True).split(sizes)
+        self._place, queries, keys, used = to_device(np.concatenate(parts), cache.device).split(sizes)
         longest_q, longest_k = int(length_n.max()), int(end_n.max())
         self._queries = Ends(queries.to(torch.int32), longest_q)
         self._keys = Ends(keys.to(torch.int32), longest_k)
@@ -120,7 +118,7 @@ class DecodePlan(Routed):
             self._ragged = _RaggedRows(cache, row_n, position_n, np.ones_like(row_n))
         if cache.native or self._ragged is not None:
             return
-        length_n = torch.from_numpy(position_n + 1).to(cache.device)
+        length_n = to_device(position_n + 1, cache.device)
         self.runs = []
         for start, stop in pairwise([0, *ends]):
             own = position_n[start:stop] + 1

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import DivergenceError
+from asyncrl.models.copying import to_device
 from asyncrl.types import Float32Array, Int64Array, SamplingParams
 
 BLOCK = 256  # vocabulary entries per block of the two-level CDF
@@ -108,8 +109,9 @@ class LogitChanges:
             if parts:
                 place = np.repeat([row for row, _, _ in parts], [token.size for _, token, _ in parts])
                 token, value = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
-                at = tuple(torch.from_numpy(index).to(logits_RV.device) for index in (place, token))
-                logits_RV[at] = change(logits_RV[at], torch.from_numpy(value).to(logits_RV))
+                at = tuple(to_device(index, logits_RV.device) for index in (place, token))
+                own = to_device(value, logits_RV.device).to(logits_RV.dtype)
+                logits_RV[at] = change(logits_RV[at], own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,19 @@ class Sampled:
     sampled_logprobs: Float32Array
 
     @staticmethod
-    def joined(parts: Sequence[Sampled]) -> Sampled:
-        """The columns of several calls, one after the other."""
-        return Sampled(
-            np.concatenate([part.tokens for part in parts]),
-            np.concatenate([part.logprobs for part in parts]),
-            np.concatenate([part.sampled_logprobs for part in parts]),
-        )
+    def read(drawn: Sequence[Tensor]) -> Sampled:
+        """What `Sampler.draw` gave in one call or several, one after the other. The host waits for the device here. Errors:
+        DivergenceError where a row of logits held NaN or +inf."""
+        host = (drawn[0] if len(drawn) == 1 else torch.cat([*drawn], 1)).cpu().numpy()
+        bad = np.flatnonzero(~np.isfinite(host[3]))
+        if bad.size:
+            error = DivergenceError(
+                f"the model's logits are not finite in {bad.size} of {host.shape[1]} sequences (rows {bad[:8].tolist()}): "
+                "the weights have diverged; lower the learning rate or resume from an earlier checkpoint"
+            )
+            error.spoiled = True
+            raise error
+        return Sampled(host[0].astype(np.int64), host[1].astype(np.float32), host[2].astype(np.float32))
 
 
 class Sampler:
@@ -162,62 +170,52 @@ class Sampler:
         return torch.softmax(logits_NV, dim=-1, out=buffer[:rows])
 
     def sample(self, logits_NV: Tensor, params: RowParams) -> Sampled:
-        """Sample one token per row. `logits_NV` [N, V] float32 or float64 is overwritten.
+        """As `draw`, and read. Errors: DivergenceError."""
+        return Sampled.read([self.draw(logits_NV, params)])
 
-        Raises DivergenceError where a row holds NaN or +inf.
-        """
+    def draw(self, logits_NV: Tensor, params: RowParams) -> Tensor:
+        """One token per row: [4, N] float64 on the device, of tokens, log-probs under the model, log-probs as sampled, and a number
+        that is not finite where the logits are not. `logits_NV` [N, V] float32 or float64 is overwritten. Without filters the host
+        waits for nothing."""
         device = logits_NV.device
         greedy = params.temperature == 0
         temperature = np.where(greedy, np.float32(1.0), params.temperature)
         changed = params.changes.rows
         changed_RV = logits_NV[changed] if changed else None
         if (temperature != 1).any():
-            scale = torch.from_numpy(temperature).to(device=device, dtype=logits_NV.dtype)
+            scale = to_device(temperature, device).to(logits_NV.dtype)
             logits_NV.div_(scale.unsqueeze(1))
         own_RV: Tensor | None = None  # the model's, at the temperature
         if changed_RV is not None:
             own_RV = logits_NV[changed]
             params.changes.apply_(changed_RV)
-            scale = torch.from_numpy(temperature[changed]).to(logits_NV)
+            scale = to_device(temperature[changed], device).to(logits_NV.dtype)
             logits_NV[changed] = changed_RV.div_(scale.unsqueeze(1))
         probs_NV = self._probabilities(logits_NV)
-        uniform = torch.from_numpy(params.uniform).to(device)
+        uniform = to_device(params.uniform, device)
         token_N = _inverse_cdf(probs_NV, uniform)
         filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
         mass_N: Tensor | None = None
         if filtered.any():
-            index = torch.from_numpy(np.flatnonzero(filtered)).to(device)
+            index = to_device(np.flatnonzero(filtered), device)
             chosen, mass = _filtered(probs_NV, index, params, filtered, uniform[index])
             token_N = token_N.index_copy(0, index, chosen)
             mass_N = torch.ones_like(uniform).index_copy_(0, index, mass)
-        if greedy.any():
-            mask = torch.from_numpy(greedy).to(device)
+        mask = to_device(greedy, device) if greedy.any() else None
+        if mask is not None:
             token_N = torch.where(mask, logits_NV.argmax(dim=-1), token_N)
         chosen_N = probs_NV.gather(1, token_N.unsqueeze(1)).squeeze(1).double()
-        _require_finite(chosen_N)
         logp_N = chosen_N.log()
         sampled_N = logp_N if mass_N is None else logp_N - mass_N.log()
         if own_RV is not None:
             # No softmax, which would underflow: to the model alone such a token may be all but impossible.
             own_R = own_RV.gather(1, token_N[changed].unsqueeze(1)).squeeze(1).double() - own_RV.logsumexp(-1).double()
-            _require_finite(own_R)
-            logp_N = logp_N.index_copy(0, torch.tensor(changed, device=device), own_R)
-        host = torch.stack((token_N.double(), logp_N, sampled_N)).cpu().numpy()
-        sampled = host[2].astype(np.float32)
-        sampled[greedy] = 0.0
-        return Sampled(host[0].astype(np.int64), host[1].astype(np.float32), sampled)
-
-
-def _require_finite(chosen_N: Tensor) -> None:
-    """Of the chosen tokens. Errors: DivergenceError."""
-    if not bool(torch.isfinite(chosen_N).all()):
-        bad = (~torch.isfinite(chosen_N)).nonzero().flatten().tolist()
-        error = DivergenceError(
-            f"the model's logits are not finite in {len(bad)} of {chosen_N.numel()} sequences (rows {bad[:8]}): "
-            "the weights have diverged; lower the learning rate or resume from an earlier checkpoint"
-        )
-        error.spoiled = True
-        raise error
+            index = to_device(np.array(changed), device)
+            logp_N = logp_N.index_copy(0, index, own_R)
+            chosen_N[index] = torch.where(own_R.isfinite(), chosen_N[index], torch.nan)
+        if mask is not None:
+            sampled_N = sampled_N.masked_fill(mask, 0.0)
+        return torch.stack((token_N.double(), logp_N, sampled_N, chosen_N))
 
 
 def _inverse_cdf(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
@@ -266,9 +264,9 @@ def _filtered(
     """
     device, vocabulary = probs_NV.device, probs_NV.shape[1]
     top_k = params.top_k[filtered]
-    k_R = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary)).to(device)
-    p_R = torch.from_numpy(params.top_p[filtered].astype(np.float64)).to(device)
-    least_R = torch.from_numpy(params.min_p[filtered].astype(np.float64)).to(device)
+    k_R = to_device(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary), device)
+    p_R = to_device(params.top_p[filtered].astype(np.float64), device)
+    least_R = to_device(params.min_p[filtered].astype(np.float64), device)
     probs_RV = probs_NV[index_R]
     count = min(vocabulary, FIRST_TRY)
     while True:

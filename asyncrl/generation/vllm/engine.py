@@ -363,8 +363,8 @@ class VllmEngine(OwnedEngine):
         parts = []
         for start in range(0, len(names), _HEAD_ROWS):
             own = logits_NV[start : start + _HEAD_ROWS].float().contiguous()
-            parts.append(self._sampler.sample(own, self._parameters(names[start : start + _HEAD_ROWS])))
-        sampled = parts[0] if len(parts) == 1 else Sampled.joined(parts)
+            parts.append(self._sampler.draw(own, self._parameters(names[start : start + _HEAD_ROWS])))
+        sampled = Sampled.read(parts)
         if given is not None:
             sampled.tokens[given[0]] = given[1]
         columns = zip(sampled.logprobs.tolist(), sampled.sampled_logprobs.tolist(), strict=True)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..copying import to_device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBin:
@@ -60,6 +62,6 @@ class RowBin:
         tensor.index_add_(0, self.keys, rows.reshape(-1, heads, size))
 
 
-def index_tensor(array: np.ndarray) -> Tensor:
+def index_tensor(array: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
     """Flat and int64."""
-    return torch.from_numpy(np.ascontiguousarray(array.reshape(-1), np.int64))
+    return to_device(np.ascontiguousarray(array.reshape(-1), np.int64), torch.device(device))

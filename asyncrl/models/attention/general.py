@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..copying import to_device
 from .bins import RowBin, index_tensor
 from .rows import Row
 
@@ -219,11 +220,11 @@ def _make_band(blocks: list[Block], device: torch.device) -> _Band:
     queries = start - prefix + np.minimum(offset, end - 1)
     real = (offset < end).reshape(-1)
     return _Band(
-        members=torch.from_numpy(np.ascontiguousarray(members.T)).unsqueeze(-1).to(device),
+        members=to_device(np.ascontiguousarray(members.T), device).unsqueeze(-1),
         length=length,
         width=max(block.width for block in blocks),
-        queries=index_tensor(queries).to(device),
-        padding=index_tensor(np.flatnonzero(~real)).to(device),
-        real=index_tensor(np.flatnonzero(real)).to(device),
-        target=index_tensor(queries.reshape(-1)[real]).to(device),
+        queries=index_tensor(queries, device),
+        padding=index_tensor(np.flatnonzero(~real), device),
+        real=index_tensor(np.flatnonzero(real), device),
+        target=index_tensor(queries.reshape(-1)[real], device),
     )

@@ -28,6 +28,7 @@ from torch import Tensor
 from asyncrl.errors import first_line
 from asyncrl.types import Int64Array
 
+from ..copying import to_device
 from .rows import Row
 
 logger = logging.getLogger("asyncrl.models")
@@ -174,7 +175,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, rows: Geometry, scaling: float) -
 def ends_of(lengths: Sequence[int] | Int64Array, device: torch.device) -> Ends:
     """Of rows of these lengths, one after the other."""
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return Ends(torch.from_numpy(ends).to(device, non_blocking=True), int(np.max(lengths, initial=0)))
+    return Ends(to_device(ends, device), int(np.max(lengths, initial=0)))
 
 
 class RaggedTree:
@@ -244,7 +245,7 @@ class RaggedWindow:
         spans = []
         for tail, (prefix_start, prefix, start, length) in zip(tails, rows, strict=True):
             spans += [(prefix_start + prefix - tail, prefix_start + prefix), (start, start + length)]
-        self.seen = torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])).to(device)
+        self.seen = to_device(np.concatenate([np.arange(*span) for span in spans]), device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """As `RaggedTree.forward`."""
@@ -269,4 +270,4 @@ def _index(spans: list[tuple[int, int]], device: torch.device) -> slice | Tensor
     """The packed tokens [first, end) of each span: a slice where they are one, which costs no launch, else int64."""
     if len(spans) < 2:
         return slice(*spans[0]) if spans else slice(0, 0)
-    return torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])).to(device)
+    return to_device(np.concatenate([np.arange(*span) for span in spans]), device)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from asyncrl.types import Microbatch
 
+from ..copying import to_device
 from ..native import library as native
 from .general import GeneralAttention
 from .interface import PLAIN, AttentionTerms, Routed
@@ -310,7 +311,7 @@ class TreePlan(Routed):
             mask[row, :, :prefix] = True
             mask[row, :, context:] = causal  # a padded query sees its own padding: a row of -inf would give NaN
         found = (place, np.concatenate(source), np.concatenate(target), mask[:, None])
-        return _PaddedRows(len(rows), longest, *(torch.from_numpy(array).to(device) for array in found))
+        return _PaddedRows(len(rows), longest, *(to_device(array, device) for array in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +433,7 @@ def _make_bin(members: list[_Span], device: torch.device) -> _Bin:
     gather = gather.reshape(-1)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64))).to(device)
+        return to_device(np.ascontiguousarray(array.astype(np.int64)), device)
 
     return _Bin(
         len(members), length, tensor(gather), tensor(np.flatnonzero(~valid)), tensor(np.flatnonzero(valid)),
