@@ -7,7 +7,7 @@ no tokens at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +19,16 @@ from asyncrl.types import Normaliser
 from .reducer import Reducer, sum_over_ranks
 
 AGES = 9  # `mismatch_kl/by_age/0..7`, and 8 for everything older
+
+
+def on_host(parts: Sequence[Tensor]) -> Tensor:
+    """Flat and one after the other, float64: what lies on one device is copied at once, since the host waits for each copy."""
+    flat = [part.detach().flatten().to(torch.float64) for part in parts]
+    found: dict[torch.device, Iterator[Tensor]] = {}
+    for device in {part.device for part in flat}:
+        mine = [part for part in flat if part.device == device]
+        found[device] = iter(torch.cat(mine).cpu().split([part.numel() for part in mine]))
+    return torch.cat([next(found[part.device]) for part in flat])
 
 
 def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[str, Normaliser]:
@@ -116,7 +126,9 @@ class Metrics:
 
     def loss_sums(self) -> tuple[float, float]:
         """Both, so far, on the host: this waits for the device."""
-        return 0.0 if self.loss is None else float(self.loss), 0.0 if self.extra is None else float(self.extra)
+        nothing = torch.zeros(())
+        total, extra = on_host([nothing if each is None else each for each in (self.loss, self.extra)]).tolist()
+        return total, extra
 
     def add_mismatch(
         self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int
@@ -142,13 +154,11 @@ class Metrics:
 
     def table(self) -> Tensor:
         """This rank's row: every number that is reduced over ranks, float64 on the host."""
-        row = [
-            float(self.values[name]) if name in self.values else _IDENTITY[kind(name)]
-            for name in sorted(self.normalisers)
-        ]
-        ages = self.ages.flatten().tolist() if self.ages is not None else [0.0] * (AGES * 3)
-        current = self.current.tolist() if self.current is not None else [0.0] * 3
-        return torch.tensor([*row, *ages, *current], dtype=torch.float64)
+        names, missing = sorted(self.normalisers), torch.zeros((), dtype=torch.float64)
+        parts = [self.values.get(name, missing + _IDENTITY[kind(name)]) for name in names]
+        parts.append(missing.new_zeros(AGES * 3) if self.ages is None else self.ages)
+        parts.append(missing.new_zeros(3) if self.current is None else self.current)
+        return on_host(parts)
 
     def reduce(
         self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float]

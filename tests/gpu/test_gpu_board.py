@@ -50,7 +50,7 @@ import torch
 from asyncrl.transport.memory.board import Board
 
 description, copy_to = json.loads(sys.argv[1]), torch.device(sys.argv[3]) if sys.argv[3] else None
-fd = os.open(f"/proc/{os.getppid()}/fd/{sys.argv[2]}", os.O_RDONLY)
+fd = os.open(f"/proc/{sys.argv[4]}/fd/{sys.argv[2]}", os.O_RDONLY)
 board = Board.attach(description, fd, "layout", copy_to)
 print(board.half(0).device, flush=True)
 for command in map(str.strip, sys.stdin):
@@ -87,7 +87,7 @@ def test_the_device_finds_the_sums_of_the_host() -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_version_is_named_only_once_it_is_there(board: Board, in_place: bool, other: str) -> None:
     """Another process, which waits for nothing but the name, finds all of it."""
-    with living(READER, json.dumps(board.description), str(board.fd), other) as process:
+    with living(READER, json.dumps(board.description), str(board.fd), other, str(os.getpid())) as process:
         assert line(process) == (other or "cuda:0")
         for version in range(4):
             half = version % 2
