@@ -72,7 +72,7 @@ def ids_of(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Te
 
     They were checked when they came, but a record lies where its producer can still write. An id that the model lacks would end a
     GPU's context. Another one runs in its place, and nothing may come of the step: who reads its results anyway reads this, too."""
-    given = [column(ids, device) for ids in (batch.tokens, batch.target)]
+    given = [to_device(ids, device) for ids in (batch.tokens, batch.target)]
     tokens_T, target_S = (ids.clamp(0, vocabulary - 1) for ids in given)
     return tokens_T, target_S, (tokens_T != given[0]).any() | (target_S != given[1]).any()
 

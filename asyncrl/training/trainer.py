@@ -36,6 +36,7 @@ from asyncrl.algorithms.base import Loss, LossInputs, LossSums
 from asyncrl.algorithms.entropy_control import EntropyControl
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, TrainStepError
+from asyncrl.models.copying import to_device
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
@@ -175,7 +176,7 @@ class TorchTrainer:
         step.metrics.add(sums.metrics)
         step.metrics.add_loss(sums.total, sums.extra)
         step.ran.append((sums.total.detach(), outside, replace(batch, routes=None)))
-        age_S = self.version - torch.from_numpy(batch.versions).to(inputs.logp_S.device, torch.int64)
+        age_S = self.version - to_device(batch.versions, inputs.logp_S.device).to(torch.int64)
         step.metrics.add_mismatch(
             inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
         )
