@@ -20,6 +20,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.concurrency.ending import over, run_program
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tied
 from asyncrl.errors import AsyncrlError, ConfigError, PlatformError, RankLost
@@ -38,7 +39,7 @@ USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-r
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command, with the arguments of the process by default. Returns the exit code."""
     with lossy_output():
-        return _main(list(sys.argv[1:] if arguments is None else arguments))
+        return run_program(_main, arguments)
 
 
 def _main(given: list[str]) -> int:
@@ -118,6 +119,8 @@ def run(config: Config, launcher: Launcher | None = None) -> int:
         # Not `Runner.run`, whose SIGINT handling would cancel the main task; ours aborts, checkpoints and returns a code.
         loop = runner.get_loop()
         task = loop.create_task(_run(config, launcher))
+        grace_s = config.watchdog.abort_grace_s
+        task.add_done_callback(lambda done: over(done.exception() or done.result(), grace_s, loop))
         while True:
             try:
                 return loop.run_until_complete(task)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from asyncrl import __version__
+from asyncrl.concurrency.ending import run_program
 from asyncrl.telemetry.output import lossy_output
 
 USAGE = """\
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes as in `asyncrl.errors`; 2 for an unknown command, 130 where Ctrl-C ended one."""
     with lossy_output():
         try:
-            return _main(list(sys.argv[1:] if arguments is None else arguments))
+            return run_program(_main, arguments)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from ..telemetry.lag import user_frame
+from ..telemetry.lag import top_user_frame, user_frame
 from ..telemetry.records import Wait
 
 # Parts of a run that others wait for, and that wait for others in turn, the deepest first. Whatever else is waited for (an
@@ -25,6 +26,13 @@ def _describe(task: asyncio.Task[Any]) -> str:
     waiter = getattr(task, "_fut_waiter", None)
     awaits = "is ready to run" if waiter is None else f"awaits {_name_of(waiter)}"
     return f"task {task.get_name()!r} {awaits} in {' > '.join(places[-4:]) or '(not started)'}"
+
+
+def place_of(holder: Any) -> str:
+    """A thread and where it is, or a child of multiprocessing."""
+    if isinstance(holder, threading.Thread):
+        return f"thread {holder.name!r} in {top_user_frame(holder.ident or 0)}"
+    return f"process {holder.pid} ({holder.name})"
 
 
 def culprit(waits: Sequence[Wait], now: float, elsewhere: str | None = None) -> str:

@@ -362,6 +362,8 @@ class RewardPool:
         """Give every caller that waits a worker with room, as far as there are some."""
         full: set[bool] = set()
         for call in list(self._waiting):
+            if call.given.done():  # cancelled, and its caller has not been told yet
+                continue
             if self._state is _State.CLOSED:
                 found: WorkerProcess | AsyncrlError | None = LifecycleError(
                     "the reward pool was closed while a group waited for a worker"

@@ -11,6 +11,7 @@ at the end  clean exit: what was submitted is trained (a last, smaller step wher
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from asyncrl.concurrency.ending import left_behind
 from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import Config
@@ -43,6 +45,7 @@ from .plan import announcement
 from .stages import Stages
 from .steps import Listener, Listeners, RunSummary, State, StepStream
 
+logger = logging.getLogger("asyncrl.runtime")
 _OPENING = threading.Lock()
 
 
@@ -91,6 +94,7 @@ class Runtime:
         self._run: OpenRun | None = None  # from the end of the opening on, also when it is closed
         self._stages = Stages()
         self._stall: StallError | None = None  # while it is being opened
+        self._hard_exit = hard_exit
         self._watchdog = self._make_watchdog(hard_exit)
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -100,6 +104,8 @@ class Runtime:
             raise LifecycleError(f"a Runtime is opened once; this one is {self._state.value}. Make a new one")
         self._state, self._task = State.OPEN, asyncio.current_task()
         await self._stack.__aenter__()
+        if not self._hard_exit:  # else the end of the process names them
+            self._stack.callback(_name_left, left_behind())
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
             self._stack.enter_context(standing_by())
@@ -309,3 +315,9 @@ class Runtime:
     def _misused(self, what: str) -> LifecycleError:
         state = "not open yet" if self._state is State.OPEN else self._state.value
         return LifecycleError(f"Runtime.{what}: the Runtime is {state}; call it inside `async with Runtime(...)`")
+
+
+def _name_left(before: Mapping[Any, str]) -> None:
+    """What was begun while the Runtime was open, in user code or a library, and holds the user's process now."""
+    if left := left_behind(before):
+        logger.warning("the Runtime is closed, and the process does not end before: %s", "; ".join(left.values()))
