@@ -19,11 +19,15 @@ settings.load_profile("lanes")
 
 gc.disable()  # until all tests are loaded: that makes a million objects and no garbage
 
-# Ignored in the background of a shell: the programs of tests would inherit it, and some are ended by it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-# As Ctrl-C does: a test that is stopped ends what it has started.
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+def pytest_runtest_setup() -> None:
+    """A test that is stopped ends what it has started, by SIGTERM as by Ctrl-C. SIGINT is ignored in the background of a shell,
+    and uvloop leaves handlers of its own behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+pytest_runtest_setup()
 
 # (file, functions) -> why they may block where an event loop runs
 MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# The goal is 0.9 (tools/quickstart_curves.py); arrival order differs from run to run, so a test leaves room. Recorded runs end
-# between 0.908 and 0.990 over their last 20 steps; over the last 5, between 0.854 and 0.991.
-LEARNED = 0.85
+# Steps, and the reward of the last 20. Of all 300 the goal is 0.9 (tools/quickstart_curves.py); arrival order differs from run to
+# run, so a test leaves room: recorded runs end between 0.908 and 0.990. Without a reward to learn from it stays at 0.49 to 0.50.
+LEARNED = [(120, 0.6), pytest.param((300, 0.85), marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    directory = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-m", "asyncrl.main", str(ROOT / "examples/quickstart.yaml"), f"run.dir={directory}"]
+@pytest.fixture(scope="module", params=LEARNED, ids=lambda given: f"{given[0]}")
+def lines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, float]]:
+    directory, steps = tmp_path_factory.mktemp("runs"), request.param[0]
+    words = [str(ROOT / "examples/quickstart.yaml"), f"run.dir={directory}", f"train.max_steps={steps}"]
+    command = [sys.executable, "-m", "asyncrl.main", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "0 dropped, 0 failed" in done.stdout
@@ -26,10 +27,10 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return [line for line in map(json.loads, text.splitlines()) if "reward/mean" in line]
 
 
-def test_the_reward_rises(lines: list[dict[str, float]]) -> None:
+def test_the_reward_rises(lines: list[dict[str, float]], request: pytest.FixtureRequest) -> None:
     first, last = (sum(line["reward/mean"] for line in part) / len(part) for part in (lines[:5], lines[-20:]))
-    assert first < 0.7
-    assert last >= LEARNED
+    assert first < 0.55
+    assert last >= request.node.callspec.params["lines"][1]
 
 
 def test_training_is_asynchronous_and_its_age_is_bounded(lines: list[dict[str, float]]) -> None:

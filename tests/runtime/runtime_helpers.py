@@ -24,7 +24,7 @@ from asyncrl.telemetry.explained import metric
 from asyncrl.telemetry.sinks import read_jsonl
 
 metric("loss")  # reads the table: not first where an event loop runs
-MODEL = Path(__file__).with_name("runtime_model.py")
+MODEL, REWARDS = (Path(__file__).with_name(f"runtime_{name}.py") for name in ("model", "rewards"))
 ROOT = MODEL.parents[2]
 PROGRAM = ("-m", "asyncrl.main")
 # What depends on the clock, and nothing else: all other metrics of a sync run are the same in every run.
@@ -34,7 +34,7 @@ REAL: dict[str, Any] = {
     "threads": 1,
     "model": {"path": f"{MODEL}:build", "dtype": "float32"},  # what is proved is exact
     "data": {"train": f"{MODEL}:rows", "max_prompt_tokens": 12},
-    "reward": f"{MODEL}:share",
+    "reward": f"{REWARDS}:share",
     "rollout": {"group_size": 4, "groups_per_step": 4, "max_tokens": 8},
     "train": {"lr": 1e-2, "max_steps": 3, "tokens_per_microbatch": 128},
     "telemetry": {"live": "off"},

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import yaml
-from runtime_helpers import MODEL, REAL, config_of, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import MODEL, REAL, REWARDS, config_of, metrics_of, rollouts_of, write_yaml
 from runtime_model import rows
 
 from asyncrl.cli.prompts import main as show_prompts
@@ -55,10 +55,11 @@ async def test_five_lines_of_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     home.mkdir(), elsewhere.mkdir()
     write_jsonl(home / "train.jsonl", rows())
     (home / "user.py").write_text(MODEL.read_text())
+    (home / "rewards.py").write_text(REWARDS.read_text())
     text = """\
 model: {path: "user.py:build"}
 data: {train: train.jsonl, max_prompt_tokens: 12}
-reward: user.py:share
+reward: rewards.py:share
 rollout: {group_size: 4, groups_per_step: 4, max_tokens: 8}
 train: {lr: 1.0e-2, max_steps: 2, tokens_per_microbatch: 128}
 """
@@ -200,8 +201,8 @@ async def test_overlong_prompts_are_skipped_cut_or_refused_and_counted(tmp_path:
 
 async def test_several_rewards_with_weights(tmp_path: Path) -> None:
     functions = [
-        {"function": f"{MODEL}:share", "weight": 1.0, "name": "letters"},
-        {"function": f"{MODEL}:short", "weight": 0.5},
+        {"function": f"{REWARDS}:share", "weight": 1.0, "name": "letters"},
+        {"function": f"{REWARDS}:short", "weight": 0.5},
     ]
     summary = await train(config_of(tmp_path, base=FAST | {"reward": {"functions": functions, "workers": 2}}))
     for line, (version, _) in zip(steps_of(summary), summary.history, strict=True):

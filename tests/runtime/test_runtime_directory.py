@@ -19,6 +19,7 @@ from runtime_helpers import (
     DRY,
     MODEL,
     REAL,
+    REWARDS,
     ROOT,
     Process,
     config_of,
@@ -128,13 +129,13 @@ def test_two_ranks_take_one_lock(tmp_path: Path) -> None:
 
 def test_what_ended_before_its_first_step_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    file = str(write_yaml(tmp_path, DRY | {"reward": f"{MODEL}:broken"}))
+    file = str(write_yaml(tmp_path, DRY | {"reward": f"{REWARDS}:broken"}))
     assert main([file]) == 6
     assert (tmp_path / "runs/run/trace.json").exists()
-    assert main([file, f"reward={MODEL}:share"]) == 6  # `answer` is missing from the rows of a dry run
-    assert main([file, f"reward={MODEL}:short"]) == 0
+    assert main([file, f"reward={REWARDS}:share"]) == 6  # `answer` is missing from the rows of a dry run
+    assert main([file, f"reward={REWARDS}:short"]) == 0
     assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == [1, 2, 3]
-    assert main([file, f"reward={MODEL}:short"]) == 2
+    assert main([file, f"reward={REWARDS}:short"]) == 2
 
 
 def test_overwrite_says_where_the_old_run_is_and_keeps_two(

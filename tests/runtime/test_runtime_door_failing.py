@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from runtime_helpers import MODEL, REAL, config_of
+from runtime_helpers import REAL, REWARDS, config_of
 from transport_records import drop
 
 from asyncrl import Runtime
@@ -103,7 +103,7 @@ async def test_a_record_that_the_runs_reward_function_cannot_score(tmp_path: Pat
     with pytest.raises(
         RewardError, match=rf"group 2 of epoch {EPOCH}: .*'answer'.*before it, group 0 of epoch {EPOCH}"
     ):
-        async with a_run(tmp_path, name, "train.max_steps=9", reward=f"{MODEL}:share") as (runtime, ring, counts):
+        async with a_run(tmp_path, name, "train.max_steps=9", reward=f"{REWARDS}:share") as (runtime, ring, counts):
             async with await AsyncClient.attach(name, epoch=EPOCH) as client:
                 await client.push(0, unscored)
                 await client.push(1, unscored, metadata={"answer": "a"})

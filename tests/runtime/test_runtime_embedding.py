@@ -20,7 +20,7 @@ import psutil
 import pytest
 import uvloop
 from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of
-from runtime_model import share
+from runtime_rewards import share
 
 from asyncrl import Hooks, Runtime, SamplingParams
 from asyncrl.config.schema import Config

@@ -44,6 +44,7 @@ from asyncrl.models import plain
 from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.copying import copy_module
 from asyncrl.models.fused.decoder import FusedDecoder
+from asyncrl.models.native import kernels
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import build_probe
@@ -96,15 +97,11 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_weights_near_zero_hide_nothing() -> None:
     """A model of the scale of random weights, where a lost layer moves no log-prob: the probe's are of a size that shows."""
     model = llama(initializer_range=1e-6)
-    with_layers_off = Trial(probe_of(model))
+    with_layers_off = Trial(build_probe(model))
     lost = PolicyModel(copy.deepcopy(with_layers_off.probe), path=PACKED)
     for layer in lost.module.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
     assert float((with_layers_off._train(lost) - with_layers_off.eager(alone=True)[0]).abs().max()) > 0.1
-
-
-def probe_of(model: PreTrainedModel) -> PreTrainedModel:
-    return build_probe(model)
 
 
 def test_a_copy_shares_nothing_with_the_module() -> None:
@@ -416,28 +413,22 @@ def test_experts_that_are_run_otherwise_than_by_the_model_are_not_taken(monkeypa
     assert check_model(model, paths=[FUSED, PACKED]).path == FUSED
 
 
-@pytest.mark.parametrize("lost", ["experts", "attention"])
-def test_a_gradient_that_is_lost_around_experts_is_caught(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+@pytest.mark.parametrize(("lost", "model"), [("experts", gpt_oss), ("attention", gpt_oss), ("norm", llama)])
+def test_a_gradient_that_is_lost_is_caught(
+    monkeypatch: pytest.MonkeyPatch, lost: str, model: Callable[[], PreTrainedModel]
+) -> None:
     add = FusedDecoder._add_experts
     back = FusedDecoder.attend_backward
     if lost == "experts":
         monkeypatch.setattr(FusedDecoder, "_add_experts", lambda *given: add(*given[:3], given[3].detach(), given[4]))
-    else:
+    elif lost == "attention":
         monkeypatch.setattr(FusedDecoder, "attend_backward", lambda *given: 0.9 * back(*given))
-    verdict = check_model(gpt_oss())
+    else:
+        monkeypatch.setattr(kernels, "rms_norm_backward", lambda grad, x, weight, eps, into, out, *_: out.add_(grad))
+    verdict = check_model(model())
     distance = verdict.results[0].distance
     assert distance is not None and distance.logprobs < 1e-5 and distance.gradients > 100 * RELATIVE
-    assert verdict.path == PACKED
-
-
-def test_a_gradient_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.models.native import kernels
-
-    monkeypatch.setattr(kernels, "rms_norm_backward", lambda grad, x, weight, eps, into, out, offset: out.add_(grad))
-    verdict = check_model(llama())
-    distance = verdict.results[0].distance
-    assert distance is not None and distance.logprobs < 1e-5 and distance.gradients > 100 * RELATIVE
-    assert "norm" in distance.parameter or "proj" in distance.parameter
+    assert lost != "norm" or "norm" in distance.parameter or "proj" in distance.parameter
     assert verdict.path == PACKED
 
 
@@ -600,5 +591,5 @@ def test_a_model_that_is_refused_past_its_original_context_can_be_trained_within
 def test_mistral_windows_reach_the_comparison() -> None:
     """The window in the configuration is longer than any row that a test can afford: the probe's is not."""
     model = built(MistralConfig(**GATED, head_dim=16, sliding_window=4096))
-    assert probe_of(model).config.sliding_window == 8
+    assert build_probe(model).config.sliding_window == 8
     assert check_model(model).chosen is not None

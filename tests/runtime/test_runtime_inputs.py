@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_helpers import DRY, MODEL, REAL, metrics_of, write_yaml
+from runtime_helpers import DRY, MODEL, REAL, REWARDS, metrics_of, write_yaml
 
 from asyncrl.config import hub
 from asyncrl.errors import ConfigError
@@ -32,7 +32,7 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
         "model": {"path": "./nope"},
         "data": {"train": "nope.jsonl", "eval": "no_eval.parquet", "max_prompt_tokens": 12},
         "evaluate": {"every": 1},
-        "reward": ["nope.py:reward", f"{MODEL}:share"],
+        "reward": ["nope.py:reward", f"{REWARDS}:share"],
         "rollout": REAL["rollout"] | {"environment": "play.py:Play"},
     }
     assert main([str(write_yaml(here, tree)), *more]) == 2
@@ -52,7 +52,7 @@ def test_everything_that_is_missing_is_named_at_once_and_nothing_is_made(
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"reward": f"{MODEL}:shar"}, "did you mean 'share'"),
+        ({"reward": f"{REWARDS}:shar"}, "did you mean 'share'"),
         (
             {"reward": "rewards.py"},
             "reward.functions: 'rewards.py' is not an address of user code; write `file.py:name`",

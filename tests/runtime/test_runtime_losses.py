@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import MODEL, REAL, Process, equal_weights, metrics_of, weights_of, write_yaml
+from runtime_helpers import REAL, REWARDS, Process, equal_weights, metrics_of, weights_of, write_yaml
 from runtime_model import rows
 
 from asyncrl.algorithms.registry import LOSSES
@@ -183,7 +183,7 @@ def test_statistics_of_the_step_over_two_ranks_train_what_one_rank_trains(here: 
     """Five prompts are the epoch and the step, three on one rank and two on the other; one component is None for half of
     the completions. float64: weights and metrics agree to 1e-10."""
     (here / "five.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
-    functions = [{"function": f"{MODEL}:share"}, {"function": f"{MODEL}:short", "weight": 0.5}]
+    functions = [{"function": f"{REWARDS}:share"}, {"function": f"{REWARDS}:short", "weight": 0.5}]
     tree = REAL | {"preset": "sync", "algorithm": {"advantage": name, "updates_per_batch": 2}}
     tree |= {"reward": {"functions": functions}, "model": REAL["model"] | {"dtype": "float64"}}
     tree |= {"data": {"train": "five.jsonl", "max_prompt_tokens": 12}, "train": REAL["train"] | {"max_epochs": 1}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runtime_helpers import DRY, MODEL, REAL, Process, metrics_of, unclocked, write_yaml
+from runtime_helpers import DRY, MODEL, REAL, REWARDS, Process, metrics_of, unclocked, write_yaml
 
 from asyncrl.cli.app import main as console
 from asyncrl.errors import GenerationError, StallError
@@ -92,7 +92,7 @@ def test_a_run_directory_is_not_overwritten_by_accident(here: Path, capsys: pyte
 
 
 def test_reward_error_exits_6_and_names_the_function(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write_yaml(here, DRY | {"reward": f"{MODEL}:broken"}))]) == 6
+    assert main([str(write_yaml(here, DRY | {"reward": f"{REWARDS}:broken"}))]) == 6
     error = capsys.readouterr().err
     assert "RewardError" in error and "'broken'" in error and "no such column" in error
 
@@ -102,7 +102,7 @@ def test_a_reward_that_sleeps_or_dies_exits_6_and_is_named(
     here: Path, capsys: pytest.CaptureFixture[str], function: str, kind: str
 ) -> None:
     # One that dies gets all the time that it needs to begin.
-    reward = {"functions": [f"{MODEL}:{function}"]} | ({"timeout_s": 0.3} if function == "slow" else {})
+    reward = {"functions": [f"{REWARDS}:{function}"]} | ({"timeout_s": 0.3} if function == "slow" else {})
     assert main([str(write_yaml(here, DRY | {"reward": reward}))]) == 6
     error = capsys.readouterr().err
     assert kind in error and f"'{function}'" in error
@@ -126,7 +126,7 @@ def test_overlong_prompts_are_refused_before_training(here: Path, capsys: pytest
 
 
 def test_a_reward_that_cannot_be_imported_exits_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write_yaml(here, DRY | {"reward": f"{MODEL}:shar"}))]) == 2
+    assert main([str(write_yaml(here, DRY | {"reward": f"{REWARDS}:shar"}))]) == 2
     assert "shar" in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["the run stands still at 'measuring prompts and memory'", "build_hanging"],
     ),
     "report that is never written": (
-        DRY | {"reward": f"{MODEL}:pipe_in_place_of_the_report", "watchdog": {"stage_timeout_s": 4.0}},
+        DRY | {"reward": f"{REWARDS}:pipe_in_place_of_the_report", "watchdog": {"stage_timeout_s": 4.0}},
         ["the run stands still at 'writing the trace and the report' for", "report.py"],
     ),
     "environment that blocks the loop": (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import warm
-from runtime_helpers import MODEL, REAL, ROOT, lines_at_least, metrics_of, write_yaml
+from runtime_helpers import MODEL, REAL, REWARDS, ROOT, lines_at_least, metrics_of, write_yaml
 from test_runtime_signals import endless, last_checkpoint
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -49,7 +49,7 @@ class Run:
 
 def test_a_pipe_that_is_closed_after_two_lines(tmp_path: Path) -> None:
     """Rewards and environment print, too: `asyncrl run x.yaml 2>&1 | head -2`."""
-    tree = REAL | {"telemetry": {"live": "plain"}, "reward": f"{MODEL}:chatty"}
+    tree = REAL | {"telemetry": {"live": "plain"}, "reward": f"{REWARDS}:chatty"}
     tree = tree | {"rollout": REAL["rollout"] | {"environment": f"{MODEL}:Chatty"}}
     with Run(tmp_path, tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
         assert run.popen.stdout is not None

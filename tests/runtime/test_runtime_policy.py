@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import orjson
 import pytest
-from runtime_helpers import DRY, MODEL, REAL, config_of, metrics_of, rollouts_of, unclocked
+from runtime_helpers import DRY, REAL, REWARDS, config_of, metrics_of, rollouts_of, unclocked
 
 from asyncrl.data.prompts import REROLLS
 from asyncrl.errors import ConfigError
@@ -17,7 +17,7 @@ from asyncrl.runtime.runtime import RunSummary, Runtime
 STEPS = 8
 POLICY: dict[str, Any] = REAL | {
     "preset": "sync",
-    "reward": {"functions": f"{MODEL}:stingy", "overlong_cache": 3, "overlong_weight": 0.01},
+    "reward": {"functions": f"{REWARDS}:stingy", "overlong_cache": 3, "overlong_weight": 0.01},
     "rollout": REAL["rollout"] | {"sync_warmup_steps": 2},
     "replay": {"size": 3, "max_age": 6},
     "reroll": {"start_fraction": 0.25, "reward_at_most": 0.0},
@@ -70,7 +70,7 @@ def _without(lines: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[s
 
 async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: Path) -> None:
     tree = POLICY | {"preset": "async", "rollout": REAL["rollout"] | {"dynamic_sampling": True, "max_refills": 3}}
-    tree |= {"replay": {}, "reroll": {}, "reward": {"functions": f"{MODEL}:stingy"}}
+    tree |= {"replay": {}, "reroll": {}, "reward": {"functions": f"{REWARDS}:stingy"}}
     tree |= {"train": POLICY["train"] | {"max_steps": 4}, "checkpoint": {}}
     async with Runtime(config_of(tmp_path, base=tree)) as runtime:
         summary = await runtime.run()
@@ -94,8 +94,8 @@ async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: 
 async def test_components_that_cannot_be_are_refused_at_the_start(
     tmp_path: Path, overrides: list[str], words: str
 ) -> None:
-    tree = DRY | {"reward": {"functions": f"{MODEL}:share"}}
-    given = [text.replace("FILE", f"'{MODEL}:share'") for text in overrides]
+    tree = DRY | {"reward": {"functions": f"{REWARDS}:share"}}
+    given = [text.replace("FILE", f"'{REWARDS}:share'") for text in overrides]
     with pytest.raises(ConfigError, match=words):
         async with Runtime(config_of(tmp_path, *given, base=tree), write=False):
             pass

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
-from runtime_helpers import MODEL, REAL, config_of, metrics_of
+from runtime_helpers import MODEL, REAL, REWARDS, config_of, metrics_of
 
 from asyncrl.runtime.runtime import RunSummary, Runtime
 
@@ -154,7 +154,7 @@ async def test_a_reward_that_sleeps_does_not_hold_up_decoding(tmp_path: Path, mo
     down is measured by `tools/measure_reward_block.py`."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
-    tree = REAL | {"reward": {"functions": [f"{MODEL}:gated"], "workers": 2}, "engine": {"max_sequences": 4}}
+    tree = REAL | {"reward": {"functions": [f"{REWARDS}:gated"], "workers": 2}, "engine": {"max_sequences": 4}}
     decoded: list[int] = []
 
     async def watch(runtime: Runtime) -> None:
