@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -227,16 +228,32 @@ def main(control: socket.socket) -> None:
     program = serve(control)
     if program is None:
         os._exit(0)  # its start was all that it was for
+    code: object = 0
     try:
         run(program)
     except Forked as forked:
         main(forked.args[0])
+    except SystemExit as left:
+        code = left.code or 0
+    _end(code)
+
+
+def _end(code: object) -> None:
+    """As an interpreter ends, but for taking apart all that was loaded: that takes longer than many a program."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if isinstance(code, int):
+            os._exit(code)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
     gc.disable()
     for name in LOADED:
         importlib.import_module(name)
+    gc.freeze()  # a program need not look for garbage among all that was loaded
     gc.enable()
-    atexit.register(gc.freeze)  # in a program: its end need not look for garbage among all that was loaded
     main(socket.socket(fileno=int(sys.argv[1])))
