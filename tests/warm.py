@@ -164,9 +164,12 @@ class Orphaned(Popen):
     orphaned = True
 
 
+GENERATION_WORKERS = {"asyncrl.generation.worker.main", "generation_worker_dying"}
+
+
 def of_a_node(words: Sequence[str], *, env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
     """In the place of `subprocess.Popen` where a run starts its children: generation workers are warm, others are not."""
-    if "asyncrl.generation.worker.main" not in words:
+    if not GENERATION_WORKERS.intersection(words):
         return subprocess.Popen(words, env=env, **more)
     kept = {name: value for name, value in env.items() if name not in OF_TOOLS}
     return Tied(words, env=kept | {name: os.environ[name] for name in OF_TOOLS if name in os.environ}, **more)

@@ -16,6 +16,7 @@ import anyio
 import orjson
 import pytest
 import torch
+import warm
 
 import asyncrl.checkpoint.atomic as atomic
 from asyncrl.checkpoint.manifest import Comparison, compare
@@ -312,7 +313,7 @@ def test_a_file_size_limit_is_named(tmp_path: Path) -> None:
             print(error)
         print(store.load_latest().version)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    done = warm.run([sys.executable, "-c", textwrap.dedent(program)], env=os.environ, timeout=60)
     message, version = done.stdout.strip().splitlines()
     assert "File too large" in message and "step_2" in message and version == "1"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_1"]
@@ -364,7 +365,7 @@ def test_kill_9_at_every_stage_leaves_a_whole_latest(tmp_path: Path, stage: str,
     store = CheckpointStore(tmp_path, keep=1)
     store.save(1, model_writer("old", 100))
     command = [sys.executable, "-c", textwrap.dedent(KILLED), stage, str(tmp_path), str(version)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    with warm.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "here\n"
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL

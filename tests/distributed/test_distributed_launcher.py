@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm
 from ports import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def launch(folder: Path, ranks: int, first: str = "", **more: str) -> subprocess
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PLACE": str(folder), **more}
     with (folder / "output.txt").open("wb") as log:
         command = [sys.executable, "-m", "torch.distributed.run", *options, str(shell)]
-        return subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+        return warm.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
 
 
 def until(folder: Path, pattern: str, count: int) -> list[Path]:

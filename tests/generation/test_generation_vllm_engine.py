@@ -11,7 +11,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
-from generation_cores import KINDS, MIXTURES, OpenedCore, needs_vllm, opened_core, small_model
+from generation_cores import KINDS, MIXTURES, MOST, OpenedCore, needs_vllm, opened_core, small_model
 from generation_models import cached_logprobs, change_weights, generate_all, opened, plain_copy, plain_logprobs, request
 
 from asyncrl.models.outputs import fixed_logprobs
@@ -57,7 +57,7 @@ def compare(ours: list[Generation], theirs: list[Generation]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", *MIXTURES])
+@pytest.mark.parametrize("architecture", MOST)
 async def test_it_samples_what_the_embedded_engine_samples(kind: str, architecture: str) -> None:
     policy, plain = policy_and_plain(architecture)
     async with opened_core(kind, policy, plain) as made:

@@ -10,7 +10,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
-from generation_cores import KINDS, MIXTURES, needs_vllm, opened_core, plain_routes
+from generation_cores import KINDS, MOST_MIXTURES, needs_vllm, opened_core, plain_routes
 from generation_models import change_weights, generate_all, opened, plain_copy, request
 from test_generation_vllm_engine import flipped, policy_and_plain
 from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ def many() -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("architecture", MOST_MIXTURES)
 async def test_routes_are_those_of_the_embedded_engine(kind: str, architecture: str) -> None:
     policy, plain = policy_and_plain(architecture)
     asked = many()

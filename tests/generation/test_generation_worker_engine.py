@@ -44,7 +44,7 @@ from asyncrl.transport.memory.halves import SlabHalves
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from asyncrl.weights.posted import PostedWeights
 
-MODEL = Path(__file__).parents[1] / "runtime" / "runtime_model.py"
+MODEL, REWARDS = (Path(__file__).parents[1] / f"runtime/runtime_{name}.py" for name in ("model", "rewards"))
 SOON = 60.0  # seconds: a bound for what other processes do, on a busy machine
 CONTEXT = 60
 
@@ -91,7 +91,7 @@ async def opened(folder: Path, workers: int, kv_after_update: str, apart: bool =
     """As a run opens it. `apart`: as where the workers have another device than the trainer."""
     overrides = [
         f"run.dir={folder}", f"model.path={MODEL}:build", "model.dtype=float32", f"data.train={MODEL}:rows",
-        f"reward={MODEL}:share", f"data.max_prompt_tokens={CONTEXT - 40}", "rollout.max_tokens=40", "engine.max_sequences=6",
+        f"reward={REWARDS}:share", f"data.max_prompt_tokens={CONTEXT - 40}", "rollout.max_tokens=40", "engine.max_sequences=6",
         "rollout.group_size=4", f"engine.kv_after_update={kv_after_update}", "seed=1",
     ]  # fmt: skip
     config = await asyncio.to_thread(load_config, [], overrides)

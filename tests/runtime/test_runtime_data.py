@@ -261,11 +261,8 @@ async def test_evaluation_before_every_n_and_after(tmp_path: Path) -> None:
         assert {key: lines[step][key] for key in metrics} == pytest.approx(dict(metrics))
 
 
+# Losses: test_runtime_losses.
 VARIANTS: dict[str, list[str]] = {
-    "grpo": ["algorithm.loss=grpo"],
-    "dapo": ["algorithm.loss=dapo", "algorithm.epsilon_high=0.28"],
-    "dr_grpo": ["algorithm.loss=dr_grpo", "algorithm.advantage=dr_grpo"],
-    "gspo": ["algorithm.loss=gspo", "algorithm.epsilon=0.0003", "algorithm.epsilon_high=0.0004"],
     "kl": ["algorithm.kl_coef=0.05"],
     "two updates": ["algorithm.updates_per_batch=2"],
     "two updates, gspo, kl": ["algorithm.updates_per_batch=2", "algorithm.loss=gspo", "algorithm.kl_coef=0.05"],

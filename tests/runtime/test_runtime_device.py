@@ -176,6 +176,7 @@ sys.exit(main([*sys.argv[1:], "model.dtype=bfloat16"]))
 """
 
 
+@pytest.mark.slow
 def test_what_the_user_sees_on_a_processor_without_bfloat16(tmp_path: Path) -> None:
     """A process of its own, in which torch may use AVX2 alone: `auto` is float32, and bfloat16 is warned of, with a factor."""
     run = write_yaml(tmp_path, AUTO)

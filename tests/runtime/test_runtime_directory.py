@@ -120,13 +120,6 @@ async def test_two_runs_of_one_process_and_the_ranks_of_one_run(tmp_path: Path) 
         pass
 
 
-def test_two_ranks_take_one_lock(tmp_path: Path) -> None:
-    program = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "asyncrl.main")
-    process = Process(tmp_path, str(write_yaml(tmp_path, REAL)), program=program)
-    assert process.wait() == 0, process.output
-    assert metrics_of(tmp_path / "runs/run")[-1]["step"] == 3
-
-
 def test_what_ended_before_its_first_step_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = str(write_yaml(tmp_path, DRY | {"reward": f"{REWARDS}:broken"}))

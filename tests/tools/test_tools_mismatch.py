@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -34,7 +35,7 @@ def test_a_run_is_allowed_twice_the_distance_of_the_oracle(dtype: str, run: tupl
 def test_a_run_prints_both_and_writes_them_down(tmp_path: Path) -> None:
     small = ("model.dtype=bfloat16", "train.max_steps=2", "rollout.max_tokens=24", "rollout.groups_per_step=2")
     command = [sys.executable, str(measure_mismatch.__file__), *small, "--out", str(tmp_path / "found.md")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = warm.run(command, env=os.environ, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(lines) == 2 and all("; oracle: mean 0.0" in line and "(384 tokens)" in line for line in lines)
