@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -150,34 +150,26 @@ def _load_file(address: str, place: str) -> ModuleType:
 
 def _module_name(path: Path) -> str:
     """The name under which another module has imported the file, or would as its neighbour; else one of ours."""
-    for name, module in list(sys.modules.items()):
-        if name != "__main__" and _is_of(getattr(module, "__spec__", None), path):
-            return name
+    specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())} | {"__main__": None}
     importlib.invalidate_caches()  # the file may be younger than what Python remembers of its folder
-    with contextlib.suppress(ValueError):  # a module of that name that does not say where it is from
-        if path.stem.isidentifier() and _is_of(importlib.util.find_spec(path.stem), path):
-            return path.stem
+    if path.stem.isidentifier() and path.stem not in specs:
+        specs[path.stem] = importlib.util.find_spec(path.stem)
+    for name, spec in specs.items():
+        origin = getattr(spec, "origin", None)
+        if isinstance(origin, str) and origin.endswith(path.name) and Path(origin).resolve() == path:
+            return name
     name = f"asyncrl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     _files[name] = path
     return name
 
 
-def _is_of(spec: ModuleSpec | None, path: Path) -> bool:
-    origin = getattr(spec, "origin", None)
-    return isinstance(origin, str) and origin.endswith(path.name) and Path(origin).resolve() == path
+def _find_spec(name: str, *_: object) -> ModuleSpec | None:
+    return importlib.util.spec_from_file_location(name, _files[name]) if name in _files else None
 
 
-class _Finder:
-    """Finds the files that have a name of ours. So Python's own import loads every file: no other thread gets a module before it is
-    whole, and none that failed stays."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return importlib.util.spec_from_file_location(name, _files[name]) if name in _files else None
-
-
-_files: dict[str, Path] = {}  # by the name of the module
-sys.meta_path.append(_Finder)
+# By names of ours. Python's own import loads these, too: no thread gets a module before it is whole, and none that failed stays.
+_files: dict[str, Path] = {}
+sys.meta_path.append(SimpleNamespace(find_spec=_find_spec))
 
 
 def _load_module(address: str, place: str) -> ModuleType:

@@ -87,8 +87,7 @@ class World:
             raise LifecycleError("the world was opened twice")
         if World._owner is not None and (alone or self.world_size > 1):
             raise LifecycleError(
-                "another Runtime of this process holds its process group: with several ranks, or distributed.sharding=fsdp, one "
-                "is open at a time; close that one first"
+                "a Runtime of this process holds its process group; with several ranks or fsdp close that one first"
             )
         self._opened = True
         timeout = timedelta(seconds=timeout_s)

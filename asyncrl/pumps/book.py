@@ -9,6 +9,7 @@ whichever pump notices first that it cannot be trained (invariant 2). Used from 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -31,6 +32,7 @@ class GroupBook:
         self._on_ready: list[Callable[[], None]] = []
         self._on_end: list[Callable[[Sequence[int]], None]] = []
         self.over = False  # no step can come any more
+        self.moving = asyncio.Lock()  # held while a step moves the weights, or by who wants them to stay
         self.ended = 0  # groups, and steps
         self.reasons: Counter[str] = Counter()
         self.failed = 0

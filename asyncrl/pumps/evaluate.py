@@ -73,7 +73,7 @@ class EvaluatePump:
             waits = recorder.wait(who, what, on="engine", cause="evaluate")
         try:
             with recorder.span("evaluate", track="evaluate", version=version), waits:
-                async with anyio.create_task_group() as tasks:
+                async with plain_task_group() as tasks:
                     for row, prompt in enumerate(self._prompts):
                         play = partial(self._play, prompt, generate, priority)
                         spawn(tasks, f"evaluation of row {row}", self._row, row, prompt, play, scored)

@@ -211,6 +211,12 @@ class Graph:
         except DataError as error:
             raise type(error)(f"submit: {error}") from error.__cause__
 
+    async def settle(self) -> None:
+        """Wait until every step is published and written, and every engine has the newest weights."""
+        await self._publish.published(self._ports.ledger.turn)
+        await self.all_told()
+        await self._publish.sync()
+
     # -- what the facade asks --------------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, tell: Tell, *, first: bool, last: bool) -> None:

@@ -34,7 +34,7 @@ from .book import GroupBook
 from .hooks import Hooks
 from .pipeline import Scoring
 from .reference import ReferenceAhead
-from .screen import Screen, shaped
+from .screen import OVERLONG, Screen, shaped
 
 REMEMBERED = 65_536  # ids of groups from outside; more than any pipeline holds at once
 
@@ -195,6 +195,8 @@ class Intake:
                 f"{MOST_COMPONENTS + 1} of this run; at most {MOST_COMPONENTS} names may come from outside"
             )
         self._components = names
+        if OVERLONG in trajectory.components and self._parts.overlong.cache is not None:
+            raise DataError(f"member {trajectory.member}: component {OVERLONG!r} is that of reward.overlong: rename")
 
     def close(self, reason: str) -> None:
         """Nobody may submit any more; who waits for a slot hears `reason`."""

@@ -29,6 +29,7 @@ COUNTED = (
     "train/",
     "ledger/",
     "text/",
+    "own/",
 )  # counts of the recorder that are summed over ranks
 
 
@@ -111,6 +112,7 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
     metrics["train/groups"] = len(groups) - len(ages)
     for name in sorted({name for part in parts for name in part.sums}):
         metrics[name] = math.fsum(part.sums.get(name, 0.0) for part in parts)
+    metrics = logged_means(metrics)
     if rows:
         metrics.update(_reward_metrics(groups, rows))
         metrics.update(_length_metrics(rows))
@@ -125,6 +127,11 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
     metrics["time/step"] = seconds
     metrics["perf/tokens_per_s"] = result.tokens / seconds if seconds > 0 else math.nan
     return metrics
+
+
+def logged_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Means in the place of the sums and counts of `Recorder.log`."""
+    return {name: value / metrics.get(f"{name}#", 1) for name, value in metrics.items() if not name.endswith("#")}
 
 
 def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[str, float]:

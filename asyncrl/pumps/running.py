@@ -104,22 +104,24 @@ class Running:
         turn = parts.ledger.turn
         with parts.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
             await self._parts.published()
-        for update in range(parts.updates):
-            if parts.updates > 1:
-                await self.train(step, step.parts[update % parts.minibatches])
-            await self.begin(step)  # where another rank did all the work of this step: the reduction needs everybody
-            with laid_to(step.group_ids):  # which of them, the trainer does not say
-                await self._rounds.last()
-            step.results.append(await self._apply(step, update))
-        with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
-            groups = await self._commit(step)
-            every = [self._part(step, groups)]
-            try:
-                # Every rank comes here once after each step that it committed: a collective, like the reduction before it. The
-                # next one (of the time limit, of the next step) is asked for only afterwards.
-                every = await self._parts.gather(every[0])
-            finally:  # also where another rank is gone: a step that is committed has its line, of this rank's groups then
-                self._tell(step, groups, every)
+        async with parts.book.moving:
+            for update in range(parts.updates):
+                if parts.updates > 1:
+                    await self.train(step, step.parts[update % parts.minibatches])
+                # Also where another rank did all the work of this step: the reduction needs everybody.
+                await self.begin(step)
+                with laid_to(step.group_ids):  # which of them, the trainer does not say
+                    await self._rounds.last()
+                step.results.append(await self._apply(step, update))
+            with anyio.CancelScope(shield=True):  # the weights moved: the books follow, whatever happens now
+                groups = await self._commit(step)
+                every = [self._part(step, groups)]
+                try:
+                    # Every rank comes here once after each step that it committed: a collective, like the reduction before it.
+                    # The next one (of the time limit, of the next step) is asked for only afterwards.
+                    every = await self._parts.gather(every[0])
+                finally:  # also where another rank is gone: a step that is committed has its line, of this rank's groups
+                    self._tell(step, groups, every)
         await hand_on(self._publications, Publication(turn=turn, version=step.results[-1].version))
 
     async def close(self, step: Step) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 # Arguments that are not columns: a column of the data that a function would take by one of these names is refused.
-_OURS = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
+RESERVED = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
 
 
 class UsageError(Exception):
@@ -58,13 +58,13 @@ def columns_check(call: Callable[..., Any]) -> Callable[[Collection[str]], None]
     missing."""
     if isinstance(call, _InOtherForm):
         own = call.check
-        return lambda there: own([name for name in there if name not in _OURS])
+        return lambda there: own([name for name in there if name not in RESERVED])
     parameters = inspect.signature(call).parameters.values()
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
 
     def check(there: Collection[str]) -> None:
-        found = {*there, *_OURS}
+        found = {*there, *RESERVED}
         if missing := [name for name in needed if name not in found]:
             raise UsageError(
                 f"it needs {', '.join(map(repr, missing))}, but the row has only: {', '.join(sorted(found))}"
@@ -83,7 +83,7 @@ def is_async(call: Callable[..., Any]) -> bool:
 
 def check_reserved(names: Collection[str], accepts: Collection[str] | None) -> None:
     """Errors: `UsageError` where a function that takes these arguments (None: all) would get one of ours and not the column."""
-    if taken := [name for name in _OURS if name in names and (accepts is None or name in accepts)]:
+    if taken := [name for name in RESERVED if name in names and (accepts is None or name in accepts)]:
         raise UsageError(
             f"the data has the columns {', '.join(taken)}, but the run itself gives rewards an argument of that name; rename them"
         )
@@ -136,7 +136,7 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
             )
 
     def score(completions: list[Any], **columns: list[Any]) -> Any:
-        row = {name: values[0] for name, values in columns.items() if name not in _OURS}
+        row = {name: values[0] for name, values in columns.items() if name not in RESERVED}
         model = row.get("reward_model")
         truth = isinstance(model, Mapping) and "ground_truth" in model
         check(row, truth)
@@ -159,7 +159,7 @@ def _from_gym(function: Callable[..., Any]) -> Callable[..., Any]:
             )
 
     def score(completions: list[Any], prompts: list[Any], **columns: list[Any]) -> Any:
-        entry = {name: values[0] for name, values in columns.items() if name not in _OURS}
+        entry = {name: values[0] for name, values in columns.items() if name not in RESERVED}
         check(entry)
         entry.setdefault("question", prompts[0])
         return _gathered([function(answer=_answer_of(each), entry=entry) for each in completions], columns["log_extra"])

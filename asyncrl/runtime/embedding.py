@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,12 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.data.texts import decode
 from asyncrl.data.tokenizing import encode_prompt, read_prompt
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
-from asyncrl.ports import Engine, Generate
+from asyncrl.ports import Generate
 from asyncrl.pumps.episode import EpisodeFailed, Episodes
-from asyncrl.types import Generation, GenerationRequest, Prompt, SamplingParams, Trajectory
+from asyncrl.rewards.forms import RESERVED
+from asyncrl.types import Prompt, Trajectory
+
+_NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # of a metric: what every sink takes
 
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
@@ -28,17 +32,6 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
         return Prompt(group_id=group_id, ids=np.asarray(prompt, np.int32), prompt=text, columns=columns)
     ids = encode_prompt(prompt, config, tokenizer, columns)
     return Prompt(group_id=group_id, ids=ids, prompt=read_prompt(prompt, config), columns=columns)
-
-
-def sampled_as(sampling: SamplingParams | None, engine: Engine) -> Generate:
-    """The engine's `generate`, with other sampling parameters than the request's where some are given."""
-    if sampling is None:
-        return engine.generate
-
-    async def generate(request: GenerationRequest) -> Generation:
-        return await engine.generate(replace(request, sampling=sampling))
-
-    return generate
 
 
 async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
@@ -65,20 +58,36 @@ async def play(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -
     return [results[member] for member in range(n)]
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str) and math.isfinite(value)
-    except (TypeError, ValueError):
-        return False
+def as_numbers(given: Mapping[str, Any], count: int, what: str, prefix: str = "") -> list[dict[str, float]]:
+    """Of numbers by name, one (or None) for each of `count` members or one for all, those of each member. Errors: DataError."""
+    rows: list[dict[str, float]] = [{} for _ in range(count)]
+    for name, values in given.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise DataError(f"{what}: {name!r:.80} is no name: letters, digits and _ - . : @, in parts between slashes")
+        each = list(values) if isinstance(values, list | tuple) or getattr(values, "shape", None) else [values] * count
+        if len(each) != count:
+            raise DataError(f"{what}: {name} has {len(each)} values for {count} trajectories")
+        for place, value in enumerate(each):
+            try:  # a tensor or an array of one number, too
+                plain = value.item() if hasattr(value, "item") else value
+                number = math.nan if isinstance(plain, str | bytes) else float(0 if plain is None else plain)
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                number = math.nan
+            if not math.isfinite(number):
+                raise DataError(f"{what}: {name} {place} is {value!r:.80}; expected a finite number, or None")
+            rows[place] |= {} if value is None else {f"{prefix}{name}": number}
+    return rows
 
 
 def as_group(
+    tokenizer: Any,
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
-    columns: Mapping[str, Any],
-    tokenizer: Any,
+    components: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    columns: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[Trajectory, ...], Prompt]:
-    """The trajectories with their rewards, and their prompt. Errors: ValueError (DataError)."""
+    """The trajectories with what `submit` is given of them, and their prompt. Errors: ValueError (DataError)."""
     if not trajectories or len(trajectories) != len(rewards):
         raise DataError(
             f"submit: {len(trajectories)} trajectories with {len(rewards)} rewards; one reward each, at least one"
@@ -88,18 +97,17 @@ def as_group(
             raise DataError(
                 f"submit: trajectory {index} is {type(given).__name__}; expected an asyncrl.Trajectory, as `generate` returns"
             )
-    group_ids = {t.group_id for t in trajectories}
-    if len(group_ids) != 1:
+    if len(group_ids := {t.group_id for t in trajectories}) != 1:
         raise DataError(f"submit takes the trajectories of one group; these belong to {sorted(group_ids)}")
-    for index, reward in enumerate(rewards):
-        if reward is not None and not _is_number(reward):
-            raise DataError(
-                f"submit: reward {index} is {reward!r:.80}; rewards are finite numbers, or None: the run scores it"
-            )
+    if taken := [name for name in columns or {} if name in RESERVED]:
+        raise DataError(f"submit: columns has {taken[0]!r}, which the run itself gives to reward functions; rename it")
+    scores = as_numbers({"reward": list(rewards)}, len(rewards), "submit")
+    parts = as_numbers(components or {}, len(rewards), "submit: components")
+    own = as_numbers(metrics or {}, len(rewards), "submit: metrics", "own/")
     members = tuple(
-        replace(given, reward=None if reward is None else float(reward))
-        for given, reward in zip(trajectories, rewards, strict=True)
+        replace(t, reward=score.get("reward"), components={**t.components, **part}, extras={**t.extras, **numbers})
+        for t, score, part, numbers in zip(trajectories, scores, parts, own, strict=True)
     )
     first = members[0]
     ids = first.tokens[: first.prompt_length]
-    return members, Prompt(first.group_id, ids, decode(tokenizer, ids.tolist()), columns)
+    return members, Prompt(first.group_id, ids, decode(tokenizer, ids.tolist()), columns or {})

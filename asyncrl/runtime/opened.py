@@ -21,6 +21,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, LifecycleError, RankLost
 from asyncrl.pumps.graph import Graph
+from asyncrl.pumps.metrics import logged_means
 from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
@@ -235,6 +236,7 @@ class OpenRun:
                 self.base.stages.begin("writing the last metrics")
                 await self._profiler.close(version)
                 await self.journal.write_pending()
+                await self.journal.write(version, logged_means(self.ports.recorder.take_counts(("own/",))))
                 for missed in self.graph.unevaluated:
                     self.journal.warn(f"warning: version {missed} was not evaluated: the run ended first")
                 self.base.stages.begin("writing the last checkpoint")

@@ -15,30 +15,34 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from asyncrl.concurrency.ending import left_behind
 from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
-from asyncrl.errors import LifecycleError, StallError
+from asyncrl.errors import DataError, LifecycleError, StallError
 from asyncrl.ports import Environment
+from asyncrl.pumps.evaluate import EvaluatePump
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.intake import Intake
 from asyncrl.pumps.pipeline import StepReport
-from asyncrl.pumps.wiring import episodes
+from asyncrl.pumps.wiring import episodes, evaluate_parts
 from asyncrl.records.check import Limits
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import SamplingParams, Trajectory
+from asyncrl.types import Prompt, SamplingParams, Trajectory
 
 from .build import Built, Overrides
 from .directory import RunDirectory
-from .embedding import as_group, as_prompt, play, sampled_as
+from .embedding import as_group, as_numbers, as_prompt, play
 from .opened import OpenRun
 from .opening import Given, open_run
 from .plan import announcement
@@ -46,20 +50,10 @@ from .stages import Stages
 from .steps import Listener, Listeners, RunSummary, State, StepStream
 
 logger = logging.getLogger("asyncrl.runtime")
+
+# Runtimes of a process open one after another, in whatever loops: transformers changes torch's own functions while it builds a
+# model, and what `inputs` reads before a run belongs to the process.
 _OPENING = threading.Lock()
-
-
-@asynccontextmanager
-async def _no_other_opens() -> AsyncIterator[None]:
-    """Runtimes of one process are opened one after another, in whatever loops: while transformers builds a model it changes torch's
-    own functions, and what `inputs` reads before a run belongs to the process."""
-    held: list[bool] = []
-    try:
-        await offload(lambda: held.append(_OPENING.acquire()), "the opening of another Runtime")
-        yield
-    finally:
-        if held:  # also where the wait for it was cancelled: `offload` waits for its end
-            _OPENING.release()
 
 
 class Runtime:
@@ -109,8 +103,12 @@ class Runtime:
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so that it is closed last
             self._stack.enter_context(standing_by())
-            async with _no_other_opens():
+            try:
+                await offload(_OPENING.acquire, "the opening of another Runtime")
                 self._run = await open_run(self._given, self.recorder, self._listeners, self._stages, self._stack)
+            finally:  # also where it was cancelled while it waited: `offload` ends when it has the lock
+                if _OPENING.locked():
+                    _OPENING.release()
         except BaseException as error:
             self._state = State.CLOSED
             await self._stack.__aexit__(*sys.exc_info())
@@ -219,9 +217,11 @@ class Runtime:
         ports = self._open("generate").ports
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.prompt(prepared)
-        played = await play(episodes(ports), prepared, n, sampled_as(sampling, ports.engine))
         if sampling is None:
-            return played
+            return await play(episodes(ports), prepared, n, ports.engine.generate)
+        played = await play(
+            episodes(ports), prepared, n, lambda asked: ports.engine.generate(replace(asked, sampling=sampling))
+        )
         # An environment stamps the run's temperature, and a trainer divides the logits by what is stamped.
         return [replace(trajectory, temperature=sampling.temperature) for trajectory in played]
 
@@ -231,16 +231,54 @@ class Runtime:
         rewards: Sequence[float | None],
         *,
         columns: Mapping[str, Any] | None = None,
+        components: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> bool:
         """Hand over a whole group with one reward each; None: the run's reward functions score that member, with `columns`
         as the columns of its prompt. Waits for a slot (backpressure). Shaping and filters act as on the run's own groups.
+        `components` of the reward, `metrics` of your own: by name a number or None for each trajectory, or one number for all. The
+        step that trains the group has them in `reward/NAME/mean` and `reward/own/NAME/mean`.
 
         False: its oldest token is too old to be trained within `max_staleness`; it is counted and not trained.
         Errors: DataError (a ValueError) that names the member and the field that cannot be trained; LifecycleError.
         """
         graph = self._open("submit").graph
-        members, prompt = as_group(trajectories, rewards, columns or {}, self.tokenizer)
+        members, prompt = as_group(self.tokenizer, trajectories, rewards, components, metrics, columns)
         return await graph.submit(members, prompt)
+
+    def log(self, name: str, value: float) -> None:
+        """A metric of your own, from any thread: `own/NAME` of a step is the mean of what all ranks logged since the step before;
+        the last line has what came after it. Errors: DataError for a name or a value that is none; LifecycleError."""
+        self._open("log")
+        for own, number in as_numbers({name: [value]}, 1, "log", "own/")[0].items():
+            self.recorder.log(own, number)
+
+    async def evaluate(
+        self, play: Callable[[Any], Awaitable[Trajectory]], prompts: Iterable[Any], *, name: str = "own"
+    ) -> dict[str, float]:
+        """Evaluate a loop of your own: `await play(prompt)` returns the trajectory of an episode with its reward (None: the run's
+        functions score it), `evaluate.samples` times for each prompt, all at once. One that fails is played again, as those of an
+        environment. No step moves the weights meanwhile, so a `submit` inside of it may wait for ever.
+        The metrics are those of `data.eval`, `eval/NAME/avg@k` and so on; they stand in the line of this version.
+        """
+        run = self._open("evaluate")
+        as_numbers({name: 0}, 1, "evaluate")
+        if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
+            raise DataError(f"evaluate: {name!r} is the name of the evaluation of data.eval; choose another")
+
+        async def episode(prompt: Prompt, *_: Any) -> Trajectory:
+            played = await play(prompt.prompt)
+            if not isinstance(played, Trajectory):
+                raise DataError(f"evaluate: an episode returned {played!r:.80}; expected an asyncrl.Trajectory")
+            run.graph.intake.check(played, self.limits)
+            return played
+
+        parts = evaluate_parts(replace(run.ports, environment=SimpleNamespace(run=episode)))
+        pump = EvaluatePump(parts, [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts], name)
+        async with run.ports.book.moving:
+            await run.graph.settle()
+            await run.journal.write(self.version, metrics := await pump.run(self.version))
+        return metrics
 
     async def finish(self) -> RunSummary:
         """No more groups will be submitted: train what is here (a smaller last step included); `steps()` ends."""

@@ -25,6 +25,7 @@ def describe(metrics: Metrics) -> list[str]:
         spread = f"±{metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
         parts.append(f"reward {metrics['reward/mean']:.3f}{spread}")
     parts.extend(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
+    parts.extend(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("own/"))
     if "staleness/mean" in metrics:
         most = f"/{metrics['staleness/max']:.0f}" if "staleness/max" in metrics else ""
         parts.append(f"staleness {metrics['staleness/mean']:.1f}{most}")

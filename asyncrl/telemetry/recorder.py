@@ -274,6 +274,12 @@ class Recorder:
                 entry = self._samples[name] = Samples(reduce)
             entry.add(float(value))
 
+    def log(self, name: str, value: float) -> None:
+        """A number of the user's own: summed, and counted as `name#`, until `take_counts`."""
+        with self._lock:
+            self.count(name, value)
+            self.count(f"{name}#")
+
     def timed(self, metric: str) -> Timer:
         """Adds the seconds spent inside to the count `metric` (names `time/...`)."""
         return Timer(self, metric)

@@ -83,8 +83,8 @@ def test_the_figures_by_hand() -> None:
     third = GroupRows(2, 6, (Row(None, {}, 1, 0, False, False),))
     found = metrics(
         [
-            StepPart((other,), {"replay/tokens": 3.0}, (2,), kl=0.5),
-            StepPart((one, third), {"staleness/dropped": 1.0}, (5, 4), kl=1.5),
+            StepPart((other,), {"replay/tokens": 3.0, "own/x": 3.0, "own/x#": 1.0}, (2,), kl=0.5),
+            StepPart((one, third), {"staleness/dropped": 1.0, "own/x": 5.0, "own/x#": 3.0}, (5, 4), kl=1.5),
         ]
     )
     assert found["reward/mean"] == 7 / 4
@@ -100,6 +100,7 @@ def test_the_figures_by_hand() -> None:
     assert found["staleness/spanning_token_share"] == pytest.approx(0.4)
     assert found["train/groups"] == 0 and found["perf/tokens_per_s"] == 9 / 2.0
     assert found["kl"] == pytest.approx(0.2)
+    assert found["own/x"] == 2 and "own/x#" not in found  # (3 + 5) / 4, of what two ranks logged
     assert (found["replay/age_mean"], found["replay/age_max"], found["replay/tokens"]) == (pytest.approx(11 / 3), 5, 3)
 
 

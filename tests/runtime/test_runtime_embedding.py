@@ -18,6 +18,7 @@ import anyio
 import numpy as np
 import psutil
 import pytest
+import torch
 import uvloop
 from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of
 from runtime_rewards import share
@@ -93,9 +94,8 @@ async def test_runtimes_that_open_at_once_train_as_each_would_alone(tmp_path: Pa
             [(_, line)] = (await runtime.finish()).history
         return {name: line[name] for name in ("loss", "optim/grad_norm", "reward/mean", "entropy")}
 
-    together = await asyncio.gather(*map(trained, configs))
-    assert together == [await trained(config) for config in configs]
-    assert together[0] != together[1]
+    first, second = await asyncio.gather(*map(trained, configs))
+    assert second == await trained(configs[1]) != first
 
 
 async def test_prompts_are_strings_messages_or_token_ids(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
             ([], [], "at least one"),
             ([one[0], other[0]], [0.0, 1.0], "one group"),
             (one, [0.0, float("nan")], "finite"),
-            (one, [0.0, "1"], "reward 1 is '1'; rewards are finite numbers"),
-            (one, [0.0, [1.0]], r"reward 1 is \[1.0\]; rewards are finite numbers"),
+            (one, [0.0, "1"], "reward 1 is '1'; expected a finite number, or None"),
+            (one, [0.0, [1.0]], r"reward 1 is \[1.0\]; expected a finite number, or None"),
             ([t.completion for t in one], [0.0, 1.0], "trajectory 0 is str; expected an asyncrl.Trajectory"),
             (one[:1], [0.0], "group_size of trajectory 0 is 2, and 1 were given"),
             ([replace(t, member=0) for t in one], [0.0, 1.0], r"the fields member are \[0, 0\]"),
@@ -147,6 +147,99 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=words):
                 await runtime.submit(trajectories, rewards)
         assert runtime.summary().books.admitted == 0
+
+
+BAD_NUMBERS = ["1", float("nan"), float("inf"), [1.0], np.zeros(2), torch.zeros(2), {"a": 1}, 10**400, 1j]
+BAD_NAMES = ["", "a//b", "/a", "../a", "a#", "a\n", "x" * 101, 3]
+
+
+async def test_what_is_no_number_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
+    runtime = Runtime(embedded(tmp_path, DRY, "reward.overlong.cache=2", "reward.overlong.max_length=8"), write=False)
+    with pytest.raises(LifecycleError, match=r"Runtime\.log: the Runtime is new"):
+        runtime.log("a", 1.0)
+    async with runtime:
+        group = await runtime.generate("a", n=2)
+        for bad in BAD_NUMBERS:
+            with pytest.raises(DataError, match=r"log: tools/calls 0 is .*; expected a finite number"):
+                runtime.log("tools/calls", bad)
+            for kind in ("components", "metrics"):
+                with pytest.raises(DataError, match=rf"submit: {kind}: a 1 is .*; expected a finite number, or None"):
+                    await runtime.submit(group, [0.0, 1.0], **{kind: {"a": [0.0, bad]}})
+        for name in BAD_NAMES:
+            with pytest.raises(DataError, match=r"log: .* is no name"):
+                runtime.log(name, 1.0)  # type: ignore[arg-type]
+            with pytest.raises(DataError, match=r"evaluate: .* is no name"):
+                await runtime.evaluate(runtime.generate, ["a"], name=name)  # type: ignore[arg-type]
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"columns": {"completions": ["a"], "b": 1}}, "columns has 'completions', which the run itself gives"),
+            ({"components": {"style": [1.0]}}, "components: style has 1 values for 2 trajectories"),
+            ({"components": {"overlong": 1.0}}, "member 0: component 'overlong' is that of reward.overlong"),
+        ]
+        for given, words in refused:
+            with pytest.raises(DataError, match=words):
+                await runtime.submit(group, [0.0, 1.0], **given)
+        assert runtime.summary().books.admitted == 0
+    with pytest.raises(LifecycleError, match=r"Runtime\.log: the Runtime is closed"):
+        runtime.log("a", 1.0)
+
+
+async def test_numbers_of_ones_own_are_means_of_their_step(tmp_path: Path) -> None:
+    """Of two groups with two trajectories each; what is logged comes from a thread, too, and after the last step."""
+    async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
+        steps = runtime.steps()
+        thread = threading.Thread(target=runtime.log, args=("seconds", 7))
+        thread.start()
+        thread.join()
+        runtime.log("seconds", torch.tensor(2.0))
+        runtime.log("loss", True)  # under a name of its own
+        one, other = await runtime.generate("a", n=2), await runtime.generate("b", n=2)
+        own: dict[str, Any] = {"turns": torch.tensor([1, 4]), "cost": 0.5}
+        assert await runtime.submit(one, [0, 1], components={"style": [1, None]}, metrics=own)
+        assert await runtime.submit(other, torch.tensor([2.0, 5.0]), components={"style": (3, 5)}, metrics=own)
+        summary = await runtime.finish()
+        [step] = [step async for step in steps]
+        runtime.log("final", 3)
+    found = step.metrics
+    assert [t.extras for t in step.groups[0].trajectories] == [{"own/turns": n, "own/cost": 0.5} for n in (1, 4)]
+    assert (found["reward/mean"], found["own/seconds"], found["own/loss"], found["loss"]) == (2, 4.5, 1, 0)
+    assert (found["reward/style/mean"], found["reward/style/applicable"]) == (3, 0.75)
+    assert (found["reward/own/turns/mean"], found["reward/own/cost/mean"]) == (2.5, 0.5)
+    assert [line["own/seconds"] for _, line in summary.history] == [4.5]
+    assert not any(name.endswith("#") for name in found)
+    assert [line["own/final"] for version, line in runtime.summary().history if "own/final" in line] == [3]
+
+
+async def test_an_evaluation_of_ones_own_loop_stands_in_the_metrics_of_data_eval(tmp_path: Path) -> None:
+    """At one version, though a group waits that a step could train; of 2 x 2 episodes one fails."""
+    config = embedded(tmp_path, DRY, "rollout.groups_per_step=1", "evaluate.samples=2", "rollout.retries=0")
+    begun, fed, versions, played = asyncio.Event(), asyncio.Event(), set(), []
+
+    async def episode(question: str) -> Trajectory:
+        number = len(played)
+        played.append(question)
+        if number == 3:
+            begun.set()
+        await fed.wait()
+        for _ in range(20):
+            [trajectory] = await runtime.generate(question)
+            versions.update(trajectory.versions[trajectory.mask].tolist())
+        if number == 3:
+            raise ValueError("no answer")
+        return replace(trajectory, reward=number / 2, components={"style": float(number)}, extras={"own/turns": 20})
+
+    async with Runtime(config, write=False) as runtime, asyncio.TaskGroup() as tasks:
+        evaluation = tasks.create_task(runtime.evaluate(episode, ["a", "b"], name="tools"))
+        await begun.wait()
+        assert await runtime.submit(await runtime.generate("c", n=2), [0.0, 1.0])
+        fed.set()
+        found = await evaluation
+        summary = await runtime.finish()
+    length = found.pop("eval/tools/completions/mean_length")
+    assert 0 < length <= DRY["rollout"]["max_tokens"] and versions == {0}
+    expected = {"avg@2": 0.5, "pass@2": 0.5, "style/mean": 1.0, "own/turns/mean": 20.0, "missing": 1.0}
+    assert found == {f"eval/tools/{name}": value for name, value in expected.items()}
+    lines = {version: line for version, line in summary.history if "eval/tools/avg@2" in line}
+    assert [version for version in lines] == [0] and summary.version == 1
 
 
 async def test_what_generate_refuses(tmp_path: Path) -> None:
@@ -160,14 +253,14 @@ async def test_what_generate_refuses(tmp_path: Path) -> None:
                 await runtime.generate(prompt, n=n)
 
 
-@pytest.mark.parametrize("token", [-1, 10_000])
-async def test_submit_refuses_tokens_that_the_model_does_not_have(tmp_path: Path, token: int) -> None:
+async def test_submit_refuses_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
     async with Runtime(embedded(tmp_path, REAL), write=False) as runtime:
         one, other = await runtime.generate("a3=", n=2)
-        tokens = other.tokens.copy()
-        tokens[-1] = token  # predicted, never embedded: only the head would notice
-        with pytest.raises(ValueError, match=f"member 1: tokens holds {token}; the model's ids are 0 to"):
-            await runtime.submit([one, replace(other, tokens=tokens)], [0.0, 1.0])
+        for token in (-1, 10_000):
+            tokens = other.tokens.copy()
+            tokens[-1] = token  # predicted, never embedded: only the head would notice
+            with pytest.raises(ValueError, match=f"member 1: tokens holds {token}; the model's ids are 0 to"):
+                await runtime.submit([one, replace(other, tokens=tokens)], [0.0, 1.0])
         assert runtime.summary().books.admitted == 0
 
 

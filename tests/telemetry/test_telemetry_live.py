@@ -34,5 +34,5 @@ def test_a_stream_that_is_closed_and_one_that_lacks_characters() -> None:
         view.note("nobody")
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with LiveView("plain", stream=narrow) as view:
-        view.step(1, {"reward/mean": 0.5, "reward/std": 0.25})
-    assert "reward 0.500?0.250" in narrow.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+        view.step(1, {"reward/mean": 0.5, "reward/std": 0.25, "own/turns": 3})
+    assert "reward 0.500?0.250  own/turns 3.000" in narrow.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]

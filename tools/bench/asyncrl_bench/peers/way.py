@@ -140,7 +140,7 @@ class Way:
     async def handed(self, group: int, columns: Mapping[str, Any], rewards: Any) -> None:
         """A group that lies here as arrays, a row a member: from now on as `Runtime.submit`."""
         self.handed_ns[group] = time.monotonic_ns()
-        members, prompt = as_group(trajectories(group, columns, self._prompt), rewards, {}, self.tokenizer)
+        members, prompt = as_group(self.tokenizer, trajectories(group, columns, self._prompt), rewards)
         if not await self._graph.submit(members, prompt):
             raise AssertionError(f"group {group} was not taken")
 
