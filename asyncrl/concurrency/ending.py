@@ -61,7 +61,8 @@ def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | 
     if arguments is not None:
         return command(list(arguments))
     _deadline.watches = True
-    threading.Thread(target=_deadline.run, name="asyncrl-end", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # there is no thread to be had: the command says so
+        threading.Thread(target=_deadline.run, name="asyncrl-end", daemon=True).start()
     try:
         code = command(sys.argv[1:])
     except BaseException as error:
@@ -84,7 +85,9 @@ def over(ended: int | BaseException, within_s: float = END_S, loop: asyncio.Abst
         _deadline.error = "".join(traceback.format_exception_only(ended))
         ended = getattr(ended, "exit_code", 1)
     _deadline.code, _deadline.within_s, _deadline.loop = ended, within_s, loop
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # stderr is no file
+    with contextlib.suppress(
+        AttributeError, ValueError, OSError, RuntimeError
+    ):  # stderr is no file; no thread is to be had
         faulthandler.dump_traceback_later(within_s + _SLACK_S / 3, file=sys.__stderr__ or sys.stderr)
     _exit_without_python(ended, within_s + _SLACK_S)
     _deadline.begun.set()

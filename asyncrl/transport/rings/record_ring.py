@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ...concurrency.shield import wait_shielded
+from ...concurrency.offload import offload
 from ...errors import LifecycleError, RecordError, TransportError
 from ...records.read import Record
 from .. import rendezvous
@@ -77,14 +77,14 @@ class RecordRing:
             raise LifecycleError(f"record ring {self.name!r} was opened before; make a new one")
         self._loop = asyncio.get_running_loop()
         # Allocation fills the pages with zeros: too long for the loop.
-        make = partial(Arena.create_or_adopt, self.name, self.settings.size, self.damage.say)
-        opening = self._loop.run_in_executor(None, make)
-        cancelled = await wait_shielded(opening)
-        if cancelled is not None:
-            if opening.exception() is None:
-                opening.result().close(keep=opening.result().segment.adopted)
-            raise cancelled
-        self._arena = opening.result()
+        make, made = partial(Arena.create_or_adopt, self.name, self.settings.size, self.damage.say), list[Arena]()
+        try:
+            await offload(lambda: made.append(make()), "record ring")
+        except asyncio.CancelledError:
+            for arena in made:
+                arena.close(keep=arena.segment.adopted)
+            raise
+        self._arena = made[0]
         try:
             self._open(self._arena)
         except BaseException:
