@@ -8,6 +8,7 @@
     |- DivergenceError          3   NaN, or sampler and trainer disagree beyond the gate
     |- StallError               4   nothing moved for too long; the message names who waits for whom
     |- CheckpointError          5   a checkpoint could not be written or read, or is damaged; names the path
+    |- DirectoryLost            5   the run directory was moved, removed or taken by another run; says where the last checkpoint is
     |- RewardError              6   a reward function or model failed; names it
     |  |- RewardTimeout
     |  `- RewardCrash
@@ -89,6 +90,12 @@ class StallError(AsyncrlError):
 
 class CheckpointError(AsyncrlError):
     """A checkpoint could not be written, or the one to go on from cannot be read; the message names the path."""
+
+    exit_code = 5
+
+
+class DirectoryLost(AsyncrlError):
+    """No CheckpointError: the last checkpoint is written, elsewhere."""
 
     exit_code = 5
 

@@ -2,6 +2,7 @@
 
 runs/<name>/
   config.yaml          as resolved
+  .lock                while a run is alive: whose it is (lock.py)
   metrics.jsonl        one line a policy version
   rollouts/step_N.jsonl
   trace.json           opens in Perfetto
@@ -10,10 +11,9 @@ runs/<name>/
   workers/worker-N.log what they print, where generation has processes of its own; rank_R/ of each rank, where there are several
   checkpoints/step_N/  Hugging Face format, `state/` beside the model; `checkpoints/latest` points at the newest
 runs/<name>.<when>/    a run that `run.overwrite` moved aside; the newest two are kept
-runs/.<name>.lock      while a run is alive (lock.py)
 
 Guarantees: what no run of this name wrote is never overwritten, moved or removed. Where `runs/<name>` is a link to a directory, the
-link stays; the old run and the lock lie beside the directory that it names.
+link stays; the old run lies beside the directory that it names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.text import parse_file
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DirectoryLost
 from asyncrl.telemetry.sinks import each_row
 
 from .lock import DirectoryLock
@@ -45,9 +45,15 @@ class RunDirectory:
     """The paths of one run's files, and the lock on them. Made without writing anything."""
 
     def __init__(self, config: Config) -> None:
-        self.path = Path(config.run.dir) / config.run.name
+        self._at(Path(config.run.dir) / config.run.name)
         # Where it really lies: a link to a larger disk stays one.
         self.real = Path(os.path.realpath(self.path)) if self.path.is_symlink() else self.path
+        self.lost = ""  # what became of it while the run was alive; `path` is then where the last checkpoint goes
+        self._config = config
+        self._lock = DirectoryLock(self.real)
+
+    def _at(self, path: Path) -> None:
+        self.path = path
         self.config_file = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -55,8 +61,6 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.workers = self.path / "workers"
         self.checkpoints = self.path / "checkpoints"
-        # Beside the real directory: two links to it are one run. Not where only the directory itself may be written.
-        self._lock = DirectoryLock(self.real if os.access(self.real.parent, os.W_OK) else self.path)
 
     def open(self, config: Config, *, leader: bool = True) -> list[str]:
         """Lock it and make it ready. Returns lines for people: what a resume changes, where an old run lies now. Blocks.
@@ -76,6 +80,21 @@ class RunDirectory:
         """Let the next run have it. Twice is fine."""
         self._lock.release()
 
+    def look(self) -> None:
+        """Before a write: is it still this run's? Errors: DirectoryLost, once. Nothing is written into another's from then on, and
+        the last checkpoint goes to where the directory lies now, or into a new one. Blocks."""
+        if self.lost or (found := self._lock.lost()) is None:
+            return
+        before, (self.lost, now) = self.path, found
+        self._at(now or self.real.with_name(f"{self.real.name}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"))
+        if now is None:
+            self.path.mkdir()
+            self.config_file.write_text(to_yaml(self._config), encoding="utf-8")
+        raise DirectoryLost(
+            f"{before} is no longer this run's: {self.lost}. The last checkpoint goes to {self.path}: go on there with "
+            f"run.dir={self.path.parent} run.name={self.path.name} resume=true"
+        )
+
     def require_own(self) -> None:
         """Errors: ConfigError where no run wrote what would be written over, and for a link to nothing."""
         if self.path.is_symlink() and not self.path.is_dir():
@@ -92,7 +111,8 @@ class RunDirectory:
                 )
 
     def _open(self, config: Config) -> list[str]:
-        self.real.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_symlink():
+            self.require_own()  # a link to nothing would be filled
         unlocked = self._lock.acquire()
         lines = [] if unlocked is None else [unlocked]
         self.require_own()
@@ -142,7 +162,8 @@ class RunDirectory:
         target = next(path for path in map(self.real.with_name, names) if not os.path.lexists(path))
         (self.real / MARK).write_text(target.name, encoding="utf-8")
         self.real.rename(target)
-        self.real.mkdir()
+        self._lock.release()
+        self._lock.acquire()  # of a new directory; whoever was faster has it
         lines = [f"run.overwrite: the run that was here is now {target}; the newest {KEPT_ASIDE} such runs are kept"]
         for _, old in before[: max(len(before) + 1 - KEPT_ASIDE, 0)]:
             if others := _others(old):

@@ -150,6 +150,8 @@ class Journal:
 
     async def write(self, version: int, extra: Mapping[str, float]) -> None:
         """Write the line of `version`; `extra` is what was due there (`eval/*`)."""
+        if self._directory is not None and self._directory.lost:
+            return  # the files are another's now, or none's
         report, metrics = self._pending.get(version, (None, {}))
         line = {**metrics, **extra}
         if not line:

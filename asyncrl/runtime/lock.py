@@ -1,7 +1,8 @@
 """One live run per run directory: a lock that the kernel gives back when its process dies, however it dies.
 
-The lock is `flock` on `runs/.<name>.lock`, beside the directory and not in it, so that it stays where it is when an old run
-is moved aside. The file says who holds it. A run that ends removes it; one that was killed leaves it, unlocked.
+The lock is `flock` on the directory itself, which no removal of a file undoes, and on `.lock` in it, which machines that share the
+file system see, too, and which says who holds it. A run that ends removes that file; one that was killed leaves it, unlocked.
+Before a run writes it compares (`lost`): for a file system without locks, and for a directory that was moved, removed or replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import orjson
 
 from asyncrl.errors import ConfigError
 
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+# The last: an NFS that locks through its server, which wants a descriptor that can be written.
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
@@ -28,69 +30,88 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.path = directory.with_name(f".{directory.name}.lock")
-        self._descriptor: int | None = None
+        self.path = directory / ".lock"
+        self._descriptors: list[int] = []  # of the directory and of the file
+        self._mark = b""
 
     def acquire(self) -> str | None:
-        """Take it at once or not at all. Returns a sentence where the file system has no locks: then nothing is held.
+        """Take it at once or not at all. Returns a sentence where the file system has no locks: then `lost` is all there is.
 
-        Errors: ConfigError that names the holder; OSError where the file cannot be made.
+        Errors: ConfigError that names the holder; OSError where the directory or the file cannot be made.
         """
-        while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # closed by exec: no child keeps it
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = _holder(descriptor)
-                os.close(descriptor)
-                raise ConfigError(
-                    f"{self._directory} is in use by another run: {holder}; wait for its end, stop it, or choose another run.name"
-                ) from None
-            except OSError as error:
-                os.close(descriptor)
-                if error.errno in _UNSUPPORTED:
-                    return f"{self.path} cannot be locked ({error.strerror}): start no second run in {self._directory}"
-                raise
-            if self._is_in_place(descriptor):
-                break
-            os.close(descriptor)  # its holder removed it between our open and our lock
-        self._descriptor = descriptor
+        refused: set[str] = set()
+        while not self._in_place():  # its holder moved it aside, or removed the file, between our open and our lock
+            self.forget()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for place, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):
+                self._descriptors.append(os.open(place, flags, 0o666))  # closed by exec: no child keeps it
+                try:
+                    fcntl.flock(self._descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.forget()
+                    raise ConfigError(
+                        f"{self._directory} is in use by another run: {self._holder()}; wait for its end, stop it, or choose "
+                        "another run.name"
+                    ) from None
+                except OSError as error:
+                    if error.errno not in _UNSUPPORTED:
+                        self.forget()
+                        raise
+                    refused.add(str(error.strerror))
         _held.add(self)
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, orjson.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}), 0)
-        return None
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": os.urandom(8).hex()}
+        self._mark = orjson.dumps(who)
+        os.ftruncate(self._descriptors[1], 0)
+        os.pwrite(self._descriptors[1], self._mark, 0)
+        if not refused:
+            return None
+        why = ", ".join(sorted(refused))
+        return f"{self._directory} cannot be locked ({why}): start no second run there; the first one would end"
+
+    def lost(self) -> tuple[str, Path | None] | None:
+        """What became of the directory, and where it lies now, if anywhere; None while it is this run's. It opens no descriptor."""
+        if not self._descriptors or (self._in_place() and self._is_marked()):
+            return None
+        ours, there = os.fstat(self._descriptors[0]), self._directory.stat() if self._directory.exists() else None
+        if there is not None and os.path.samestat(
+            ours, there
+        ):  # else the file alone is gone, and the directory is locked
+            return (f"another run writes there ({self._holder()})", None) if self.path.exists() else None
+        with contextlib.suppress(OSError):
+            now = Path(os.readlink(f"/proc/self/fd/{self._descriptors[0]}"))
+            if os.path.samestat(ours, now.stat()):
+                return f"it was moved to {now}", now
+        return "it was removed" if there is None else "another one took its place", None
 
     def release(self) -> None:
         """Give it back and remove the file. Twice is fine."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        with contextlib.suppress(
-            OSError
-        ):  # removed while it is still locked: nobody can have locked this file meanwhile
-            self.path.unlink()
-        os.close(descriptor)
+        if self._descriptors:
+            with contextlib.suppress(OSError):  # while it is locked, and wherever the directory lies now
+                if self._is_marked():
+                    os.unlink(self.path.name, dir_fd=self._descriptors[0])
+        self.forget()
 
     def forget(self) -> None:
-        """In a forked child: the descriptor is a copy, and with it the lock would outlive the run."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        """In a forked child: the descriptors are copies, and with them the lock would outlive the run."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
-    def _is_in_place(self, descriptor: int) -> bool:
+    def _in_place(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            found = zip(self._descriptors, (self._directory, self.path), strict=True)
+            return all(os.path.samestat(os.fstat(descriptor), place.stat()) for descriptor, place in found)
+        return False
+
+    def _is_marked(self) -> bool:
+        return os.pread(self._descriptors[-1], 4096, 0) == self._mark
+
+    def _holder(self) -> str:
         try:
-            return os.path.samestat(os.fstat(descriptor), self.path.stat())
-        except FileNotFoundError:
-            return False
-
-
-def _holder(descriptor: int) -> str:
-    try:
-        said = orjson.loads(os.pread(descriptor, 4096, 0))
-        return f"process {said['pid']} on {said['host']}, since {said['since']}"
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
-        return "a process that has only just begun"
+            said = orjson.loads(self.path.read_bytes())
+            return f"process {said['pid']} on {said['host']}, since {said['since']}"
+        except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+            return "a process that has only just begun"
 
 
 def _forget_all() -> None:

@@ -157,6 +157,8 @@ class OpenRun:
             self._at_a_version = False
 
     async def _do_what_is_due(self, version: int, first: bool) -> None:
+        if self.base.directory is not None:
+            await offload(self.base.directory.look, "run-directory")
         await self._profiler.at(version)
         await self._agree_on_time()
         await self._checkpointer.say(version, self.prompts, self.graph.in_hand, self.ports.ids.next)

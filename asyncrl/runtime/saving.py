@@ -25,7 +25,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
-from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, StallError, divergence_of
+from asyncrl.errors import CheckpointError, ConfigError, DirectoryLost, DivergenceError, StallError, divergence_of
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
 from asyncrl.types import Ticket
@@ -122,6 +122,7 @@ class Checkpointer:
         self._built = built
         self._world = world
         self._recorder = recorder
+        self._directory = directory
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         self._saved_version: int | None = None  # written, or on its way
         self._free = anyio.Event()  # nothing is being written
@@ -335,6 +336,7 @@ class Checkpointer:
                 anyio.CancelScope(shield=True),
             ):
                 self._require_sound(await offload(snapshot.unsound, "checkpoint-check"), version)
+                lost = await self._find_place(store)
                 await store.save_in_thread(
                     version,
                     lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer, self._config.model.path),
@@ -342,8 +344,21 @@ class Checkpointer:
                     shards_writer(store.directory, version, captured.shards),
                 )
             self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
+            if lost is not None:
+                raise lost
         finally:
             self._free.set()
+
+    async def _find_place(self, store: CheckpointStore) -> DirectoryLost | None:
+        """Where the run directory lies now, where it is not what it was; the error says so, once the checkpoint is written."""
+        assert self._directory is not None
+        try:
+            await offload(self._directory.look, "run-directory")
+        except DirectoryLost as error:
+            return error
+        finally:
+            store.directory = self._directory.checkpoints
+        return None
 
     def _require_sound(self, place: str | None, version: int) -> None:
         if place is not None:

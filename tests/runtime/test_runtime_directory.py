@@ -99,7 +99,7 @@ def test_a_killed_run_and_its_children_hold_nothing(tmp_path: Path) -> None:
         first.send(signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
         os.kill(child, 0)  # alive
-        assert (tmp_path / "runs/.run.lock").exists()
+        assert (tmp_path / "runs/run/.lock").exists()
         again = ["run.overwrite=true", "train.max_steps=1", "rollout.environment=single_turn"]
         second = Process(tmp_path, str(tmp_path / "run.yaml"), *again)
         assert second.wait() == 0, second.output

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runtime_helpers import config_of
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.load import load_config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DirectoryLost
 from asyncrl.runtime.directory import RunDirectory
+from asyncrl.runtime.runtime import Runtime
+from asyncrl.runtime.saving import SavedRun
 
 
 def opened(place: Path, name: str, *more: str) -> tuple[RunDirectory, list[str]]:
@@ -125,3 +133,85 @@ def test_a_home_is_what_a_shell_takes_for_it(tmp_path: Path, monkeypatch: pytest
             found = getattr(found, part)
         assert (found[0].function if name == "reward.functions" else found) == "/home/me/a.py:b"
     assert load_config((), ["run.dir=~nobody-of-this-name/x"]).run.dir == "~nobody-of-this-name/x"
+
+
+@pytest.mark.parametrize("gone", ["the lock", "all that lies in it"])
+def test_without_its_lock_file_a_directory_is_locked(tmp_path: Path, gone: str) -> None:
+    directory, _ = opened(tmp_path, "exp")
+    if gone == "the lock":
+        (tmp_path / "exp/.lock").unlink()
+    else:
+        for each in (tmp_path / "exp").iterdir():
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+    with pytest.raises(ConfigError, match="in use by another run"):
+        opened(tmp_path, "exp", "run.overwrite=true")
+    directory.look()
+    directory.close()
+    opened(tmp_path, "exp")[0].close()
+
+
+def test_where_no_locks_are_it_is_said_and_the_first_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an NFS without a lock server."""
+
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    first, [said] = opened(tmp_path, "exp")
+    assert f"{tmp_path}/exp cannot be locked (No locks available): start no second run there" in said
+    first.look()
+    second, _ = opened(tmp_path, "exp")
+    with pytest.raises(DirectoryLost, match=rf"another run writes there \(process {os.getpid()} on "):
+        first.look()
+    second.look()
+    assert first.path.parent == tmp_path and first.path != second.path and first.config_file.exists()
+    first.close()
+    assert (tmp_path / "exp/.lock").exists()  # of the second
+    second.close()
+
+
+def _overwritten(path: Path) -> None:
+    shutil.rmtree(path)
+    opened(path.parent, path.name)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            lambda path: path.rename(path.with_name("moved")),
+            r"was moved to .*/moved\. The last checkpoint goes to .*/moved:",
+        ),
+        (shutil.rmtree, r"it was removed\. The last checkpoint goes to .*/run\.\d"),
+        (_overwritten, r"another one took its place\. The last checkpoint goes to .*/run\.\d"),
+    ],
+)
+def test_a_directory_that_is_gone_ends_the_run_and_costs_no_checkpoint(
+    tmp_path: Path, what: Callable[[Path], object], said: str
+) -> None:
+    runs, trained = tmp_path / "runs", 0
+
+    async def program() -> None:
+        nonlocal trained
+        async with Runtime(config_of(tmp_path, "train.max_steps=50")) as runtime:
+
+            async def lose() -> None:
+                async for _ in steps:
+                    await offload(lambda: what(runs / "run"), "loss")
+                    return
+
+            steps = runtime.steps()
+            runtime.start("who loses it", lose)
+            try:
+                await runtime.run()
+            finally:
+                trained = runtime.version
+
+    with pytest.raises(DirectoryLost, match=said) as lost:
+        asyncio.run(program())
+    assert 1 <= trained < 50
+    place = Path(re.search("goes to (.*?):", str(lost.value))[1])  # type: ignore[index]
+    again = load_config([place / "config.yaml"], [f"run.dir={place.parent}", f"run.name={place.name}", "resume=true"])
+    assert SavedRun.latest(RunDirectory(again)).version == trained
+    left = {each.name for each in (runs / "run").iterdir()} if (runs / "run").exists() else set()
+    assert left <= {".lock", "config.yaml", "checkpoints"} and not any((runs / "run").glob("checkpoints/*"))
