@@ -30,6 +30,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.types import GenerationRequest, Int64Array, RoutesArray
 
 from .cache import KVCache
+from .graphs import DecodeGraphs
 from .plans import DecodePlan, ExtendPlan, Piece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
@@ -96,6 +97,7 @@ class Core:
         self.cache = cache
         self.sequences = sequences
         self.sampler = Sampler()
+        self.graphs = DecodeGraphs.of(policy, cache)
         self.prefill_tokens = prefill_tokens
         self.recompute = recompute
         self.version = policy.version
@@ -194,18 +196,26 @@ class Core:
             slots = columns.rows.copy()
             self.cache.use(slots.size)
             position = columns.length[slots] - 1
-            if self._ends is None:
-                self._ends = self.cache.runs(position + 1)
-            plan = DecodePlan(self.cache, position, self._ends)
-            plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
-            device = self.cache.device
-            tokens, places = (to_device(each, device) for each in (columns.tokens[slots, position], position))
-            hidden = self.policy.hidden(tokens, places, plan)
-            if columns.routes is not None and plan.routes is not None:
-                columns.routes[slots, position] = plan.routes.numpy()
-            sampled = self._sample(hidden, slots)
+            sampled = self._sample(self._hidden(slots, position), slots)
             stopped, ended = columns.append(slots, sampled, version)
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
+
+    def _hidden(self, slots: Int64Array, position: Int64Array) -> Tensor:
+        """Of the last known token of each slot, [n, E]."""
+        columns, device = self.sequences, self.cache.device
+        tokens = columns.tokens[slots, position]
+        if self.graphs is not None and columns.routes is None:
+            captured = self.graphs.hidden(tokens, position)
+            if captured is not None:
+                return captured
+        if self._ends is None:
+            self._ends = self.cache.runs(position + 1)
+        plan = DecodePlan(self.cache, position, self._ends)
+        plan.routes = None if columns.routes is None else Routes(columns.routes.shape[2])
+        hidden = self.policy.hidden(to_device(tokens, device), to_device(position, device), plan)
+        if columns.routes is not None and plan.routes is not None:
+            columns.routes[slots, position] = plan.routes.numpy()
+        return hidden
 
     def _sample(self, hidden: Tensor, slots: Int64Array) -> Sampled:
         parts = []

@@ -65,22 +65,28 @@ class _Run:
 
 
 class _RaggedRows:
-    """Pieces of rows that are written to the cache and attend to all of their row, by the kernel of the cache. Arrays [N]: row,
-    first position and tokens of each piece. All index work is done once, and copied to the device at once."""
+    """Pieces of rows that are written to the cache and attend to all of their row, by the kernel of the cache. All index work is
+    done once, on the host, and copied to the device at once."""
 
-    def __init__(self, cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> None:
+    def __init__(self, cache: KVCache, layout: Tensor, pieces: int, longest_q: int, longest_k: int) -> None:
+        """`layout`: what `lay_out` gave, on the device."""
         self.cache = cache
+        tokens = layout.numel() - 3 * pieces - 2
+        self._place, queries, keys, used = layout.split([tokens, pieces + 1, pieces + 1, pieces])
+        self._queries = Ends(queries.to(torch.int32), longest_q)
+        self._keys = Ends(keys.to(torch.int32), longest_k)
+        self._used = used.to(torch.int32)
+
+    @staticmethod
+    def lay_out(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
+        """Row, first position and tokens of each piece -> where each token is written, where pieces end, where rows begin, and how
+        many of their positions are seen; one after the other."""
         first_n = row_n * cache.shape.positions
         before_n = np.cumsum(length_n) - length_n
         place_T = np.repeat(first_n + start_n - before_n, length_n) + np.arange(length_n.sum())
         end_n = start_n + length_n
         parts = [place_T, before_n, length_n.sum(keepdims=True), first_n, first_n[-1:] + end_n[-1:], end_n]
-        sizes = [place_T.size, row_n.size + 1, row_n.size + 1, row_n.size]
-        self._place, queries, keys, used = to_device(np.concatenate(parts), cache.device).split(sizes)
-        longest_q, longest_k = int(length_n.max()), int(end_n.max())
-        self._queries = Ends(queries.to(torch.int32), longest_q)
-        self._keys = Ends(keys.to(torch.int32), longest_k)
-        self._used = used.to(torch.int32)
+        return np.concatenate(parts)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -105,8 +111,9 @@ class _RaggedRows:
 class DecodePlan(Routed):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
-    def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int]) -> None:
-        """`ends`: of the runs of rows, as `KVCache.runs` cuts them."""
+    def __init__(self, cache: KVCache, position_n: Int64Array, ends: list[int], layout: Tensor | None = None) -> None:
+        """`ends`: of the runs of rows, as `KVCache.runs` cuts them. `layout`: what that function gives, on the device; given where
+        other positions will be written into it, none beyond `position_n`."""
         self.cache = cache
         self.position_n = torch.from_numpy(np.ascontiguousarray(position_n, np.int64))
         self.longest = int(position_n.max(initial=-1)) + 1
@@ -114,8 +121,9 @@ class DecodePlan(Routed):
         self._bands: dict[int | None, list[tuple[slice, slice, Tensor]]] = {}
         self._ragged: _RaggedRows | None = None
         if cache.kernel is not None:
-            row_n = np.arange(position_n.size)
-            self._ragged = _RaggedRows(cache, row_n, position_n, np.ones_like(row_n))
+            if layout is None:
+                layout = to_device(self.layout(cache, position_n), cache.device)
+            self._ragged = _RaggedRows(cache, layout, position_n.size, 1, self.longest)
         if cache.native or self._ragged is not None:
             return
         length_n = to_device(position_n + 1, cache.device)
@@ -128,6 +136,12 @@ class DecodePlan(Routed):
                 mask = torch.zeros(stop - start, 1, 1, longest, dtype=cache.data.dtype, device=cache.device)
                 mask.masked_fill_((column >= length_n[start:stop, None])[:, None, None], float("-inf"))
             self.runs.append(_Run(start, stop, longest, mask))
+
+    @staticmethod
+    def layout(cache: KVCache, position_n: Int64Array) -> Int64Array:
+        """Of the rows [0..n), for a cache with a kernel for ragged rows."""
+        row_n = np.arange(position_n.size)
+        return _RaggedRows.lay_out(cache, row_n, position_n, np.ones_like(row_n))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
@@ -249,7 +263,8 @@ class ExtendPlan(Routed):
         self._ragged: _RaggedRows | None = None
         if cache.kernel is not None:
             row_n, start_n, length_n = np.array([(piece.row, piece.start, piece.length) for piece in pieces]).T
-            self._ragged = _RaggedRows(cache, row_n, start_n, length_n)
+            layout = to_device(_RaggedRows.lay_out(cache, row_n, start_n, length_n), cache.device)
+            self._ragged = _RaggedRows(cache, layout, len(pieces), int(length_n.max()), self.longest)
             return
         self.masks = {index: self._mask(piece) for index, piece in enumerate(pieces) if piece.start}
 

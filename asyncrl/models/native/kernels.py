@@ -40,6 +40,10 @@ class Scratch:
             buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=like.device)
         return buffer[:size].view(rows, columns)
 
+    def buffers(self) -> list[Tensor]:
+        """Those of now, for who has to keep them longer than this does."""
+        return list(self._buffers.values())
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that norms are computed in: float32, or float64 for float64."""

@@ -139,7 +139,11 @@ class JoinedLinear:
             self._packed, self._bias, self._sample = self._copy.tensor, ahead.bias, ahead.sample
             return
         self._packed = None
-        self._bias = self._join(bound, self.biases) if self.biases else None
+        bias = self._join(bound, self.biases) if self.biases else None
+        if len(self.biases) > 1 and bias is not None and self._bias is not None:
+            self._bias.copy_(bias)  # where it is: a captured graph has its address
+        else:
+            self._bias = bias
         if self._pack and bound is self.flat.working:
             if self._copy is None:
                 self._copy = Reordered(self.weight())

@@ -1,0 +1,132 @@
+"""Decode steps that are captured once and replayed: on a CPU by a recorder that keeps CUDA's rules, with the kernel's reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generation_models import generate_all, opened, plain_logprobs, policy_and_plain, request
+from ragged_reference import ReferenceKernel
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncrl.generation.embedded.graphs import DecodeGraphs, bucket
+
+
+class Recorder(TorchDispatchMode):
+    """A graph: operators with their tensors, by address. Replayed, each writes into the same memory as the first time. Reading a
+    number on the host is refused, as a capture refuses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self.inside = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if not self.inside:
+            name = function.overloadpacket.__name__
+            assert name not in ("_local_scalar_dense", "nonzero", "equal"), f"{name} while a graph is captured"
+        found = function(*arguments, **(named or {}))
+        if not self.inside:
+            self.calls.append((function, arguments, named or {}, found))
+        return found
+
+    def one(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A kernel that reads lengths on the device: one operator of the graph."""
+
+        def called(*given: Any) -> Tensor:
+            self.inside = True
+            try:
+                found = call(*given)
+            finally:
+                self.inside = False
+            self.calls.append((call, given, {}, found))
+            return found
+
+        return called
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for function, arguments, named, before in self.calls:
+                again = function(*arguments, **named)
+                for old, new in zip(
+                    *(each if isinstance(each, (tuple, list)) else [each] for each in (before, again)), strict=True
+                ):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorder]]:
+    """Engines take the kernel's reference, and graphs of recorders: those that were captured."""
+    made: list[Recorder] = []
+    kernel = ReferenceKernel()
+    real = kernel.cached
+    monkeypatch.setattr(kernel, "cached", lambda *given: made[-1].one(real)(*given) if open_ else real(*given))
+    open_: list[int] = []
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        recorder = Recorder()
+        made.append(recorder)
+        open_.append(1)
+        with recorder:
+            out = compute()
+        open_.clear()
+        return out, recorder.replay
+
+    monkeypatch.setattr("asyncrl.generation.embedded.cache.kernel_for", lambda *case: kernel)
+    monkeypatch.setattr("asyncrl.models.fused.decoder.packing_works", lambda *case: False)  # as on a GPU
+    monkeypatch.setattr("asyncrl.models.native.library.takes", lambda *tensors, **sizes: False)
+    monkeypatch.setattr(DecodeGraphs, "of", classmethod(lambda cls, policy, cache: cls(policy, cache, capture)))
+    yield made
+
+
+def test_buckets_hold_the_rows_and_are_few() -> None:
+    assert [bucket(rows) for rows in (1, 2, 3, 5, 8, 9, 15, 16, 17, 33)] == [1, 2, 4, 8, 8, 16, 16, 16, 32, 48]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+async def test_what_is_sampled_is_what_the_model_computes(architecture: str, captured: list[Recorder]) -> None:
+    """Rows that come and leave, a cache that changes its shape, shared prompts, and new weights on the way; qwen2 has joined
+    biases, which are copies of weights."""
+    policy, plain = policy_and_plain(architecture)
+    requests = [
+        request(size, size, max_tokens=3 + size % 7, prefix_key="k" if size == 5 else None)
+        for size in (30, 28, 3, 2, 5, 5, 44)
+    ]
+
+    def move(factor: float) -> None:
+        with torch.no_grad():
+            policy.flat.master.mul_(factor)
+            for parameter in plain.parameters():
+                parameter.mul_(factor)
+        policy.advance()
+
+    async with opened(policy, max_sequences=5) as run:
+        for factor in (1.0, 1.3, 0.8):
+            await run.lane.run(lambda factor=factor: move(factor), name="train/finish")
+            for asked, answer in zip(requests, await generate_all(run.engine, requests), strict=True):
+                assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < 1e-4
+        graphs = run.engine.core.graphs
+        steps = run.engine.statistics()["decode_steps"]
+    assert not graphs.failed and 2 <= len(captured) < steps / 3, "most steps are replays"
+
+
+async def test_a_step_that_cannot_be_captured_is_run_as_before(
+    captured: list[Recorder], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(compute: Callable[[], Tensor]) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(DecodeGraphs, "of", classmethod(lambda cls, policy, cache: cls(policy, cache, refused)))
+    policy, plain = policy_and_plain("qwen3")
+    with caplog.at_level(logging.WARNING):
+        async with opened(policy) as run:
+            asked = request(5, 1, max_tokens=6)
+            answer = await run.engine.generate(asked)
+    assert np.abs(answer.logprobs - plain_logprobs(plain, asked, answer)).max() < 1e-4
+    assert caplog.text.count("not captured as CUDA graphs (RuntimeError: CUDA error: operation not permitted") == 1
