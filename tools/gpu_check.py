@@ -657,6 +657,7 @@ def decode(device: str) -> Found:
             columns.cached[core.add(request, ())] = context - 1
         numbers[f"{rows} rows ms"] = round(milliseconds(device, core.decode, 5, 2), 2)
         if device != "cpu":
+            numbers[f"{rows} rows captured"] = core.graphs is not None and not core.graphs.failed
             launched, waits, busy = kernels(core.decode)
             numbers[f"{rows} rows kernels ms"] = round(busy, 2)
             numbers[f"{rows} rows launches a layer"] = round(sum(launched.values()) / layers, 1)

@@ -19,6 +19,7 @@ from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.training.trainer import TorchTrainer
+from asyncrl.types import GenerationRequest, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,3 +96,30 @@ def test_token_ids_that_the_model_lacks_are_no_assertion_of_the_device(place: in
             trainer.abort_train_step()
     assert trainer.finish_train_step().version == 1
     torch.cuda.synchronize()
+
+
+def test_decode_steps_that_are_replayed_are_the_eager_ones_under_each_version() -> None:
+    config = ModelConfig(path=f"{ROOT / 'examples/quickstart_model.py'}:build", dtype="bfloat16")
+    policy, _ = load_policy(config, torch.device("cuda", 0), seed=0)
+    sampled, start = [], policy.flat.master.clone()
+    for captured in (True, False):
+        policy.flat.master.copy_(start)
+        policy.advance()
+        core = open_core(policy, max_sequences=5, max_context=40, kv_positions=200, prefill_tokens=64, recompute=True)
+        assert isinstance(core, Core)
+        if not captured:
+            core.graphs = None
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        for seed in range(5):
+            core.add(GenerationRequest(np.arange(2, 5 + 2 * seed, dtype=np.int32), sampling, seed=seed), ())
+        for step in range(12):
+            while core.behind:
+                core.prefill()
+            core.decode()
+            if step == 5:
+                policy.flat.master.mul_(1.05)
+                policy.advance()
+        assert core.graphs is None or (core.graphs._graphs and not core.graphs.failed)
+        sampled.append((core.sequences.tokens.copy(), core.sequences.logprobs.copy()))
+    assert np.array_equal(sampled[0][0], sampled[1][0])
+    np.testing.assert_allclose(sampled[0][1], sampled[1][1], atol=0.02)

@@ -83,7 +83,9 @@ class KVCache:
             flat = rows.unflatten(2, (-1, shape.head_size))  # [rows * K * positions, D] of each layer
         else:
             self.data = rows.unflatten(2, (shape.rows, shape.positions, shape.heads, shape.head_size)).transpose(3, 4)
-            flat = rows.unflatten(2, (-1, shape.heads, shape.head_size))  # [rows * positions, K, D]
+            flat = self._planes.unflatten(
+                2, (-1, shape.heads, shape.head_size)
+            )  # [room, K, D], whatever shape rows have
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
         self.flat_keys = [flat[layer, 0] for layer in range(shape.layers)]

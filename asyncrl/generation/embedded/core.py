@@ -97,7 +97,7 @@ class Core:
         self.cache = cache
         self.sequences = sequences
         self.sampler = Sampler()
-        self.graphs = DecodeGraphs.of(policy, cache)
+        self.graphs = DecodeGraphs.of(policy, cache, sequences.max_context)
         self.prefill_tokens = prefill_tokens
         self.recompute = recompute
         self.version = policy.version

@@ -2,9 +2,9 @@
 
 A graph is captured for a bucket of rows, the first time that so many run, and replayed with other tokens and positions in the same
 memory. It holds addresses, not values: it reads the weights and the cache where they are, and so computes with a new version that
-was written in place. Each graph belongs to one shape of the cache and one buffer of weights. What is copied from the weights
-(joined biases) is renewed in place before a replay. Buffers of the decoder that are replaced by larger ones later stay with their
-graph.
+was written in place. Each graph belongs to one buffer of weights; where its rows lie in the cache is among its inputs. What is
+copied from the weights (joined biases) is renewed in place before a replay. Buffers of the decoder that are replaced by larger ones
+later stay with their graph.
 
 A bucket may have more rows than run. These write to the first position of rows of the cache that are free, and nobody reads what
 they give.
@@ -73,29 +73,26 @@ class _Graph:
 class DecodeGraphs:
     """`hidden` is that of the policy for one token of each running row. Lives on the lane."""
 
-    def __init__(self, policy: PolicyModel, cache: KVCache, capture: Capture) -> None:
-        self.policy, self.cache = policy, cache
+    def __init__(self, policy: PolicyModel, cache: KVCache, longest: int, capture: Capture) -> None:
+        """`longest`: positions that a row may ever have."""
+        self.policy, self.cache, self._longest = policy, cache, longest
         self._capture = capture
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
-        self._shape = cache.shape
         self._copying = [product for product in policy.products if len(product.biases) > 1]
         self.failed = False
 
     @classmethod
-    def of(cls, policy: Any, cache: KVCache) -> DecodeGraphs | None:
+    def of(cls, policy: Any, cache: KVCache, longest: int) -> DecodeGraphs | None:
         """None where a step cannot be captured: without CUDA or a kernel for ragged rows, off the fused path, with experts, whose
         products depend on the routes, or with layers that the kernel does not compute."""
         if cache.kernel is None or cache.device.type != "cuda" or not can_be_captured(policy):
             return None
-        return cls(policy, cache, CudaCapture(cache.device))
+        return cls(policy, cache, longest, CudaCapture(cache.device))
 
     def hidden(self, tokens_n: Int64Array, position_n: Int64Array) -> Tensor | None:
         """[n], [n] on the host -> [n, E], good until the next call. None: a capture failed, and none is tried again."""
         if self.failed:
             return None
-        if self.cache.shape != self._shape:
-            self._graphs.clear()
-            self._shape = self.cache.shape
         count = tokens_n.size
         rows = min(bucket(count), self.cache.shape.rows)
         key = rows, self.policy.weights.bound.data_ptr()
@@ -124,7 +121,7 @@ class DecodeGraphs:
     def _make(self, host: Int64Array, rows: int) -> _Graph:
         inputs = to_device(host, self.cache.device).clone()
         tokens, position, layout = inputs.split([rows, rows, host.size - 2 * rows])
-        longest = np.full(rows, self.cache.shape.positions - 1)  # the kernel is launched for any length
+        longest = np.full(rows, self._longest - 1)  # the kernel is launched for any length
 
         def compute() -> Tensor:
             return self.policy.hidden(tokens, position, DecodePlan(self.cache, longest, [rows], layout))
