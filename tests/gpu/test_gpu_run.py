@@ -15,6 +15,8 @@ from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import ModelConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import DataError
+from asyncrl.generation.embedded.core import Core
+from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
