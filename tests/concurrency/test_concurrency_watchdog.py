@@ -298,6 +298,20 @@ async def test_standing_still_without_work_is_no_stall(capsys: pytest.CaptureFix
     assert "asyncrl watchdog" in capsys.readouterr().err
 
 
+async def test_a_gap_in_which_the_process_computed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that holds the GIL for long is no suspension."""
+    at, used = 1000.0, 5.0
+    for name, value in {"_read": at, "_used": (at, used), "_lost": 0.0}.items():
+        monkeypatch.setattr(awake, name, value)
+    monkeypatch.setattr(awake, "time", SimpleNamespace(monotonic=lambda: at, process_time=lambda: used))
+    found = []
+    with awake.on_loop(asyncio.get_running_loop()):
+        for seconds, computed in [(0.9, 0.0), (10.0, 0.25), (10.0, 10.0), (0.1, 0.0)]:
+            at, used = at + seconds, used + computed
+            found.append(awake.lost())
+    assert found == pytest.approx([0.0, 8.75, 8.75, 8.75]) and awake.now() == pytest.approx(at - 8.75)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that one is what is looked at
 @pytest.mark.parametrize("trouble", ["a broken counter", "no thread can be had", "its own thread ends"])
 async def test_what_befalls_the_watchdog_ends_no_watch(

@@ -109,6 +109,9 @@ with world.open(torch.device("cpu"), timeout_s=60):
     store = world.store("ledger")
     store.set(f"hello{world.rank}", "x")
     assert store.get(f"hello{1 - world.rank}") == b"x"
+    # torch counts time in which the job was suspended, and the watchdog does not
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert min(store._store.timeout, group.options._timeout).days >= 1, (store._store.timeout, group.options._timeout)
     world.all_reduce_sum_(torch.zeros(1, dtype=torch.float64))
 assert not torch.distributed.is_initialized()
 print("rank", world.rank, "ok", flush=True)
