@@ -45,13 +45,11 @@ from asyncrl.telemetry.sinks import read_jsonl  # noqa: E402
 from asyncrl.transport.inventory import inventory  # noqa: E402
 
 WORKERS = 2
-SILENT_S = 6.0  # after which a stopped worker is killed
-STARTING_S = 60.0  # after which one that was stopped while it starts is killed
+SILENT_S = 6.0  # after which a stopped worker is killed, at work or while it starts
 PATIENCE_S = 150.0  # that, and two starts of a worker on a machine with other work
 LOOK_S = 0.2  # there is no event that a foreign process could set
 SETTINGS = (
     f"generation.placement=worker generation.workers={WORKERS} generation.threads=1 watchdog.loop_timeout_s={SILENT_S} "
-    f"watchdog.stage_timeout_s={STARTING_S} "
     "telemetry.rollouts_per_step=64"
 )
 ENDS = {"TERM": "SIGTERM", "KILL": "SIGKILL", "START": "SIGTERM; a worker was killed in its first start"}

@@ -15,8 +15,7 @@ except ImportError as error:  # pragma: no cover - the whole point is to be impo
         "(asyncrl.client)"
     ) from error
 
-# What is wrong with bytes that were sent, and with nothing of ours.
-Unreadable = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)
+Unreadable = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)  # the sender's fault
 
 log = logging.getLogger("asyncrl.http")  # of aiohttp's server
 # Anybody may send such bytes, without a key and for ever: they are answered 400, and fill no log with tracebacks.
