@@ -1,4 +1,4 @@
-"""Whether an optional native build is of the source that lies beside it.
+"""Whether an optional native build is of the source that lies beside it, and how what is optional is installed.
 
 A build that was left over from another source text could take arguments that mean something else by now, so it is refused.
 """
@@ -15,6 +15,14 @@ from pathlib import Path
 def wanted() -> bool:
     """`ASYNCRL_NATIVE=0` turns native code off, to compare."""
     return os.environ.get("ASYNCRL_NATIVE", "1") != "0"
+
+
+def install(extra: str) -> str:
+    """The command that brings an extra: to the checkout that this package lies in, or to the package that was installed."""
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "pyproject.toml").exists():
+        return f"pip install 'asyncrl[{extra}]'"
+    return f"pip install -e '{'.' if checkout == Path.cwd() else checkout}[{extra}]'"
 
 
 def checksum(texts: Sequence[Path]) -> int:

@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from asyncrl.builds import install
 from asyncrl.config.hub import hub_silence
 from asyncrl.config.imports import installed, load_object, raised, user_code
 from asyncrl.errors import DataError
@@ -190,7 +191,7 @@ def require_data_hub(source: str) -> None:
     name = source.split(":")[0]
     wanted = _WANTED.format(name, Path.cwd())
     if not installed("datasets"):
-        raise DataError(f"{wanted} it needs the package `datasets`: pip install 'asyncrl[datasets]'")
+        raise DataError(f"{wanted} it needs the package `datasets`: {install('datasets')}")
     import datasets
 
     prepared = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from asyncrl.builds import install
 from asyncrl.errors import ConfigError
 
 try:
@@ -11,7 +12,7 @@ try:
     from aiohttp.http_exceptions import HttpProcessingError
 except ImportError as error:  # pragma: no cover - the whole point is to be importable only with the extra
     raise ConfigError(
-        "the HTTP door needs aiohttp, which is not installed; pip install 'asyncrl[http]', or push through shared memory "
+        f"the HTTP door needs aiohttp, which is not installed; {install('http')}, or push through shared memory "
         "(asyncrl.client)"
     ) from error
 

