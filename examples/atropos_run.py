@@ -3,7 +3,7 @@
 A run from a file does the same with `door: {ring: atropos, http_port: 8000}`; here it is a program of its own, which also
 saves the tokenizer for the environment.
 
-pip install 'asyncrl[http]'
+pip install -e '.[http]'    # asyncrl[http] where it is no checkout
 python examples/atropos_run.py        # then, in another terminal, what examples/atropos_env.py says
 """
 

@@ -54,6 +54,8 @@ def test_a_wheel_has_version_licence_and_examples(installed: Path) -> None:
     wanted = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert {path.name for path in (installed / "asyncrl" / "examples").iterdir()} == wanted
     assert not list(installed.rglob("*.so"))
+    hint = "from asyncrl.builds import install; print(install('http'))"
+    assert run("-c", hint, cwd=installed, PYTHONPATH=str(installed)) == "pip install 'asyncrl[http]'\n"
 
 
 def test_examples_of_an_installed_package_are_copied_and_run(installed: Path, tmp_path: Path) -> None:

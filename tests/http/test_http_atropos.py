@@ -269,5 +269,7 @@ async def test_a_taken_port_is_a_clear_error(name: str) -> None:
 def test_without_aiohttp_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['aiohttp'] = None\nimport asyncrl.http.scored_data\nimport asyncrl.http.atropos"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 1 and "pip install 'asyncrl[http]'" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 1 and "pip install -e '.[http]'" in done.stderr

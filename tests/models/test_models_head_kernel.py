@@ -59,7 +59,7 @@ def test_auto_is_torch_without_a_gpu_and_for_float64(monkeypatch: pytest.MonkeyP
     [
         (CPU, torch.float32, True, "the model is on cpu, and its kernels need a GPU; use auto or torch"),
         (GPU, torch.float64, True, "they compute in float32, which is not enough for torch.float64; use auto or torch"),
-        (GPU, torch.bfloat16, False, r"liger-kernel is not installed \(pip install 'asyncrl\[liger\]'\); use auto"),
+        (GPU, torch.bfloat16, False, r"liger-kernel is not installed \(pip install -e '.*\[liger\]'\); use auto"),
     ],
 )
 def test_liger_without_what_it_needs_is_refused(

@@ -218,5 +218,5 @@ def test_the_loader_builds_it_and_counts_it_beforehand(tmp_path: Path, monkeypat
     assert adapter_sizes(plain) == (first.flat.numel, 2 * 48 * 16)
     assert adapter_sizes(ModelConfig(path=str(tmp_path))) == (0, 0)
     monkeypatch.setattr(lora_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.*\[lora\]'"):
         load_policy(config)

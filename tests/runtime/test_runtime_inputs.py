@@ -15,6 +15,7 @@ from asyncrl.config import hub
 from asyncrl.errors import ConfigError
 from asyncrl.main import main
 
+ROOT = Path(__file__).resolve().parents[2]
 NEVER = {"path": f"{MODEL}:build_never"}  # raises: the model may not be asked for
 
 
@@ -133,12 +134,12 @@ def test_packages_that_settings_need_are_looked_for_first_and_told_together(
     assert main([str(write_yaml(here, tree)), *more]) == 2
     said = capsys.readouterr().err
     for words in (
-        "telemetry.sinks has 'wandb', and the package wandb is not installed: `pip install 'asyncrl[wandb]'`",
-        "telemetry.sinks has 'mlflow', and the package mlflow is not installed: `pip install 'asyncrl[mlflow]'`",
+        f"telemetry.sinks has 'wandb', and the package wandb is not installed: `pip install -e '{ROOT}[wandb]'`",
+        f"telemetry.sinks has 'mlflow', and the package mlflow is not installed: `pip install -e '{ROOT}[mlflow]'`",
         "telemetry.sinks has 'mlflow', whose store is an SQLite file, and the package alembic is not installed",
-        "model.lora.rank is set, and the package peft is not installed: `pip install 'asyncrl[lora]'`",
-        "model.head_kernel is liger, and the package liger_kernel is not installed: `pip install 'asyncrl[liger]'`",
-        "door.http_port is set, and the package aiohttp is not installed: `pip install 'asyncrl[http]'`",
+        f"model.lora.rank is set, and the package peft is not installed: `pip install -e '{ROOT}[lora]'`",
+        f"model.head_kernel is liger, and the package liger_kernel is not installed: `pip install -e '{ROOT}[liger]'`",
+        f"door.http_port is set, and the package aiohttp is not installed: `pip install -e '{ROOT}[http]'`",
         "generation.engine is vllm, and vLLM is not installed here",
     ):
         assert words in said, said

@@ -95,7 +95,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install -e '.*\[{name}\]'"):
         open_sinks([name], tmp_path, name="run", config={})
 
 
