@@ -78,6 +78,7 @@ LOAD_S = 300.0  # for the imports of the user's functions
 RELOAD_S = 60.0
 MOST_STARTS = 3  # of a successor, one after the other
 _LONGEST_BACKOFF_S = 60.0
+_AGAIN_S = 1.0
 _NAMED = 4  # calls in the message about a crash
 
 OnError: TypeAlias = Literal["fail", "none", "zero"]
@@ -330,7 +331,13 @@ class RewardPool:
     async def _start(self) -> tuple[WorkerProcess, list[LoadedFunction]]:
         """Start one worker and load the functions in it; it is then in `_alive`."""
         self._started += 1
-        process = await WorkerProcess.start(self._folder, leftovers.mark_of(self._mark, self._started))
+        try:
+            process = await WorkerProcess.start(self._folder, leftovers.mark_of(self._mark, self._started))
+        except OSError as error:
+            if self._tasks is None:  # the run is being opened
+                raise
+            await anyio.sleep(_AGAIN_S)  # for a moment there was no process to be had, or no descriptor
+            raise RewardCrash(f"no reward worker could be started: {error}") from error
         self._alive.add(process)
         try:
             if self._state is _State.CLOSED:

@@ -1,6 +1,7 @@
 """The reward pool's processes: who waits for whom, what cancellation and closing leave, whose death takes whom."""
 
 import asyncio
+import errno
 import gc
 import os
 import signal
@@ -231,8 +232,18 @@ def test_it_works_under_uvloop():
 # ---- deaths
 
 
-async def test_a_worker_killed_while_idle_is_replaced():
+@pytest.mark.parametrize("refused", [0, 1])
+async def test_a_worker_killed_while_idle_is_replaced(refused, monkeypatch):
+    """Also where for a moment no process can be started."""
+    errors = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * refused
+
+    def start(*arguments, begin=subprocess.Popen, **options):
+        if errors:
+            raise errors.pop()
+        return begin(*arguments, **options)
+
     async with pool("by_order") as rewards:
+        monkeypatch.setattr(subprocess, "Popen", start)
         before = only_worker()
         before.send_signal(signal.SIGKILL)
         await until(lambda: not alive(before.pid))
