@@ -201,12 +201,12 @@ class RewardPool:
             logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(left))
 
     async def _start_all(self) -> None:
-        errors: list[AsyncrlError] = []
+        errors: list[AsyncrlError | OSError] = []
 
         async def start_one() -> None:
             try:
                 _, self._loaded = await self._start()
-            except AsyncrlError as error:
+            except (AsyncrlError, OSError) as error:
                 errors.append(error)
                 starters.cancel_scope.cancel()  # the others would say the same
 

@@ -7,11 +7,13 @@ test_generation_worker_engine.py has the real ones.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import random
 import re
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -267,6 +269,23 @@ async def test_how_a_worker_died_is_told_and_its_requests_go_on(
         await Asked(engine, [request(n) for n in range(6)]).all_right()
         assert engine.lives == [0, 0]
     assert named in caplog.text
+
+
+async def test_a_successor_for_which_there_is_no_process_now_comes_a_moment_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
+
+    def start(*arguments: Any, begin: Any = subprocess.Popen, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return begin(*arguments, **options)
+
+    async with serving(Engine(workers=1, die={(0, 0): {"request": "kill"}})) as engine:
+        monkeypatch.setattr(subprocess, "Popen", start)
+        await Asked(engine, [request(n) for n in range(6)]).all_right()
+        assert engine.lives == [0, 0, 0]
+    assert "Resource temporarily unavailable\nit is started again" in caplog.text
 
 
 # ---- deaths in the start

@@ -275,7 +275,7 @@ class WorkerEngine(EngineLife):
                         await self._serve(peer)
                     finally:
                         await self._retire(peer)
-            except WorkerDied as died:
+            except (WorkerDied, BlockingIOError) as died:
                 deaths = 1 if self._finishes[number] > before else deaths + 1
                 if first and (peer is None or not peer.ready):
                     raise
@@ -286,6 +286,8 @@ class WorkerEngine(EngineLife):
                     "%s\nit is started again (%d of at most %d times in a row)", died, deaths, MOST_DEATHS - 1
                 )
                 self.recorder.count("engine/worker_deaths")
+                if isinstance(died, BlockingIOError):  # no process is to be had: perhaps a moment later
+                    await anyio.sleep(_LOOK_S)
 
     async def _serve(self, peer: Peer) -> None:
         """Until the process has ended. Errors: WorkerDied."""
