@@ -20,6 +20,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
 from asyncrl.concurrency.ending import over, run_program
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tied
@@ -67,6 +68,9 @@ def _main(given: list[str]) -> int:
         from asyncrl.runtime.inputs import check_start
 
         check_start(config, code=dry_run)
+        spare = Reserve()
+        spare.keep()  # else it would be told in the middle of an import
+        spare.spend()
         say_early("importing torch and transformers")
         if dry_run:
             from asyncrl.runtime.plan import print_plan
@@ -76,17 +80,20 @@ def _main(given: list[str]) -> int:
         return run(config, launcher)
     except AsyncrlError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", []):
+        for note in dict.fromkeys([*getattr(error, "__notes__", []), *([way_out()] if none_left(error) else [])]):
             print(f"  {note}", file=sys.stderr)
         return error.exit_code
-    except (RuntimeError, BlockingIOError) as error:
-        if not isinstance(error, BlockingIOError) and str(error) != "can't start new thread":
+    except Exception as error:
+        if none_left(error):
+            said = way_out()
+        elif isinstance(error, BlockingIOError) or str(error) == "can't start new thread":
+            said = (
+                "no more threads or processes may be started; raise the limit of this user (`ulimit -u`) or of the container "
+                "(pids.max), or end other programs"
+            )
+        else:
             raise
-        print(
-            f"asyncrl: PlatformError: {error}: no more threads or processes may be started; raise the limit of this user "
-            "(`ulimit -u`) or of the container (pids.max), or end other programs",
-            file=sys.stderr,
-        )
+        print(f"asyncrl: PlatformError: {error}: {said}", file=sys.stderr)
         return PlatformError.exit_code
     except KeyboardInterrupt:  # before the run took over the signals: nothing was begun
         return 128 + signal.SIGINT

@@ -5,6 +5,7 @@ What is promised assumes a local file system with atomic rename; a crash of the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -56,7 +57,8 @@ def put_in_place(new: Path, place: Path, aside: Path) -> None:
         try:
             os.rename(new, place)
         except OSError:
-            os.rename(aside, place)
+            with contextlib.suppress(OSError):
+                os.rename(aside, place)
             raise
     sync_directory(place.parent)
 

@@ -196,7 +196,10 @@ class CheckpointStore:
 
         Higher versions than the one just written belong to a future that was given up; they do not count and stay.
         """
-        older = [v for v in self.versions() if v <= version]
+        try:
+            older = [v for v in self.versions() if v <= version]
+        except CheckpointError as error:
+            return (), (str(error),)
         doomed = [v for v in older[: -self._keep] if v != version] if self._keep else []
         # A directory of that name without a manifest was put there by somebody else.
         doomed = [v for v in doomed if (self.path(v) / MANIFEST).exists()]

@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 
 from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
 from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -51,6 +52,7 @@ class RunDirectory:
         self.lost = ""  # what became of it while the run was alive; `path` is then where the last checkpoint goes
         self._config = config
         self._lock = DirectoryLock(self.real)
+        self.reserve = Reserve()
 
     def _at(self, path: Path) -> None:
         self.path = path
@@ -71,6 +73,7 @@ class RunDirectory:
         try:
             if config.resume and not self.config_file.exists():
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
+            self.reserve.keep()
             # The leader checks and writes; reading what it may be writing now proves nothing.
             return self._open(config) if leader else []
         except OSError as error:
@@ -78,6 +81,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let the next run have it. Twice is fine."""
+        self.reserve.spend()
         self._lock.release()
 
     def look(self) -> None:
@@ -213,6 +217,8 @@ def _name_in(config_file: Path) -> str | None:
 
 def unusable(path: Path, error: OSError) -> str:
     """Why a run directory cannot be made or written, and what to do."""
+    if none_left(error):
+        return way_out()
     reason = error.strerror or str(error)
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         reason = "a file stands where a directory is needed"

@@ -80,6 +80,7 @@ class OpenRun:
         self._profiler = profiler
         self._stop_agreed = False
         self.stopped_by: str | None = None  # a signal
+        self.ended_by: BaseException | None = None  # what ended the pumps
         self._ran = False
         self._at_a_version = False  # evaluation, metrics, checkpoint: also before the first step
 
@@ -219,30 +220,35 @@ class OpenRun:
 
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
+        self.ended_by = error
+        if self.base.directory is not None:
+            self.base.directory.reserve.spend()
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
             self.base.stages.begin("ending the groups in hand")
             version, books = self.ports.trainer.version, self._books()  # before live groups are ended
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
-                if error is not None and self.base.world.world_size > 1:
-                    by = await self._checkpointer.leave(version, books, self.stopped_by)
-                    if by is not None and isinstance(error, RankLost):
-                        # A stop in progress: this rank hears of it before its own signal.
-                        error.stopped_by = by
-                        stopped = True
-                    # Another rank may wait in a collective that this one will never join: it must hear of that before
-                    # this one waits for it.
-                    await offload(self.base.world.leave, "leave")
-                await self.ports.book.end_all(ended)
-                self.base.stages.begin("writing the last metrics")
-                await self._profiler.close(version)
-                await self.journal.write_pending()
-                await self.journal.write(version, logged_means(self.ports.recorder.take_counts(("own/",))))
-                for missed in self.graph.unevaluated:
-                    self.journal.warn(f"warning: version {missed} was not evaluated: the run ended first")
-                self.base.stages.begin("writing the last checkpoint")
-                await self._checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
+                try:
+                    if error is not None and self.base.world.world_size > 1:
+                        by = await self._checkpointer.leave(version, books, self.stopped_by)
+                        if by is not None and isinstance(error, RankLost):
+                            # A stop in progress: this rank hears of it before its own signal.
+                            error.stopped_by = by
+                            stopped = True
+                        # Another rank may wait in a collective that this one will never join: it must hear of that before
+                        # this one waits for it.
+                        await offload(self.base.world.leave, "leave")
+                    await self.ports.book.end_all(ended)
+                    self.base.stages.begin("writing the last metrics")
+                    await self._profiler.close(version)
+                    await self.journal.write_pending()
+                    await self.journal.write(version, logged_means(self.ports.recorder.take_counts(("own/",))))
+                    for missed in self.graph.unevaluated:
+                        self.journal.warn(f"warning: version {missed} was not evaluated: the run ended first")
+                finally:  # whatever went wrong there
+                    self.base.stages.begin("writing the last checkpoint")
+                    await self._checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
             finally:
                 self.base.stages.begin("writing the trace and the report")
                 await self.journal.finish(ended if error is not None else "completed")

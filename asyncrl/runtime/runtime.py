@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.concurrency.descriptors import none_left, way_out
 from asyncrl.concurrency.ending import left_behind
 from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
-from asyncrl.errors import DataError, LifecycleError, StallError
+from asyncrl.errors import AsyncrlError, DataError, LifecycleError, StallError
 from asyncrl.ports import Environment
 from asyncrl.pumps.evaluate import EvaluatePump
 from asyncrl.pumps.hooks import Hooks
@@ -111,7 +111,7 @@ class Runtime:
                     _OPENING.release()
         except BaseException as error:
             self._state = State.CLOSED
-            await self._stack.__aexit__(*sys.exc_info())
+            await self._unwind(error)
             if self._stall is not None and isinstance(error, asyncio.CancelledError):
                 if self._task is not None:
                     self._task.uncancel()
@@ -131,9 +131,28 @@ class Runtime:
             try:
                 await self._run.drain()
             except BaseException as failure:
-                await self._stack.__aexit__(type(failure), failure, failure.__traceback__)
+                await self._unwind(failure)
                 raise
-        return await self._stack.__aexit__(kind, error, traceback)
+        return await self._unwind(error)
+
+    async def _unwind(self, error: BaseException | None) -> bool | None:
+        """Close everything. The first error comes out: what closing raises over it becomes a note of it."""
+        try:
+            return await self._stack.__aexit__(
+                type(error) if error else None, error, error.__traceback__ if error else None
+            )
+        except BaseException as last:
+            first = error if self._run is None else self._run.ended_by
+            if first is None or isinstance(first, asyncio.CancelledError):
+                first = last
+            told: BaseException | None = last
+            while told is not None and told is not first:
+                if isinstance(told, AsyncrlError) or told is last:
+                    first.add_note(f"and at the end: {type(told).__name__}: {told}")
+                told = told.__context__
+            if none_left(last) or none_left(first):
+                first.add_note(way_out())
+            raise first from first.__cause__
 
     def _make_watchdog(self, hard_exit: bool) -> Watchdog:
         """Its questions come from a thread of its own, also while the run is being opened."""

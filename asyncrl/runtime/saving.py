@@ -19,6 +19,7 @@ import anyio
 from asyncrl.checkpoint.shards import shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
+from asyncrl.concurrency.descriptors import none_left
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.describe import to_plain
 from asyncrl.config.schema import Config
@@ -151,7 +152,7 @@ class Checkpointer:
         """At the end, however it came. A stalled run writes none: what it would wait for may be what hangs. `stopped`: it is being
         cancelled, whatever else the error says (of ranks that are stopped the others may hear in a collective that one has left).
         Where the model is cut, a rank that failed alone writes none: those whose parts it needs are only stopped later."""
-        if isinstance(error, (StallError, CheckpointError)):
+        if isinstance(error, (StallError, CheckpointError)) and not none_left(error):
             return False
         core = self._built.core
         if core is not None and core.is_sharded and self._world.world_size > 1 and error is not None and not stopped:
@@ -346,6 +347,9 @@ class Checkpointer:
             self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
             if lost is not None:
                 raise lost
+        except CheckpointError:
+            self._saved_version = None  # at the end it is tried once more, where that may help
+            raise
         finally:
             self._free.set()
 
