@@ -18,12 +18,9 @@ GAP_S = 1.0  # of a gap counts: a thread that gets no processor for a moment is 
 
 _lock = threading.Lock()
 _loops: Counter[asyncio.AbstractEventLoop] = Counter()  # that are on it, and how often
-_read = 0.0  # the monotonic clock at the last reading
-_used = (
-    0.0,
-    0.0,
-)  # the same at one of the last quarter of a second, and the process's processor time then: that is slow to read
-_lost = 0.0
+_lost, _read = 0.0, 0.0  # seconds; the monotonic clock at the last reading
+# The same at a reading of the last quarter of a second, and the processor time of the process then, which is slow to read.
+_used = (0.0, 0.0)
 
 
 def lost() -> float:
