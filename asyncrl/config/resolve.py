@@ -344,7 +344,7 @@ def _check_parts(config: Config) -> Iterator[str]:
             f"evaluate.every is {config.evaluate.every} but data.eval is not set; name held-out prompts or leave "
             "evaluate.every out"
         )
-    if config.resume and config.run.overwrite:
+    if config.resume is True and config.run.overwrite:
         yield (
             "resume and run.overwrite are both true: one goes on from the run directory, the other starts "
             "anew; choose one"

@@ -335,8 +335,10 @@ class Config(Section):
     )
     # As far as torch and numpy go.
     seed: int = field(0, "Keys all randomness together with (group, member).", ge=0, le=2**64 - 1)
-    resume: bool = field(
-        False, "Go on from the checkpoint that checkpoints/latest of the run directory names, the newest."
+    resume: Literal["auto"] | bool = field(
+        "auto",
+        "true: go on from the checkpoint that checkpoints/latest of the run directory names, the newest. auto: do so where "
+        "torchrun (--max-restarts) or SLURM (requeue) starts the same job again; else start a new run. false: always a new one.",
     )
     threads: int | None = field(
         None,

@@ -77,7 +77,7 @@ class RunConfig(Section):
     dir: LocalPath = field("runs", "Where run directories live.")
     overwrite: bool = field(
         False,
-        "Start anew in a run directory that holds a run: the old one is renamed, and the newest two such are kept.",
+        "At a job's first start: start anew where a run is, which is renamed; the newest two such are kept. See `resume`.",
     )
 
     @field_validator("name")

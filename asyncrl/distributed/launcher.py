@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..concurrency.child import signal_at_parents_end
 from ..errors import PlatformError
 
 _STORE_ANSWERS_S = 5.0
+_PROCESS = secrets.token_hex(8)  # a number alone comes again in a new container
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,28 @@ def tied(environ: Mapping[str, str] | None = None) -> Launcher | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         _require_store(env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", ""))
     return launcher
+
+
+def this_start(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """This process, and which start of which job it is. A run directory has that of its run, as JSON, for `restarted`."""
+    env = os.environ if environ is None else environ
+    ids = {"torchrun": env.get("TORCHELASTIC_RUN_ID"), "SLURM": env.get("SLURM_JOB_ID")}
+    restarts = {"torchrun": env.get("TORCHELASTIC_RESTART_COUNT"), "SLURM": env.get("SLURM_RESTART_COUNT")}
+    jobs = {name: [job, int(restarts[name] or 0)] for name, job in ids.items() if job is not None}
+    # torchrun makes a directory of its own for each of its lives: <directory>/attempt_N/<local rank>/error.json
+    agent = str(Path(env.get("TORCHELASTIC_ERROR_FILE") or "/").parent.parent.parent)
+    return {"process": f"{os.getpid()} {_PROCESS}", "agent": agent, "jobs": jobs}
+
+
+def restarted(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """In words, how `now` restarts the job whose start was `before`; None where it does not: a second run of one process."""
+    for name, (job, number) in now["jobs"].items() if now["process"] != before.get("process") else ():
+        old, last = before.get("jobs", {}).get(name, (None, 0))
+        # One torchrun has one job; where the nodes of a job change, its first rank may get another torchrun.
+        own = name == "torchrun" and now["agent"] == before.get("agent") != "/"
+        if own or (job == old != "none" and number > last):
+            return f"restart {number} of this job by {name}"
+    return None
 
 
 def _is_python(pid: int) -> bool:

@@ -43,9 +43,11 @@ class EvaluateParts:
 class EvaluatePump:
     """See the module docstring. `name` is the part of the metrics' names that says what was evaluated."""
 
-    def __init__(self, parts: EvaluateParts, prompts: Sequence[Prompt], name: str) -> None:
+    def __init__(self, parts: EvaluateParts, prompts: Sequence[Prompt], name: str, newest: int = -1) -> None:
+        """`newest`: the newest version that was evaluated, in an earlier life of the run."""
         self._parts = parts
         self._name = name
+        self.newest = newest
         self.progress: tuple[int, int] | None = None  # (completions that are scored, all of them) while it runs
         limit = parts.settings.limit
         self._prompts = [
@@ -79,6 +81,7 @@ class EvaluatePump:
                         spawn(tasks, f"evaluation of row {row}", self._row, row, prompt, play, scored)
         finally:
             self.progress = None
+        self.newest = version
         return self._metrics(scored, samples)
 
     async def _row(

@@ -42,6 +42,11 @@ class Evaluations:
         """(completions that are scored, all of them) of the evaluation that runs now."""
         return None if self._pump is None else self._pump.progress
 
+    def owes(self, version: int, last: bool) -> bool:
+        """Whether an evaluation that was due until this version is missing; of the `last` version its own is."""
+        pump = self._pump
+        return pump is not None and any(pump.due(each, last) for each in range(pump.newest + 1, version + 1))
+
     async def all_told(self) -> None:
         """Wait until every version that came was told of. (Where all were, nothing else runs before the caller goes on: it is shown
         at once that it evaluates.)"""

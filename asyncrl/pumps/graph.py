@@ -24,6 +24,7 @@ Whoever ends closes its own end of an edge; the next pump's `async for` then end
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import anyio
@@ -67,20 +68,24 @@ class Graph:
         held_out: Sequence[Prompt],
         at_version: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepReport], None],
+        catch_up: Callable[[bool], Awaitable[None]],
+        evaluated: int = -1,
     ) -> None:
+        """`catch_up(last)`: what is due before the first step, or is missing after the `last`; `evaluated`: of `EvaluatePump`."""
         self._ports = ports
         self._prompts = prompts
         publications: Edge[Publication] = open_queue("publications", 1, ports.recorder)
         publications_in, publications_out = publications
         reroll = make_reroll(ports, prompts)
         self.intake = make_intake(ports, reroll)
-        self._publish = PublishPump(publish_parts(ports), publications_out, at_version)
+        self._catch_up = catch_up
+        self._publish = PublishPump(publish_parts(ports), publications_out, at_version, partial(catch_up, False))
         self._claims = make_claims(ports)
         self._trained_out = False  # no step can come any more, and that is right
         self._train = make_train(ports, self._claims, reroll, publications_in, self._publish.published, on_step)
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
-        evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment) if held_out else None
-        self._evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
+        evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment, evaluated) if held_out else None
+        self.evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
         self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # no step can come any more, the last one is published
         self._generated = anyio.Event()  # no rollout and no scorer is left
@@ -111,6 +116,7 @@ class Graph:
                 self._training_tasks = pumps
                 spawn(pumps, "train pump", self._train_to_the_end)
                 spawn(pumps, "publish pump", self._publish.run)
+            await self._catch_up(True)
         finally:
             self._finished.set()
             for callback in self._callbacks:
@@ -139,6 +145,7 @@ class Graph:
         Without prompts: train what is submitted meanwhile. The time limit then trains what is here: the next group may
         never come.
         """
+        await self._publish.published(self._ports.ledger.turn)
         if self._prompts is None:
             self._generated.set()
         else:
@@ -223,21 +230,21 @@ class Graph:
         """`tell` gets the metrics of the held-out prompts at this version; none where it is not due, or there are no such
         prompts. Steps may go on meanwhile, but for the `first` and the `last` version of a run: see `Evaluations.at`. The
         training does not end before."""
-        await self._evaluations.at(version, tell, last=last, beside=None if first or last else self._training_tasks)
+        await self.evaluations.at(version, tell, last=last, beside=None if first or last else self._training_tasks)
 
     async def all_told(self) -> None:
         """Wait until the metrics of every version that came to `evaluate` were told."""
-        await self._evaluations.all_told()
+        await self.evaluations.all_told()
 
     @property
     def unevaluated(self) -> Sequence[int]:
         """Versions whose evaluation was due and has not ended."""
-        return self._evaluations.unfinished
+        return self.evaluations.unfinished
 
     @property
     def evaluating(self) -> tuple[int, int] | None:
         """(completions that are scored, all of them) of the evaluation that runs now."""
-        return self._evaluations.progress
+        return self.evaluations.progress
 
     def nothing_left(self) -> bool:
         """The version in hand is the last one."""

@@ -45,12 +45,14 @@ class PublishPump:
         parts: PublishParts,
         publications: QueueReceiver[Publication],
         at_version: Callable[[int], Awaitable[None]],
+        first: Callable[[], Awaitable[None]],
     ) -> None:
-        """`at_version(version)` does what is due at that version: evaluation, checkpoint."""
+        """`at_version(version)` does what is due at that version: evaluation, checkpoint; `first()`, before the first step, too."""
         self._parts = parts
         self._publications = publications
         self._at_version = at_version
-        self._done_turn = parts.ledger.turn  # turns below this one are published
+        self._first = first
+        self._done_turn = parts.ledger.turn - 1  # turns below this one are published; and `first` is to come
         self._synced_turn = parts.ledger.turn  # the engines hold the weights that follow the turn before this one
         self._owed: Publication | None = None  # the newest one, where the engines do not have it
         self._advanced = anyio.Event()
@@ -63,6 +65,8 @@ class PublishPump:
     async def run(self) -> None:
         """Ends after the last publication; `published` stays answered."""
         async with self._publications:
+            await self._first()
+            self._advance(self._done_turn + 1)
             async for publication in self._publications:
                 await self._publish(publication)
             if self._owed is not None:
@@ -81,7 +85,10 @@ class PublishPump:
         for sink in parts.sinks:
             if isinstance(sink, SettlingSink):
                 await sink.settled()
-        self._done_turn = publication.turn + 1
+        self._advance(publication.turn + 1)
+
+    def _advance(self, turn: int) -> None:
+        self._done_turn = turn
         self._advanced.set()
         self._advanced = anyio.Event()
 

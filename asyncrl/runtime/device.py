@@ -17,7 +17,6 @@ from __future__ import annotations
 import datetime
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -26,6 +25,8 @@ from asyncrl.config.schema import Config, DtypeName
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
+
+from .directory import RunDirectory
 
 _SIZE = 256  # of the two products that are compared: some 0.1 ms each, 10 ms in bfloat16 where it has no instructions
 _SLOWER = 1.2  # times float32: from here on bfloat16 is worth a warning
@@ -142,8 +143,8 @@ def meet(world: World, settled: Settled) -> None:
 
 def _saved(config: Config) -> Config | None:
     """What the run that goes on was started with."""
-    file = Path(config.run.dir) / config.run.name / "config.yaml"
-    return load_config([file]) if config.resume and file.exists() else None
+    directory = RunDirectory(config)
+    return load_config([directory.config_file]) if directory.goes_on and directory.config_file.exists() else None
 
 
 def _warning(device: torch.device) -> list[str]:

@@ -3,6 +3,7 @@
 runs/<name>/
   config.yaml          as resolved
   .lock                while a run is alive: whose it is (lock.py)
+  job.json             which start of which job runs here: under `resume: auto` a restart of the job goes on
   metrics.jsonl        one line a policy version
   rollouts/step_N.jsonl
   trace.json           opens in Perfetto
@@ -26,12 +27,15 @@ import time
 from itertools import count
 from pathlib import Path
 
+import orjson
+
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.concurrency.descriptors import Reserve, none_left, way_out
 from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.text import parse_file
+from asyncrl.distributed.launcher import restarted, this_start
 from asyncrl.errors import ConfigError, DirectoryLost
 from asyncrl.telemetry.sinks import each_row
 
@@ -53,6 +57,12 @@ class RunDirectory:
         self._config = config
         self._lock = DirectoryLock(self.real)
         self.reserve = Reserve()
+        self.restart: str | None = None  # for people: this is no first start of the job that runs here
+        self.goes_on = config.resume is True  # from a checkpoint. Of several ranks the first one decides (opening.py)
+        if config.resume == "auto" and (restart := restarted(next(each_row(self.path / "job.json"), {}), this_start())):
+            self.goes_on = bool(CheckpointStore(self.checkpoints).versions())
+            where = "its newest checkpoint" if self.goes_on else "version 0: no checkpoint was written"
+            self.restart = f"{restart}: the run in {self.path} goes on from {where}; run.overwrite is for first starts"
 
     def _at(self, path: Path) -> None:
         self.path = path
@@ -71,7 +81,7 @@ class RunDirectory:
         nothing to resume from; it cannot be made or written. Only the leader (rank 0) locks and writes.
         """
         try:
-            if config.resume and not self.config_file.exists():
+            if self.goes_on and not self.config_file.exists():
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
             self.reserve.keep()
             # The leader checks and writes; reading what it may be writing now proves nothing.
@@ -118,18 +128,18 @@ class RunDirectory:
         if self.path.is_symlink():
             self.require_own()  # a link to nothing would be filled
         unlocked = self._lock.acquire()
-        lines = [] if unlocked is None else [unlocked]
+        lines = [line for line in (unlocked, self.restart) if line is not None]
         self.require_own()
-        if config.resume:
+        if self.goes_on:
             lines += [f"resume: {change}" for change in check_resume(load_config([self.config_file]), config)]
-        elif self.holds_run():
+        elif self.restart is None and self.holds_run():
             if not config.run.overwrite:
                 raise ConfigError(
                     f"{self.path} holds a run already; go on from it with resume=true, move it aside with "
                     "run.overwrite=true, or choose another run.name"
                 )
             lines += self._move_aside(config.run.name)
-        else:  # what a run leaves that ended before its first step
+        elif self.restart is None:  # what a run leaves that ended before its first step
             for left in (self.metrics, self.trace, self.report):
                 left.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -137,9 +147,10 @@ class RunDirectory:
         for folder in (self.checkpoints, self.rollouts):  # else it would be told at the first checkpoint
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        partial = self.config_file.with_name("config.yaml.partial")
-        partial.write_text(to_yaml(config), encoding="utf-8")
-        partial.replace(self.config_file)  # a kill in between must not leave half of it: `resume` reads it
+        for name, text in (("job.json", orjson.dumps(this_start()).decode()), ("config.yaml", to_yaml(config))):
+            partial = self.path / f"{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.path / name)  # a kill in between must not leave half of it: the next start reads it
         return lines
 
     def holds_run(self) -> bool:

@@ -28,14 +28,16 @@ class History(Sequence[Line]):
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}  # most steps have the same: each kept once
 
     def add(self, version: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics."""
+        """One line of metrics, or more of the last one."""
+        if again := self._versions[-1:] == array("q", [version]):
+            metrics = {**self[-1][1], **metrics}
         names = tuple(sys.intern(name) for name in sorted(metrics))  # they are made anew for each step
-        if self._added and (self._added - 1) % self._every:  # the last one was kept for being the last
+        if again or (self._added and (self._added - 1) % self._every):  # the last one was kept for being the last
             self._versions.pop()
             self._numbers.pop()
         self._versions.append(version)
         self._numbers.append((self._names.setdefault(names, names), array("d", [metrics[name] for name in names])))
-        self._added += 1
+        self._added += not again
         if len(self._versions) > self._most:
             self._thin()
         if len(self._names) > 2 * self._most:  # most of them are of lines that went

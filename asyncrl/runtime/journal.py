@@ -49,8 +49,9 @@ class Journal:
     """`async with Journal(...) as journal: await journal.open()`; `live` can be used in between. Everything is called on the
     loop's thread; what opens, writes or renders files goes to threads."""
 
-    def __init__(self, config: Config, directory: RunDirectory | None, recorder: Recorder, version: int) -> None:
-        """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader)."""
+    def __init__(self, config: Config, directory: RunDirectory | None, recorder: Recorder, since: int | None) -> None:
+        """`directory` None: nothing is written (embedding without a run directory, or a rank that is not the leader).
+        `since`: lines of earlier lives of the run stay up to this version; None: it had none."""
         self._config = config
         self._directory = directory
         self._recorder = recorder
@@ -66,8 +67,9 @@ class Journal:
         self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         self.history = History()
-        self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=version)
-        self._version = version
+        start = max(0, since or 0)
+        self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=start)
+        self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
         self._lost, self._last_lost = 0, ""  # how often something could not be written; what, and why
@@ -79,7 +81,6 @@ class Journal:
         """
         config, directory = self._config, self._directory
         if directory is not None:
-            resume = self._version if config.resume else None
 
             def files() -> None:
                 self._sinks = open_sinks(
@@ -87,9 +88,9 @@ class Journal:
                     directory.path,
                     name=config.run.name,
                     config=to_plain(config),
-                    resume_step=resume,
+                    resume_step=self._newest,
                 )
-                self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, resume, decode)
+                self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, self._newest, decode)
 
             try:
                 await offload(files, "sinks")
@@ -161,7 +162,11 @@ class Journal:
         self._pending.pop(version, None)
         self.history.add(version, line)
         with self._without(f"the metrics of version {version}"):
-            self._sinks.write(version, line)
+            if version != self._newest:
+                self._sinks.write(version, line)
+            else:  # a file is opened
+                await offload(lambda: self._sinks.write(version, line, more=True), "metrics")
+        self._newest = version
         if report is not None:
             self.live.step(version, line)
             for text in (*warnings(line, self.known), *left_out(line, self._said)):

@@ -32,7 +32,7 @@ from .directory import RunDirectory
 from .journal import Journal
 from .profiling import StepProfiler
 from .rates import needed_flop
-from .saving import Checkpointer
+from .saving import Checkpointer, SavedRun
 from .stages import Stages
 from .starting import show_first_step
 from .steps import Listeners, RunSummary
@@ -64,6 +64,7 @@ class OpenRun:
         profiler: StepProfiler,
         prompts: PromptSource | None,
         held_out: list[Prompt],
+        saved: SavedRun | None,
     ) -> None:
         """`prompts`: None where groups are submitted. `held_out`: what evaluations play; empty: there are none."""
         self.base = base
@@ -73,7 +74,9 @@ class OpenRun:
         self.prompts = prompts
         self.journal = base.journal
         self.ports.note = base.journal.live.note
-        self.graph = Graph(built.ports, prompts, held_out, self._at_version, self._on_step)
+        self._saved = saved
+        evaluated = saved.evaluated if saved else -1
+        self.graph = Graph(built.ports, prompts, held_out, self._at_version, self._on_step, self._catch_up, evaluated)
         self.graph.when_finished(base.listeners.close)
         self.supervisor = Supervisor()
         self._checkpointer = checkpointer
@@ -101,8 +104,6 @@ class OpenRun:
         if self._ran:
             raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
         self._ran = True
-        if not self.config.resume:
-            await self._at_version(self.ports.trainer.version, first=True)
         await self.graph.run(self.supervisor)
         return self.summary()
 
@@ -156,6 +157,16 @@ class OpenRun:
             await self._do_what_is_due(version, first)
         finally:
             self._at_a_version = False
+
+    async def _catch_up(self, last: bool) -> None:
+        """Before the first step: what is due at the version that a new run begins with, or the evaluation that the run had not made
+        when it was stopped. After the `last` one, on the first rank: its evaluation, where it was not known to be the last."""
+        version = self.ports.trainer.version
+        if not (last or self._saved):
+            await self._at_version(version, first=True)
+        elif self.graph.evaluations.owes(version, last) and (self.base.world.is_first or not last):
+            self.journal.live.note(f"evaluating version {version}, which was not evaluated yet")
+            await self.graph.evaluate(version, partial(self.journal.write, version), first=True, last=True)
 
     async def _do_what_is_due(self, version: int, first: bool) -> None:
         if self.base.directory is not None:

@@ -93,7 +93,7 @@ async def open_run(
         note(f"note: {line}")
     profiler = StepProfiler(base.config, built.lanes[0], base.device, base.directory, base.world.rank, note)
     await profiler.at(built.ports.trainer.version)
-    run = OpenRun(base, built, checkpointer, profiler, prompts, held_out)
+    run = OpenRun(base, built, checkpointer, profiler, prompts, held_out, saved)
     listeners.add(stack.enter_context(Collector(recorder)))  # start-up ends here
     stack.push_async_exit(run.finalize)
     await stack.enter_async_context(run.supervisor)
@@ -118,8 +118,8 @@ async def _found(
         stack.callback(directory.close)  # after everything that writes there
         opened = await offload(lambda: directory.open(config, leader=world.is_first), "run-directory")
     saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
-    version = saved.version if saved else 0
-    journal = Journal(config, directory if world.is_first else None, recorder, version)
+    since = saved.version if saved else -1 if directory and directory.restart else None  # -1: no line stays
+    journal = Journal(config, directory if world.is_first else None, recorder, since)
     await stack.enter_async_context(journal)
     stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(journal.live.status)
@@ -135,8 +135,19 @@ async def _found(
     for line in world.notes:
         journal.live.note(line)
     if world.world_size > 1:
+        saved = await offload(lambda: _agree(world, directory, saved), "find-checkpoint")
         stages.heartbeat = stack.enter_context(Heartbeat(world.store("alive"), world.rank, world.world_size))
     return Foundation(config, world, settled.device, recorder, directory, journal, listeners, stages, began), saved
+
+
+def _agree(world: World, directory: RunDirectory | None, saved: SavedRun | None) -> SavedRun | None:
+    """What the first rank goes on from: the others may have looked when it had begun to write."""
+    store = world.store("start")
+    if world.is_first:
+        store.set("goes on", str(saved is not None))
+    if directory is None or store.get("goes on") != b"True":
+        return None
+    return saved or SavedRun.latest(directory)
 
 
 async def _resolve(given: Given, settled: Settled, world: World) -> Config:

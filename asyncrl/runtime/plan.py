@@ -117,9 +117,9 @@ def without_native(config: Config) -> list[str]:
 def print_plan(config: Config) -> None:
     """Print it, and write it where the run directory would be, as `plan.txt`. After `check_start`. Errors: what a run would end
     with before it has its model."""
-    text = plan(config)
-    print(text)
     run = RunDirectory(config)
+    text = plan(config) + (f"\n{run.restart}" if run.restart else "")
+    print(text)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         (run.path / "plan.txt").write_text(text + "\n", encoding="utf-8")

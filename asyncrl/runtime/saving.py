@@ -28,6 +28,7 @@ from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, ConfigError, DirectoryLost, DivergenceError, StallError, divergence_of
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.sinks import each_row
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
 from asyncrl.types import Ticket
 
@@ -50,15 +51,14 @@ class SavedRun:
     """A checkpoint to go on from."""
 
     checkpoint: Checkpoint
+    evaluated: int  # the newest version that was evaluated; -1: none was
 
     @classmethod
     def to_resume(cls, config: Config, directory: RunDirectory | None) -> SavedRun | None:
         """None where the run starts anew. Errors: ConfigError."""
-        if not config.resume:
-            return None
-        if directory is None:
+        if directory is None and config.resume is True:
             raise ConfigError("resume=true needs the run directory: a Runtime with write=False has none")
-        return cls.latest(directory)
+        return cls.latest(directory) if directory is not None and directory.goes_on else None
 
     @classmethod
     def latest(cls, directory: RunDirectory) -> SavedRun:
@@ -66,14 +66,14 @@ class SavedRun:
         found = CheckpointStore(directory.checkpoints).load_latest()
         if found is None:
             raise CheckpointError(f"resume=true: there is no checkpoint in {directory.checkpoints}")
-        return cls(found)
+        rows = (row for row in each_row(directory.metrics) if any(name.startswith("eval/") for name in row))
+        return cls(found, max((row["step"] for row in rows if row["step"] <= found.version), default=-1))
 
     @property
     def lines(self) -> list[str]:
         """For people."""
-        if self.checkpoint.verified:
-            return []
-        return [f"resume: {self.checkpoint.path} was written without checksums: damage in it would not be noticed"]
+        unseen = "" if self.checkpoint.verified else " was written without checksums: damage in it would not be noticed"
+        return [f"resume: {self.checkpoint.path}{unseen}"]
 
     @property
     def version(self) -> int:

@@ -60,13 +60,22 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self.path, self.id, self.after = path, "", -1
+        self.path, self.id, self.after, self._last = path, "", -1, resume_step
         if resume_step is not None:
             discard_after(path, resume_step)
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line. Errors: OSError where the disk is full."""
+        """One line; what comes for the same step goes into it. Errors: OSError where the disk is full."""
+        if step == self._last:
+            with self.path.open("r+b") as file:
+                file.seek(-min(file.seek(0, os.SEEK_END), 1 << 24), os.SEEK_END)  # a line is shorter
+                *_, line = [b"", *file.readlines()]
+                if _step_of(line) == step:
+                    file.seek(-len(line), os.SEEK_END)
+                    file.write(dump({**orjson.loads(line), **metrics}).ljust(len(line) - 1) + b"\n")
+                    return
+        self._last = step
         self._file.write(dump({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n")
         self._file.flush()
 
@@ -329,12 +338,12 @@ class Sinks:
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """To every sink. Errors: the first OSError, after all of them."""
+    def write(self, step: int, metrics: Mapping[str, float], more: bool = False) -> None:
+        """To every sink; `more`: of the last step. Errors: the first OSError, after all of them."""
         failed: list[OSError] = []
         for sink in self._sinks:
             try:
-                if step > sink.after:
+                if more or step > sink.after:
                     sink.write(step, metrics)
             except OSError as error:
                 failed.append(error)

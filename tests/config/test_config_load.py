@@ -50,7 +50,7 @@ def test_forms_of_an_override(arguments: list[str]) -> None:
 def test_a_switch_needs_no_value_and_does_not_eat_the_next_override() -> None:
     config = load_config([], ["--resume", "seed=3", "--run.overwrite", "false"])
     assert (config.resume, config.seed, config.run.overwrite) == (True, 3, False)
-    assert load_config([], ["--resume"]).resume is True
+    assert load_config([], ["--resume"]).resume is True and load_config([], []).resume == "auto"
 
 
 def test_values_of_text_and_list_knobs_are_taken_as_typed() -> None:

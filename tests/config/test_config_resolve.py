@@ -225,7 +225,7 @@ def test_config_yaml_round_trips(tmp_path: Any) -> None:
 def test_diff_and_resume() -> None:
     old = resolve(config())
     new = resolve(config("train.lr=1e-5", "train.max_steps=20", "resume=true"))
-    assert {str(change) for change in diff(old, new)} >= {"train.max_steps: 10 -> 20", "resume: false -> true"}
+    assert {str(change) for change in diff(old, new)} >= {"train.max_steps: 10 -> 20", "resume: auto -> true"}
     assert check_resume(old, new) == ["train.lr: 1.0e-06 -> 1.0e-05", "train.max_steps: 10 -> 20"]
     assert check_resume(old, old) == []
     with pytest.raises(ConfigError) as caught:

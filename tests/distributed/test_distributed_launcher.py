@@ -14,6 +14,9 @@ import pytest
 import warm
 from ports import reserved_port
 
+from asyncrl.distributed import launcher as launchers
+from asyncrl.distributed.launcher import restarted, this_start
+
 ROOT = Path(__file__).resolve().parents[2]
 # A rank without torch. It asks to hear of its launcher's end, says so, and waits; FIRST may come before.
 RANK = """
@@ -130,3 +133,51 @@ def test_without_torchruns_store_where_it_was_nobody_is_there() -> None:
         refused = ask(TORCHELASTIC_RUN_ID="x", **there)
     assert refused.returncode == 1
     assert f"nobody listens any more where its store was (127.0.0.1:{port})" in refused.stderr
+
+
+def torchrun(job: str, number: int, agent: str | None = None, **more: str) -> dict[str, str]:
+    """What torchrun sets. `agent`: the directory that it makes once for all its starts."""
+    error_file = "" if agent is None else f"/tmp/torchelastic_a/{agent}/attempt_{number}/0/error.json"
+    return {
+        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        **more,
+    }
+
+
+SLURM = [{"SLURM_JOB_ID": "7"}, *({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(count)} for count in (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "by"),
+    [
+        (torchrun("none", 0, "none_x"), torchrun("none", 1, "none_x"), "restart 1 of this job by torchrun"),
+        # A node that comes or goes starts all workers again, and is not counted.
+        (torchrun("none", 0, "none_x"), torchrun("none", 0, "none_x"), "restart 0 of this job by torchrun"),
+        # Another torchrun, though every `torchrun` without an id calls its job "none", and scripts repeat theirs.
+        (torchrun("none", 0, "none_x"), torchrun("none", 1, "none_y"), None),
+        (torchrun("none", 0), torchrun("none", 1), None),
+        (torchrun("100", 0, "100_x"), torchrun("100", 0, "100_y"), None),
+        # The first rank of the job is on another node now.
+        (torchrun("100", 0, "100_x"), torchrun("100", 1, "100_y"), "restart 1 of this job by torchrun"),
+        (SLURM[0], SLURM[1], "restart 1 of this job by SLURM"),
+        (SLURM[0], SLURM[2], "restart 2 of this job by SLURM"),  # the one between did not come so far
+        (SLURM[1], SLURM[1], None),  # two runs, one after the other, of one script
+        (SLURM[0], SLURM[0], None),
+        (SLURM[0], {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, None),
+        (torchrun("none", 2, "none_x", **SLURM[0]), torchrun("none", 0, "none_y", **SLURM[1]), "restart 1 of this job by SLURM"),
+        (torchrun("none", 0, "none_y", **SLURM[1]), torchrun("none", 1, "none_y", **SLURM[1]), "restart 1 of this job by torchrun"),
+        ({}, torchrun("none", 1, "none_x"), None),
+        (torchrun("none", 0, "none_x"), {}, None),
+        ({}, {}, None),
+    ],
+)  # fmt: skip
+def test_a_job_knows_that_its_launcher_starts_it_again(
+    before: dict[str, str], now: dict[str, str], by: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = this_start(before)
+    assert restarted(first, this_start(now)) is None, "a second run of one process is none"
+    monkeypatch.setattr(launchers, "_PROCESS", "another")
+    assert restarted(first, this_start(now)) == by
+    assert restarted({}, this_start(now)) is None  # a run of an earlier release

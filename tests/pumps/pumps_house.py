@@ -139,10 +139,17 @@ class House:
         self.ports = replace(self.ports, **self.brought)
         self.prompts: Any = plan.cursor() if plan.cursor else Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]
-        self.graph = Graph(self.ports, self.prompts, held_out, self._at_version, self.reports.append)  # type: ignore[arg-type]
+        at = self._at_version, self.reports.append, self._catch_up
+        self.graph = Graph(self.ports, self.prompts, held_out, *at)  # type: ignore[arg-type]
 
-    async def _at_version(self, version: int) -> None:
-        """As the runtime does it: an evaluation where one is due."""
+    async def _catch_up(self, last: bool) -> None:
+        """As the runtime does it."""
+        version = self.trainer.version
+        if not last or self.graph.evaluations.owes(version, last):
+            await self._at_version(version, last)
+
+    async def _at_version(self, version: int, missed: bool = False) -> None:
+        """As the runtime does it: an evaluation where one is due, or one that was `missed` at the end."""
         before = self.trainer.version
 
         async def tell(metrics: Mapping[str, float]) -> None:
@@ -153,7 +160,7 @@ class House:
                 self.note("evaluated", version=version)
                 self.evaluations[version] = dict(metrics)
 
-        await self.graph.evaluate(version, tell, first=version == 0, last=self.graph.nothing_left())
+        await self.graph.evaluate(version, tell, first=missed or version == 0, last=missed or self.graph.nothing_left())
 
     async def run(self, body: Callable[[House, Supervisor], Any] | None = None) -> None:
         """Open, run, close, in the runtime's order. `body` embeds: it takes the place of the configured run."""
@@ -165,7 +172,6 @@ class House:
                     if body is not None:
                         await body(self, supervisor)
                     else:
-                        await self._at_version(0)
                         await self.graph.run(supervisor)
                         assert self.books.live == self.books.claimed == 0, "a run leaves no group behind"
                     await self.graph.drain()

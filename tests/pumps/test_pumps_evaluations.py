@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -11,6 +12,9 @@ from pumps_house import House, live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
 from asyncrl.concurrency.supervisor import Supervisor
+from asyncrl.config.schema import EvaluateConfig
+from asyncrl.pumps.evaluate import EvaluatePump
+from asyncrl.pumps.evaluations import Evaluations
 from asyncrl.types import Generation, GenerationRequest
 
 
@@ -69,7 +73,6 @@ def beside(plan: Plan, workers: Workers, embedded: Any = None, **given: Any) -> 
         workers.house, house.pinned = house, True
         if embedded is not None:
             return await embedded(house)
-        await house._at_version(0)
         await house.graph.run(supervisor)
 
     return live(plan, body=body, ports={"engine": workers, "sinks": [workers]}, **given)
@@ -97,6 +100,30 @@ def test_steps_go_on_beside_an_evaluation_until_they_need_its_half(in_place: boo
         assert taken[version + 2] >= evaluated[version], "the half of the evaluation was written"
     assert finished[1] >= evaluated[0] and finished[6] <= evaluated[6], "before the first step, and after the last"
     assert [event.version for event in house.events("told")] == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "version", "owed", "owed_at_the_end"),
+    [
+        (-1, 3, True, True),  # one of an earlier release, or `evaluate.every` is new
+        (0, 3, False, True),
+        (0, 4, True, True),  # stopped during the evaluation of 4
+        (0, 5, True, True),  # or beside it, a step later
+        (4, 5, False, True),
+        (4, 7, False, True),
+        (4, 8, True, True),
+        (8, 8, False, False),
+        (9, 9, False, False),  # it was the last one before
+        (9, 12, True, True),
+    ],
+)
+def test_which_evaluation_is_owed(evaluated: int, version: int, owed: bool, owed_at_the_end: bool) -> None:
+    """Of those at every fourth version; the newest one that was made is known."""
+    parts: Any = SimpleNamespace(settings=EvaluateConfig(every=4))
+    engine: Any = Workers()
+    evaluations = Evaluations(EvaluatePump(parts, [], "", evaluated), engine, anyio.sleep_forever)
+    assert (evaluations.owes(version, last=False), evaluations.owes(version, last=True)) == (owed, owed_at_the_end)
+    assert not Evaluations(None, engine, anyio.sleep_forever).owes(version, last=True)
 
 
 def test_without_a_part_to_spare_the_next_step_waits() -> None:
@@ -140,7 +167,8 @@ def test_with_an_interval_of_the_hand_over_the_steps_between_need_no_half() -> N
     assert [event.version for event in house.events("told")] == list(range(9))
 
 
-def test_the_training_does_not_end_before_an_evaluation_that_was_not_known_to_be_the_last() -> None:
+def test_a_loop_of_ones_own_is_evaluated_before_its_first_step_and_after_its_last() -> None:
+    """Nobody knew that the third one is the last. Steps wait for the first evaluation, though their groups do not."""
     plan = Plan(groups_per_step=2, held_out=2, evaluate_every=2, evaluation_s=20.0)
     workers = Workers()
 
@@ -150,13 +178,20 @@ def test_the_training_does_not_end_before_an_evaluation_that_was_not_known_to_be
             await house.graph.submit(members, make_prompt(group))
         while len(house.reports) < 3:  # noqa: ASYNC110  in virtual time
             await anyio.sleep(0.1)
-        assert house.evaluations == {} and house.graph.evaluating == (0, 2)
-        assert [event.version for event in house.events("told")] == [1]
+        assert sorted(house.evaluations) == [0] and house.graph.evaluating == (0, 2)
+        assert [event.version for event in house.events("told")] == [0, 1]
 
     house = beside(plan, workers, embedded)
 
-    assert house.error is None and sorted(house.evaluations) == [2]
-    assert [event.version for event in house.events("told")] == [1, 2, 3] and house.graph.evaluating is None
+    assert house.error is None and sorted(house.evaluations) == [0, 2, 3]
+    assert at(house, "finished")[1] >= at(house, "evaluated")[0] and house.graph.evaluating is None
+    assert [event.version for event in house.events("told")] == [
+        0,
+        1,
+        2,
+        3,
+        3,
+    ]  # the evaluation goes into the line of 3
 
 
 def test_an_evaluation_that_fails_ends_the_run_and_the_pin() -> None:

@@ -61,6 +61,15 @@ def scored(token: int = 5, reward: float = 0.0, version: int = 0) -> Scored:
     return Scored([4, 5, token], reward, [0, 1, 1], [0, -1, -1], versions=[-1, version, version], prompt_length=1)
 
 
+def started_by(launcher: str, number: int, place: Path) -> dict[str, str]:
+    """The variables of the start after `number` restarts of a job, as torchrun and SLURM set them."""
+    if launcher == "SLURM":
+        return {"SLURM_JOB_ID": "17", **({"SLURM_RESTART_COUNT": str(number)} if number else {})}
+    error_file = str(place / f"torchelastic_x/none_y/attempt_{number}/0/error.json")
+    count = {"TORCHELASTIC_RESTART_COUNT": str(number)}
+    return {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": error_file, **count}
+
+
 def write_yaml(folder: Path, tree: dict[str, Any], name: str = "run.yaml") -> Path:
     path = folder / name
     path.write_text(yaml.safe_dump(tree))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import warm
 from runtime_helpers import (
@@ -26,13 +28,19 @@ from runtime_helpers import (
     lines_at_least,
     metrics_of,
     rollouts_of,
+    started_by,
     write_yaml,
 )
 
-from asyncrl.errors import ConfigError
+from asyncrl.distributed import launcher
+from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.main import main
+from asyncrl.runtime.directory import RunDirectory
+from asyncrl.runtime.plan import print_plan
 from asyncrl.runtime.runtime import Runtime
+from asyncrl.telemetry.sinks import read_jsonl
 
+KILLED = str(Path(__file__).with_name("runtime_killed.py"))
 SLOW = DRY | {"dry_run": {"decode_step_s": 0.02}, "train": DRY["train"] | {"max_steps": 100_000}}
 
 
@@ -148,6 +156,76 @@ def test_overwrite_says_where_the_old_run_is_and_keeps_two(
     assert f"the run that was here is now runs/{newest.name}" in said
     assert said.count("run.overwrite: removed runs/run.") == 1
     assert other.exists()
+
+
+class Crash(LifecycleError):
+    """Of the program around a run."""
+
+
+async def test_a_restart_of_the_same_job_goes_on_and_moves_nothing_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four starts of one job, of which three crash: before the first checkpoint, after it, and after the end."""
+    tree = REAL | {"telemetry": {"live": "plain", "report": False}, "preset": "sync", "run": {"overwrite": True}}
+    tree |= {"checkpoint": {"every": 2, "save_final": False}, "train": tree["train"] | {"max_steps": 4}}
+    run = tmp_path / "runs/run"
+
+    async def start(number: int, crash_at: int | None) -> str:
+        """What it prints. `number`: of restarts of the job."""
+        monkeypatch.setattr(launcher, "_PROCESS", f"process {number}")
+        for name, value in started_by("torchrun", number, tmp_path).items():
+            monkeypatch.setenv(name, value)
+        if number == 2:
+            await anyio.to_thread.run_sync(print_plan, config_of(tmp_path, base=tree))
+            assert "restart 2 of this job by torchrun" in capsys.readouterr().out
+        with contextlib.suppress(Crash):
+            async with (
+                Runtime(config_of(tmp_path, base=tree)) as runtime,
+                anyio.create_task_group() as tasks,
+            ):
+                tasks.start_soon(runtime.run)
+                async for report in runtime.steps():
+                    if report.version == crash_at:
+                        raise Crash
+        return capsys.readouterr().out
+
+    config = config_of(tmp_path, base=tree)
+    older = await anyio.to_thread.run_sync(RunDirectory, config)
+    await anyio.to_thread.run_sync(older.open, config)
+    older.close()
+    (run / "metrics.jsonl").write_text('{"step": 1}')
+    assert "run.overwrite: the run that was here is now" in await start(0, 1)
+    assert "goes on from version 0: no checkpoint was written" in await start(1, 3)
+    said = await start(2, None)
+    assert f"restart 2 of this job by torchrun: the run in {run} goes on from its newest checkpoint" in said
+    assert f"resume: {run}/checkpoints/step_2" in said and "step 3" in said and "step 2" not in said
+    done = metrics_of(run)
+    assert f"resume: {run}/checkpoints/step_4" in await start(3, None)  # it had ended
+    assert metrics_of(run) == done and [line["step"] for line in done] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(run / "metrics.discarded.jsonl")] == [1, 3]
+    assert len(rollouts_of(run)) == 4 * 16
+    [aside] = [each for each in (tmp_path / "runs").iterdir() if each.name.startswith("run.")]
+    assert len(metrics_of(aside)) == 1
+    monkeypatch.setattr(launcher, "_PROCESS", "another")
+    for resume, goes_on in (("auto", True), ("true", True), ("false", False)):  # who wants new runs alone says so
+        found = await anyio.to_thread.run_sync(RunDirectory, config_of(tmp_path, f"resume={resume}", base=tree))
+        assert (found.goes_on, found.restart is not None) == (goes_on, resume == "auto")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again_that_was_killed(tmp_path: Path) -> None:
+    """The first life is killed before a checkpoint, the second while one is written, the third after it."""
+    tree = REAL | {"run": {"overwrite": True}, "checkpoint": {"every": 2}, "telemetry": {"live": "plain"}}
+    tree["train"] = tree["train"] | {"max_steps": 6}
+    program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", KILLED)
+    moments = {"KILLED_0": "0 1 line", "KILLED_1": "0 4 checkpoint", "KILLED_2": "0 5 line"}
+    process = Process(tmp_path, str(write_yaml(tmp_path, tree)), program=program, start=subprocess.Popen, **moments)
+    assert process.wait(300) == 0, process.output
+    starts = [line for line in process.output.splitlines() if "of this job by torchrun" in line]
+    assert ["version 0" in line for line in starts] == [True, False, False], starts
+    assert process.output.count("resume: runs/run/checkpoints/step_") == 2
+    assert [line["step"] for line in metrics_of(tmp_path / "runs/run")] == list(range(1, 7))
+    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("place", ["runs", "runs/run"])

@@ -16,6 +16,7 @@ from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.schema import Config
 from asyncrl.errors import LifecycleError
 from asyncrl.generation.worker.pin import Pin
+from asyncrl.pumps.evaluate import EvaluatePump
 from asyncrl.runtime.runtime import RunSummary, Runtime
 from asyncrl.types import Generation, GenerationRequest
 
@@ -136,3 +137,44 @@ async def test_no_checkpoint_is_written_before_the_evaluations_of_the_versions_u
     await run(tmp_path / "whole", base=SYNC)
     assert evaluated(tmp_path / "cut") == evaluated(tmp_path / "whole")
     assert await anyio.to_thread.run_sync(store.latest_version) == 4
+
+
+async def own_loop(folder: Path, steps: int, *overrides: str) -> RunSummary:
+    """A program that samples and submits groups, a step at a time, and evaluates as a run does."""
+    tree = SYNC | {"data": {"eval": SYNC["data"]["eval"], "max_prompt_tokens": 12}}
+    async with Runtime(configured(folder, *overrides, base=tree)) as runtime:
+        while runtime.version < steps:
+            done = runtime.steps()
+            for letter in "abcd":
+                group = await runtime.generate(f"{letter}3=", n=4)
+                await runtime.submit(group, [float(t.completion.count(letter)) for t in group])
+            await anext(done)
+        await runtime.finish()
+    return runtime.summary()
+
+
+async def test_the_evaluation_at_which_a_loop_was_stopped_is_made_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each: before the first step, at the version at which it was stopped, and after the last step, whichever that was."""
+    every = "evaluate.every=2"
+    summary = await own_loop(tmp_path / "whole", 3, every)
+    whole = evaluated(tmp_path / "whole")
+    assert [(version, bool(found)) for version, found in whole] == [(0, True), (1, False), (2, True), (3, True)]
+    assert [version for version, _ in summary.history] == [0, 1, 2, 3]
+    assert {"loss", *whole[3][1]} <= summary.history[-1][1].keys()
+    evaluate = EvaluatePump.run
+
+    async def stopped(pump: EvaluatePump, version: int, pin: Any = None) -> dict[str, float]:
+        if version == 2:
+            raise Stop
+        return await evaluate(pump, version, pin)
+
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(EvaluatePump, "run", stopped)
+        await own_loop(tmp_path / "cut", 3, every)
+    assert [(version, bool(found)) for version, found in evaluated(tmp_path / "cut")][-1] == (2, False)
+    await own_loop(tmp_path / "cut", 3, every, "resume=true")
+    assert evaluated(tmp_path / "cut")[:3] == whole[:3] and len(evaluated(tmp_path / "cut")) == 4
+    numbers = metrics_of(tmp_path / "cut/runs/run")
+    assert numbers[2]["loss"] == pytest.approx(metrics_of(tmp_path / "whole/runs/run")[2]["loss"])

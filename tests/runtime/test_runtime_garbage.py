@@ -286,7 +286,9 @@ def test_the_history_of_a_long_run_is_thinned_evenly(count: int) -> None:
     history = History(most=8)
     for version in range(count):
         history.add(version, {"a": float(version)})
-        assert len(history) <= 8 and history[0] == (0, {"a": 0.0}) and history[-1] == (version, {"a": float(version)})
+        history.add(version, {"b": 1.0})  # more of the same line
+        line = version, {"a": float(version), "b": 1.0}
+        assert len(history) <= 8 and history[0] == (0, {"a": 0.0, "b": 1.0}) and history[-1] == line
     versions = [version for version, _ in history]
     steps = {after - before for before, after in pairwise(versions[:-1])}
     assert len(steps) <= 1, versions  # evenly, but for the last one

@@ -1,4 +1,5 @@
-"""A rank that is killed just after a step: the other one writes the checkpoint of it, and no prompt is trained twice or lost."""
+"""A rank that is killed just after a step: the other one writes the checkpoint of it, and no prompt is trained twice or lost, where
+the launcher starts the same job again."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import REAL, Process, metrics_of, start_two, write_yaml
+from runtime_helpers import REAL, Process, metrics_of, start_two, started_by, write_yaml
 
 KILLED, RANK = (str(Path(__file__).with_name(name)) for name in ("runtime_killed.py", "runtime_rank.py"))
 GROUPS, STEP = 4, 5
 ENDLESS = REAL | {"train": REAL["train"] | {"max_steps": 100_000}, "telemetry": {"live": "plain"}}
+ENDLESS["run"] = {"overwrite": True}  # of first starts alone
 
 
 def trained(run: Path) -> tuple[int, set[int]]:
@@ -44,7 +46,8 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     tree: dict[str, Any] = ENDLESS | {"checkpoint": {"every": 2}, "distributed": {"sharding": sharding}}
     tree["watchdog"] = {"abort_grace_s": 15.0}  # less than torchrun's 30: a part that never comes is waited for 9 s
     run = tmp_path / "runs/run"
-    with start_two(tmp_path, tree, (KILLED,), KILLED=f"1 {STEP} {moment}") as (first, other):
+    job = [started_by("torchrun", number, tmp_path) for number in (0, 1)]
+    with start_two(tmp_path, tree, (KILLED,), KILLED=f"1 {STEP} {moment}", **job[0]) as (first, other):
         assert other.wait() == -signal.SIGKILL, other.output
         if moment == "say":  # rank 0 waits for its groups, and is stopped, as torchrun does
             first.send(signal.SIGTERM)
@@ -60,7 +63,7 @@ def test_the_step_of_a_rank_that_was_killed_is_trained_once(
     assert lines[-1].get("train/ranks_reported") == (None if moment == "say" else 1)
 
     tree["train"] = tree["train"] | {"max_steps": version + 3}
-    with start_two(tmp_path, tree | {"resume": True}, (RANK,), RANK_WEIGHTS=str(tmp_path)) as ranks:
+    with start_two(tmp_path, tree, (RANK,), RANK_WEIGHTS=str(tmp_path), **job[1]) as ranks:
         assert [each.wait() for each in ranks] == [0, 0], ranks[0].output + ranks[1].output
     dumps = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
     since = [group for dump in dumps for step in dump["groups"] for group in step]
@@ -74,11 +77,14 @@ def test_a_run_that_is_killed_before_the_line_of_a_step_writes_each_once(tmp_pat
     tree: dict[str, Any] = ENDLESS | {"checkpoint": {"every": 2}}
     run = tmp_path / "runs/run"
     settings = f"run.dir={tmp_path}/runs"
-    killed = Process(tmp_path, str(write_yaml(tmp_path, tree)), settings, program=(KILLED,), KILLED=f"0 {STEP} line")
+    job = [started_by("SLURM", number, tmp_path) for number in (0, 1)]
+    here = str(write_yaml(tmp_path, tree)), settings
+    killed = Process(tmp_path, *here, program=(KILLED,), KILLED=f"0 {STEP} line", **job[0])
     assert killed.wait() == -signal.SIGKILL, killed.output
     assert [line["step"] for line in metrics_of(run)] == list(range(1, STEP))
 
     tree["train"] = tree["train"] | {"max_steps": STEP + 2}
-    resumed = Process(tmp_path, str(write_yaml(tmp_path, tree | {"resume": True})), settings)
+    resumed = Process(tmp_path, str(write_yaml(tmp_path, tree)), settings, **job[1])
     assert resumed.wait() == 0, resumed.output
+    assert f"restart 1 of this job by SLURM: the run in {run} goes on from its newest checkpoint" in resumed.output
     assert [line["step"] for line in metrics_of(run)] == list(range(1, STEP + 3))

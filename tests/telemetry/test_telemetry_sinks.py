@@ -56,6 +56,26 @@ def test_resume_moves_later_and_broken_lines_aside(tmp_path: Path) -> None:
     assert [row["step"] for row in read_jsonl(path)] == [1, 2]
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_more_of_the_last_step_goes_into_its_line(tmp_path: Path, earlier: bool) -> None:
+    """An evaluation that is made later: in this life of the run, or after the one that wrote the line."""
+    path = tmp_path / "metrics.jsonl"
+    sinks = Sinks([JsonlSink(path)])
+    for step in (1, 2):
+        sinks.write(step, {"loss": float(step), "reward/mean": 0.123456789, "x": math.nan})
+    if earlier:
+        sinks.close()
+        sinks = Sinks([JsonlSink(path, resume_step=2)])
+    before = lines(path)
+    sinks.write(2, {"eval/a": 1.0}, more=True)
+    assert lines(path) == [before[0], before[1] | {"eval/a": 1.0}]
+    sinks.write(2, {"eval/a": 2.0, "reward/mean": 0.0}, more=True)  # shorter
+    sinks.write(3, {"loss": 3.0})
+    sinks.close()
+    assert lines(path)[1] == before[1] | {"eval/a": 2.0, "reward/mean": 0.0}
+    assert [row["step"] for row in lines(path)] == [1, 2, 3]
+
+
 def test_the_lines_of_a_long_run_are_never_all_in_memory(tmp_path: Path) -> None:
     """Those of a million steps are gigabytes."""
     path = tmp_path / "metrics.jsonl"
@@ -70,8 +90,11 @@ def test_the_lines_of_a_long_run_are_never_all_in_memory(tmp_path: Path) -> None
 
 
 def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
-    JsonlSink(tmp_path / "metrics.jsonl", resume_step=3).close()
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=3)
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    sink.write(3, {"eval/a": 1.0})  # more of a line that is not there
+    sink.close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [3]
     assert read_jsonl(tmp_path / "absent.jsonl") == []
 
 

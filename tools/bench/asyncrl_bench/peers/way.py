@@ -118,7 +118,7 @@ class Way:
             scores=False,
             limits=self.limits,
         )
-        self._graph = Graph(ports, None, [], self._at_version, self._on_step)
+        self._graph = Graph(ports, None, [], self._at_version, self._on_step, self._at_version)
         self._listeners.append(self._stack.enter_context(Collector(self.recorder)))
         supervisor = await self._stack.enter_async_context(Supervisor())
         self._graph.start(supervisor)
