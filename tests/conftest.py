@@ -120,6 +120,17 @@ def nothing_blocks(blockbuster: module.BlockBuster) -> Iterator[list[str]]:
     assert not _found, f"called in an event loop: {_found}; call it in a thread, or say in tests/conftest.py why it may"
 
 
+@pytest.fixture(params=[True, False], ids=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the callers of the native kernels: with them, where they were built, and without. What runs without them is
+    their reference, and has to be right by itself."""
+    if not request.param:
+        import torch
+
+        monkeypatch.setattr("asyncrl.models.native.library._library", None)
+        monkeypatch.setattr("asyncrl.models.attention.tree._BY_PRODUCTS", {torch.bfloat16})
+
+
 @pytest.fixture(scope="module")
 def warm_workers() -> Iterator[None]:
     """The generation workers of runs in this process are forked from one that has loaded what they load."""

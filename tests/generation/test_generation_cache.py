@@ -17,6 +17,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_no_longer_used_give_their_memory_back(dtype: torch.dtype) -> None:
     cache = KVCache(SHAPE, dtype, torch.device("cpu"))

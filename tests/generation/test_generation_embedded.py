@@ -166,6 +166,7 @@ def test_runs_of_similar_length_cover_all_rows_and_never_cost_more(lengths: list
     assert cost + gain * (len(ends) - 1) <= len(lengths) * int(array.max())
 
 
+@pytest.mark.usefixtures("kernels")
 async def test_rows_of_very_different_length_are_cut_and_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.generation.embedded.cache.SPLIT_GAIN_BYTES", 1)
     policy, plain = policy_and_plain("qwen3")

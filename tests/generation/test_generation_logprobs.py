@@ -31,6 +31,7 @@ def ragged(count: int) -> list[GenerationRequest]:
     return requests
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_ragged_batch_equals_plain_forward_in_float32(architecture: str) -> None:
     policy, plain = policy_and_plain(architecture)
@@ -47,6 +48,7 @@ async def test_ragged_batch_equals_plain_forward_in_float32(architecture: str) -
     assert statistics["running"] == statistics["waiting"] == 0
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_bfloat16_is_close_to_the_plain_forward_of_the_same_dtype(architecture: str) -> None:
     policy, plain = policy_and_plain(architecture, "bfloat16")

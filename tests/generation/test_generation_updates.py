@@ -103,6 +103,7 @@ async def test_keep_is_not_the_plain_forward() -> None:
     assert difference.max() > 1e-2
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 @pytest.mark.parametrize("prefill_tokens", [9, 512])
 async def test_recompute_equals_the_plain_forward_of_each_tokens_version(

@@ -63,6 +63,7 @@ def case(name: str, dtype: str = "float64") -> tuple[PolicyModel, torch.Tensor]:
     return PolicyModel(model, dtype), torch.randint(1, 61, (20,))
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", FAMILY)
 def test_numbers_and_gradients_are_those_of_the_model_itself(name: str, checkpointing: bool) -> None:
@@ -84,6 +85,7 @@ def test_numbers_and_gradients_are_those_of_the_model_itself(name: str, checkpoi
     assert found[0][1].abs().max() > 0
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("bfloat16", 4e-2)])
 def test_narrow_dtypes_stay_near_the_model_itself(name: str, dtype: str, tolerance: float) -> None:

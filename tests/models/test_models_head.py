@@ -97,6 +97,7 @@ def test_logits_are_those_of_the_untouched_model(family: str, dtype: str) -> Non
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("family", ["gemma2", "granite", "phi"])
 def test_sampling_and_training_have_the_same_logits(family: str, dtype: str) -> None:

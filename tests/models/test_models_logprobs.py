@@ -25,6 +25,7 @@ def naive(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temp
     return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("chunk", [1, 8, 37, 512])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_equals_naive_in_value_and_gradient(chunk: int, entropy_grad: bool) -> None:
@@ -63,6 +64,7 @@ def test_grad_buffer_takes_the_weight_gradient_and_autograd_none() -> None:
     torch.testing.assert_close(buffer - 1, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_bfloat16_products_with_float32_softmax_and_sums() -> None:
     hidden, weight, target, temperature = case(torch.bfloat16)
     buffer = torch.zeros(V, E)

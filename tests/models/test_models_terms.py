@@ -192,6 +192,7 @@ def test_work_is_linear_in_the_window() -> None:
     assert scores[8000] <= 2.1 * scores[4000]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", [(5, None, False), (None, 2.0, True)], ids=str)
 def test_bfloat16_is_as_close_to_the_truth_as_the_formula_in_bfloat16(
     case: tuple[int | None, float | None, bool],
@@ -219,6 +220,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_the_formula_in_bfloat16(
 # -- models ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_equals_its_own_untouched_eager_model(family: str) -> None:
     """Log-probs of every token, gradients of every parameter; packed trees against one row at a time."""

@@ -107,6 +107,7 @@ def test_views_and_bins_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: list) -> None:
     """Root mean square error against float64 of the same inputs, beside that of torch's masked attention in bfloat16."""
