@@ -1,7 +1,8 @@
 """`Popen`, as `subprocess` has it, for Python programs of ours: started from a process that has loaded torch and transformers.
 
 Loading them takes five to seven seconds of CPU in every process that does, which is most of the time of a test that starts some.
-What a program does is the same; tests of the start itself (the installed commands, torchrun, what is loaded) use `subprocess`.
+What a program does is the same, but that its end does not take apart what was loaded; tests of the start itself (the installed
+commands, torchrun, what is loaded) use `subprocess`.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ def test_quick_runs_the_real_thing_and_writes_everything(tmp_path: Path, capsys:
     assert not list((tmp_path / "cache").glob("run-*")), "jobs and logs of a good run are removed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 def test_the_script_of_the_peer_measures_trl(tmp_path: Path) -> None:
     from asyncrl_bench.models import make_model

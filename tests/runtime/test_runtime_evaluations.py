@@ -77,7 +77,7 @@ def evaluated(folder: Path) -> list[tuple[int, dict[str, float]]]:
     return [(line["step"], {name: line[name] for name in sorted(line) if name.startswith("eval/")}) for line in lines]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 async def test_an_evaluation_beside_steps_reports_what_one_that_is_waited_for_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:

@@ -163,7 +163,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(Path(__f
     ("preset", "algorithm"),
     [
         ("one_off", {"entropy_coef": 0.1, "top_entropy_quantile": 0.4, "updates_per_batch": 2}),
-        ("async", {"entropy_coef": 0.1, "second_gradient_buffer": True, "kl_coef": 0.1, "kl_in": "reward"}),
+        pytest.param(
+            "async",
+            {"entropy_coef": 0.1, "second_gradient_buffer": True, "kl_coef": 0.1, "kl_in": "reward"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_two_ranks_know_the_same_step(here: Path, preset: str, algorithm: dict[str, Any]) -> None:
@@ -178,7 +182,7 @@ def test_two_ranks_know_the_same_step(here: Path, preset: str, algorithm: dict[s
     assert [len(mine) + len(theirs) for mine, theirs in zip(one["groups"], other["groups"], strict=True)] == [2] * 3
 
 
-@pytest.mark.parametrize("name", ["gdpo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["gdpo", pytest.param("reinforce_pp", marks=pytest.mark.slow)])
 def test_statistics_of_the_step_over_two_ranks_train_what_one_rank_trains(here: Path, name: str) -> None:
     """Five prompts are the epoch and the step, three on one rank and two on the other; one component is None for half of
     the completions. float64: weights and metrics agree to 1e-10."""

@@ -100,7 +100,7 @@ async def test_a_run_is_the_loop_written_by_hand(here: Path, name: str, passes: 
     assert max(float((weights[tensor] - whole[tensor]).abs().max()) for tensor in weights) > 0.1
 
 
-@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+@pytest.mark.parametrize("sharding", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_train_what_one_rank_trains(here: Path, sharding: str) -> None:
     """Five prompts, 0, 2, 4 here and 1, 3 there; of the last of three parts one rank has nothing."""
     (here / "five.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))

@@ -216,7 +216,10 @@ def test_only_the_first_rank_writes(two_ranks: tuple[Path, Process]) -> None:
     assert {row["group_id"] for row in rollouts_of(run)} == {group for step in one["groups"] for group in step}
 
 
-@pytest.mark.parametrize(("ranks", "start"), [("1", warm.Popen), ("2", subprocess.Popen)], ids=["1", "2"])
+@pytest.mark.parametrize(
+    ("ranks", "start"),
+    [pytest.param("1", warm.Popen, id="1", marks=pytest.mark.slow), pytest.param("2", subprocess.Popen, id="2")],
+)
 def test_torchrun_that_is_stopped_leaves_a_checkpoint(
     tmp_path: Path, ranks: str, start: type[subprocess.Popen[Any]]
 ) -> None:
@@ -263,7 +266,7 @@ def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path, stopped:
     assert silent[stopped] in headline
 
 
-@pytest.mark.parametrize("looks", [0, 1])
+@pytest.mark.parametrize("looks", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_episode_of_one_rank_that_stands_still_is_named_by_both(tmp_path: Path, looks: int) -> None:
     """Each in its own words, whoever notices first: the other one here never does."""
     limits = {"interval_s": 0.2, "abort_grace_s": 2.0}

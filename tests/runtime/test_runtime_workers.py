@@ -76,7 +76,10 @@ def left() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]  # which the run on a slab has with each push
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 async def test_a_sync_run_samples_token_for_token_what_a_shared_run_samples(tmp_path: Path, dtype: str) -> None:
     sync = ("preset=sync", f"model.dtype={dtype}", "telemetry.rollouts_per_step=64")
     shared = await run(tmp_path / "shared", *sync, "train.max_steps=4", base=REAL)
@@ -111,7 +114,7 @@ async def test_a_board_that_lies_as_on_a_gpu_changes_nothing(tmp_path: Path, mon
     assert len(file) == 3 * 16 and slab == file
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 async def test_a_run_that_goes_on_samples_from_the_restored_weights(tmp_path: Path, dtype: str) -> None:
     """From the first token on, and what it writes is what a run that nobody stopped has written."""
     sync = ("preset=sync", f"model.dtype={dtype}", "checkpoint.every=1", "generation.workers=1")
