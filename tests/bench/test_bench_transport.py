@@ -55,12 +55,12 @@ PUT = {
 
 def test_every_own_side_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--cache", str(tmp_path / "c"), "--out", str(tmp_path)]
-    code = main(["bench", "transport", "--quick", "--repeats", "1", "--costs", "1024", *places, "--sides", *SIDES])
+    code = main(["bench", "transport", "--quick", "--costs", "1024", *places, "--sides", *SIDES])
     seen = capsys.readouterr()
     assert code == 0, seen.err
     found = json.loads((tmp_path / "bench_transport.json").read_text())
     assert {(run["side"], run["loop"]) for run in found["runs"]} == OWN
-    assert len(found["runs"]) == len(OWN)
+    assert len(found["runs"]) == 2 * len(OWN)
     for run in found["runs"]:
         assert run["hand_us"] > 0 and run["groups_per_s"] > 0
         assert (run["groups"], run["bytes"]) == (36, 16 * TOKENS * 13)
@@ -75,7 +75,7 @@ def test_every_own_side_runs_and_is_reported(tmp_path: Path, capsys: pytest.Capt
     for row in found["costs"]:
         assert row["write_us"] > 0 and row["read_us"] > 0 and row["read_to_small"] > 0
         assert row["write_share_of_memcpy"] == pytest.approx(row["memcpy_us"] / row["write_us"])
-    assert found["command"].startswith("asyncrl bench transport --quick --repeats 1 --costs 1024 --sides")
+    assert found["command"].startswith("asyncrl bench transport --quick --costs 1024 --sides")
     assert "| 16 x 256 | ring uvloop |" in seen.out
     table = (tmp_path / "bench_transport.md").read_text()
     assert table.startswith(f"`{found['command']}`") and table.splitlines()[2] in seen.out

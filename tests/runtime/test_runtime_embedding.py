@@ -489,13 +489,13 @@ def test_the_example_agent_loop_runs_and_learns(capsys: pytest.CaptureFixture[st
     before = list(sys.path)
     spec.loader.exec_module(module)
     try:
-        rewards = asyncio.run(module.main(steps=40))
+        rewards = asyncio.run(module.main(steps=24))
     finally:
         sys.path[:] = before
         sys.modules.pop("quickstart_model", None)
-    assert len(rewards) == 40
-    assert capsys.readouterr().out.count("version ") == 40
-    assert sum(rewards[-20:]) > sum(rewards[:20])
+    assert len(rewards) == 24
+    assert capsys.readouterr().out.count("version ") == 24
+    assert sum(rewards[-12:]) > sum(rewards[:12])
 
 
 async def test_an_environment_of_the_program_plays(tmp_path: Path) -> None:
