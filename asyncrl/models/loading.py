@@ -37,7 +37,7 @@ from asyncrl.errors import ConfigError, first_line
 from .head.liger import require_head_kernel
 from .head.output import linear_head
 from .parameters.lora import find_targets, require_peft
-from .parameters.source import call_builder, is_builder, load_builder, model_source, tokenizer_source
+from .parameters.source import call_builder, is_builder, load_builder, model_source, require_unread, tokenizer_source
 from .paths import ModelPath
 from .policy import DTYPES, PolicyModel
 from .rotary import hold_frequencies, not_held
@@ -163,6 +163,7 @@ def load_reader(
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
     """The model as transformers loads it, float32 on the host, and the tokenizer of a builder, else None. Errors: ConfigError."""
+    require_unread(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
     else:

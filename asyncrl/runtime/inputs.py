@@ -32,6 +32,7 @@ from asyncrl.models.parameters.source import (
     load_builder,
     model_source,
     name_of,
+    require_unread,
     tokenizer_source,
 )
 from asyncrl.pumps.screen import OVERLONG
@@ -181,6 +182,7 @@ def _checks(
 
 def model_checks(model: ModelConfig) -> Iterator[Callable[[], object]]:
     """Of what `model.path` and `model.tokenizer` name."""
+    yield lambda: require_unread(model)
     if is_builder(model):
         yield partial(_check_name, check_address, "model.path", str(model.path))
         return

@@ -18,6 +18,16 @@ def is_builder(config: ModelConfig) -> bool:
     return is_address(config.path or "")
 
 
+def require_unread(config: ModelConfig) -> None:
+    """Errors: ConfigError for settings that a model built by a function does not read."""
+    unread = [name for name in ("tokenizer", "gguf_file", "random_init") if getattr(config, name)]
+    if is_builder(config) and unread:
+        raise ConfigError(
+            f"model.{unread[0]} is {getattr(config, unread[0])}, and model.path names a function ({config.path}), which returns "
+            f"model and tokenizer by itself; leave model.{unread[0]} out, or do in that function what it asks for"
+        )
+
+
 def is_address(path: str) -> bool:
     """Whether it is `file.py:name` or `module:name`, and no directory or hub id."""
     return ".py:" in path or (":" in path and "/" not in path and not Path(path).exists())
