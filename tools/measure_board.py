@@ -5,13 +5,12 @@
     write      copy into a half with a checksum for every bucket, over memcpy into the same half (the goal: at most 1.2)
     check      a reader's look at one bucket, the largest of all buckets' medians
     bind       the modules of a reader move to a half
-    pack       copies of all weights in oneDNN's layout: fresh ones by torch, and in the place of older ones (reordered.py)
+    pack       copies of all weights in oneDNN's layout
     proof      what the trainer compares at every version before it writes, and in the half behind it
     refresh    bfloat16: what the optimizer's closure does with the masters: cast by torch into a working copy; and, as a run does
                it, cast into a half with its checksums
     hand-over  a version, from the optimizer's end until a reader's modules have it, as a run does it (weights/posted.py): proofs,
-               the copy (float32 alone), and the reader's bind. Before that the optimizer's closure writes the packed copies for all
-               products, the trainer's own too, with their checksums (weights/copies.py)
+               the copy (float32 alone), and the reader's bind
 
 All sides take turns in one process; what is printed are medians, and of ratios the median of those of a turn. ASYNCRL_NATIVE=0
 measures what runs without the native copy.
@@ -22,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import json
 import os
 import sys
 import time
@@ -33,16 +31,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.generation.worker.opening import attach_copies
 from asyncrl.models.native import library
-from asyncrl.models.parameters.packed import packing_works
-from asyncrl.models.parameters.reordered import reorder
+from asyncrl.models.parameters.packed import pack, packing_works
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.served import read_from_board
 from asyncrl.telemetry.machine import describe_cpu
 from asyncrl.transport.memory import checksum
 from asyncrl.transport.memory.board import BUCKET_BYTES, Board
-from asyncrl.weights.copies import PackedCopies
 from asyncrl.weights.posted import PostedWeights
 from asyncrl.weights.proof import Proof
 
@@ -67,8 +61,6 @@ def timed(call: Callable[[], object]) -> float:
 def measure(dtype: str, layers: int, repeat: int) -> None:
     trainer = PolicyModel(module_of(layers), dtype)
     served = PolicyModel(module_of(layers), dtype, served=True)
-    packer = PolicyModel(module_of(layers), dtype, served=True)  # nobody moves it
-    packer.make_room_ahead()
     weights, proof = trainer.weights, Proof(trainer)
     found: dict[str, list[float]] = {}
     with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
@@ -84,13 +76,10 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
                 "write": lambda half=half, turn=turn: board.write(half, turn, source),
                 "proof": lambda turn=turn: proof.prove(turn),
                 "compare": lambda target=target: proof.compare(target, 0),
-                "bind": lambda half=half, turn=turn: read_from_board(served, reader.half(half), turn),
+                "bind": lambda half=half, turn=turn: served.move_to(reader.half(half), turn),
             }
             if packing_works(trainer.dtype, trainer.device):
-                sides |= {
-                    "pack": lambda: [reorder(product.weight()) for product in trainer.products],
-                    "pack ahead": lambda half=half, turn=turn: list(packer.pack_ahead(reader.half(half), turn)),
-                }
+                sides["pack"] = lambda: [pack(product.weight()) for product in trainer.products]
             if trainer.flat.has_working_copy:
                 sides |= {
                     "cast": lambda: source.copy_(master),
@@ -114,9 +103,7 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
     print(f"  bind   {median(found['bind']):8.2f} ms   {median(found['bind']) / median(found['memcpy']):.3f} x memcpy")
     print(f"  proof  {median(found['proof']):8.2f} ms   of the modules; {median(found['compare']):.2f} ms of the half")
     if "pack" in found:
-        anew, ahead = median(found["pack"]), median(found["pack ahead"])
-        share = median(a / b for a, b in zip(found["pack ahead"], found["pack"], strict=True))
-        print(f"  pack   {anew:8.2f} ms   by torch; {ahead:.2f} ms in place, {share:.2f} of it")
+        print(f"  pack   {median(found['pack']):8.2f} ms")
     if "cast" in found:
         print(
             f"  refresh {median(found['cast']):7.2f} ms   by torch; {median(found['cast into']):.2f} ms into the half"
@@ -124,14 +111,10 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
 
 
 class Reader:
-    """As an engine reads the board: its modules, and the packed copies beside it."""
+    """As an engine reads the board."""
 
-    def __init__(self, policy: PolicyModel, board: Board, copies: PackedCopies | None) -> None:
+    def __init__(self, policy: PolicyModel, board: Board) -> None:
         self.policy, self.board = policy, Board.attach(board.description, os.dup(board.fd), board.layout)
-        self.packed: Board | None = None
-        if copies is not None:
-            halves, fd = [self.board.half(0), self.board.half(1)], os.dup(copies.board.fd)
-            self.packed = attach_copies(policy, halves, json.loads(json.dumps(copies.message())), fd)
 
     def reads(self, half: int) -> bool:
         return False
@@ -140,7 +123,7 @@ class Reader:
         raise AssertionError("nothing is pinned")
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        read_from_board(self.policy, self.board.half(half), version)
+        self.policy.move_to(self.board.half(half), version)
 
 
 async def hand_over(dtype: str, layers: int, repeat: int) -> None:
@@ -149,9 +132,8 @@ async def hand_over(dtype: str, layers: int, repeat: int) -> None:
     weights, found = trainer.weights, dict[str, list[float]]()
     async with ThreadLane("cpu", on_start=lambda: torch.set_num_threads(1)) as lane:
         with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
-            copies = await lane.run(lambda: PackedCopies.of(trainer), name="copies")
-            reader = Reader(PolicyModel(module_of(layers), dtype, served=True), board, copies)
-            posted = PostedWeights(trainer, board, reader, lane, copies=copies)
+            reader = Reader(PolicyModel(module_of(layers), dtype, served=True), board)
+            posted = PostedWeights(trainer, board, reader, lane)
             await posted.post_first()
             source, target = weights.working.clone(), torch.empty_like(weights.working)
 
@@ -178,10 +160,7 @@ async def hand_over(dtype: str, layers: int, repeat: int) -> None:
     for name in ("memcpy", "copy_"):
         ratio = median(a / b for a, b in zip(found["hand-over"], found[name], strict=True))
         ratios.append(f"{ratio:.2f} x {name} ({median(found[name]):.2f})")
-    kind = "with packed copies" if reader.packed is not None else "without packed copies"
-    print(
-        f"  hand-over {total:5.2f} ms   {', '.join(ratios)}; before it the refresh, {kind}: {median(found['refresh']):.2f}"
-    )
+    print(f"  hand-over {total:5.2f} ms   {', '.join(ratios)}; before it the refresh: {median(found['refresh']):.2f}")
 
 
 def main() -> int:

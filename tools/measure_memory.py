@@ -258,12 +258,11 @@ def compile_products(dtype: str, packed_rows: int) -> None:
     """Of as many numbers of rows as caches hold: a run's batches differ. `packed_rows`: those that packed weights meet."""
     import torch
 
-    from asyncrl.models.parameters.packed import product
-    from asyncrl.models.parameters.reordered import reorder
+    from asyncrl.models.parameters.packed import pack, product
 
     narrow = getattr(torch, dtype)
     weight, rows = torch.randn(128, 64, dtype=narrow), torch.randn(1200, 64, dtype=narrow)
-    packed = reorder(weight)
+    packed = pack(weight)
     for count in range(1, 1100):
         if count <= packed_rows:
             product(rows[:count], packed, None)

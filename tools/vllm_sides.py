@@ -114,31 +114,22 @@ class Ours:
 
 
 class Trainer:
-    """A policy, the weight board, and its packed copies (`packed`) as a worker finds them. On the lane: an operation that torch
+    """A policy and the weight board. On the lane: an operation that torch
     shares among threads, run once on another thread, leaves threads there, and with more of them than cores libgomp's no longer
     spin: each of some hundred operations of a step then waits for one to wake."""
 
-    def __init__(self, options: argparse.Namespace, pack: bool) -> None:
-        from asyncrl.generation.worker.opening import copies_for_vllm
+    def __init__(self, options: argparse.Namespace) -> None:
         from asyncrl.models.policy import PolicyModel
         from asyncrl.transport.memory.board import Board
-        from asyncrl.weights.copies import PackedCopies
 
         self.policy = PolicyModel(module_of(options), options.dtype[0])
         weights, dtype = self.policy.weights, self.policy.dtype
         self.board = Board.create(weights.size, dtype, weights.layout_digest())
-        self.copies = PackedCopies.of(self.policy) if pack else None
-        self.packed: Any = {}
-        if self.copies is not None:
-            halves, fd = [self.board.half(0), self.board.half(1)], os.dup(self.copies.board.fd)
-            _, self.packed = copies_for_vllm(dtype, halves, json.loads(json.dumps(self.copies.message())), fd)
         self.publish(0)
 
     def publish(self, version: int) -> None:
         """What the trainer of a run does on a core of its own."""
         self.board.write(version % 2, version, self.policy.weights.working)
-        if self.copies is not None:
-            self.copies.complete(version % 2, version)
 
 
 @asynccontextmanager
@@ -160,7 +151,7 @@ async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.Room(sequences + 1, context, positions + 17, 2048, size)
         form = adapter.Form(config, policy.weights.layout(), trainer.board.half(0))
-        core = adapter.Core(form, room, choose, pack=pack, copies=trainer.packed)
+        core = adapter.Core(form, room, choose, pack=pack)
         step = core.step
 
         def timed() -> Any:
@@ -172,7 +163,7 @@ async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[
         return core
 
     async with ThreadLane("worker", recorder, lambda: torch.set_num_threads(options.threads)) as lane:
-        trainer = await lane.run(lambda: Trainer(options, pack), name="trainer")
+        trainer = await lane.run(lambda: Trainer(options), name="trainer")
         policy = trainer.policy
         config = json.loads(policy.config.to_json_string(use_diff=False))
         config |= {"architectures": [type(policy.module).__name__]}

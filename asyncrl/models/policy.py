@@ -8,7 +8,6 @@ Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -105,7 +104,6 @@ class PolicyModel:
         if path == FUSED and self.fused is None:
             raise ConfigError(f"model.path: {type(module).__name__} has layers that the fused decoder does not know")
         self.path = path or (PACKED if self.fused is None else FUSED)
-        self._ahead: int | None = None  # the version that was packed ahead, all of it
         self.products = [self._head_product] + (self.fused.products() if self.fused else [])
         self._plain = PlainForward(self.decoder, padded=self.path.padded) if self.path.name == "plain" else None
         # Of experts; on the plain path nobody asks routers.
@@ -198,32 +196,13 @@ class PolicyModel:
         products = self.products
         return all(product.is_fresh() for product in products) and products[version % len(products)].agrees()
 
-    def pack_ahead(self, buffer: Tensor, version: int) -> Iterator[None]:
-        """All that can be made of the weights in `buffer`, which are `version`, before the modules are bound to it: packed copies
-        and views. They go on with others meanwhile. In pieces, each on the lane."""
-        self._ahead = None
-        for product in self.products:
-            yield from product.pack_ahead(buffer)
-        yield from self.weights.expect(buffer)
-        self._ahead = version
-
-    def forget_ahead(self, but: int | None) -> None:
-        """What was made ahead is not used, unless it is whole, and of version `but`."""
-        if but is None or self._ahead != but:
-            for product in self.products:
-                product.forget_ahead()
-        self._ahead = None
-
-    def make_room_ahead(self) -> None:
-        """Once, so that no `pack_ahead` has to allocate: the memory of the packed weights a second time."""
-        for _ in self.pack_ahead(self.weights.bound, self.version):
-            pass
-        self.forget_ahead(but=None)
-
-    @property
-    def pieces_ahead(self) -> int:
-        """How many pieces the next `pack_ahead` takes."""
-        return sum(product.pieces_ahead for product in self.products) + self.weights.view_pieces
+    def move_to(self, buffer: Tensor, version: int) -> None:
+        """Of a served policy: every parameter becomes a view of `buffer`, laid out like `weights`, and the policy is at `version`.
+        Both happen in one step: no token is sampled from one version and named after the other. Nothing is copied; the storage of
+        before is let go. On the lane. Errors: ValueError for a buffer of another size, dtype or device."""
+        assert isinstance(self.flat, ServedParameters), "a policy that is trained owns its weights"
+        self.flat.move_to(buffer)
+        self.version = version
 
     def advance(self) -> int:
         """After the optimizer changed the masters: refresh the working copy and tick the version. Returns it."""

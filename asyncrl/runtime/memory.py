@@ -84,20 +84,15 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
             "kv_cache": parts["kv_cache"] * here // placement.workers,
             "working_copy": working,
         }
-    # Packed while it starts, to compute a row; from then on it reads those that the trainer makes, of two versions. Of a cut model,
-    # and wherever nobody can read another's, each worker has two: one by then, and one ahead.
     each = parts["packed_weights"] + parts["compiled"] + _PROCESS
-    ahead = max(2, placement.workers) * parts["packed_weights"]
     if config.generation.engine == "vllm":
         assert config.engine.max_sequences is not None
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
-        # Its plain weights while it starts, or packed ones of its own; and those of the next version, or the trainer's of two.
+        # Its plain weights while it starts, then packed ones.
         each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
-        ahead = max(2 * parts["packed_weights"], placement.workers * board // 2)
     return {
         "weight_board": board,
         "workers": placement.workers * each,
-        "packed_ahead": ahead,
         "working_copy": working,
     }
 
@@ -170,13 +165,9 @@ def check_memory(
     ranks: int = 1,
     prompts: PromptLengths | None = None,
     placement: Placement | None = None,
-) -> tuple[int, bool]:
-    """(bytes that the run will need, whether workers pack the weights of the next version beside those in use: where there is room
-    for that). Errors: PlatformError where the prediction exceeds what is free."""
+) -> int:
+    """Bytes that the run will need. Errors: PlatformError where the prediction exceeds what is free."""
     parts, free = predicted(config, ranks, prompts, placement=placement), available(device)
-    ahead = sum(parts.values()) <= free
-    if not ahead:
-        parts.pop("packed_ahead", None)
     total = sum(parts.values())
     if total > free:
         raise PlatformError(
@@ -184,4 +175,4 @@ def check_memory(
             "Smaller: engine.kv_positions, engine.max_sequences, rollout.max_tokens, data.max_prompt_tokens, "
             "train.tokens_per_microbatch; train.gradient_checkpointing=true"
         )
-    return total, ahead
+    return total

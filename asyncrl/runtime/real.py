@@ -46,11 +46,7 @@ async def open_real(site: Site) -> Parts:
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
     prompts = await offload(lambda: measure_prompts(config, site.rows, site.own_environment), "prompts")
     ranks = world.world_size
-    needed, packs_ahead = await offload(
-        lambda: check_memory(config, device, ranks, prompts, placement=placement), "memory"
-    )
-    if placement.workers and not packs_ahead:
-        say("the first step of a worker with new weights packs them: there is no memory to do that before")
+    needed = await offload(lambda: check_memory(config, device, ranks, prompts, placement=placement), "memory")
 
     def on_start() -> None:
         # OpenMP's count belongs to the calling thread: set it on the lane
@@ -69,7 +65,7 @@ async def open_real(site: Site) -> Parts:
     trainer = LaneTrainer(core, lane, recorder)
     shards = core.sharded.parameters if isinstance(core, ShardedTrainer) else None
     round_: Round | None = trainer.train_round if isinstance(core, ShardedTrainer) else None
-    sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards, packs_ahead)
+    sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards)
     engine, sink = await (open_workers(site, placement, sampler) if placement.workers else _open_shared(site, sampler))
     return Parts(
         engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges, placement.line

@@ -20,7 +20,6 @@ from asyncrl.models.reading import describe_rest
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import SlabHalves
-from asyncrl.weights.copies import PackedCopies
 from asyncrl.weights.posted import PostedWeights
 from asyncrl.weights.proof import Shards
 
@@ -39,7 +38,6 @@ class Sampler:
     lane: Lane  # the trainer's
     kv_positions: int  # of all engines of this rank together
     shards: Shards | None  # the masters of a model that is cut over the ranks
-    packs_ahead: bool = True  # there is memory for packed weights of two versions
 
 
 def _form(sampler: Sampler) -> dict[str, Any]:
@@ -94,18 +92,6 @@ def _create_board(policy: PolicyModel) -> Board:
     return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
 
 
-async def _create_copies(site: Site, sampler: Sampler) -> PackedCopies | None:
-    """Where workers find packed weights, if there is memory for them. A cut model's trainer has no use for packed weights: there
-    the workers make them. Errors: OutOfMemory, PlatformError."""
-    policy = sampler.policy
-    if not sampler.packs_ahead or sampler.shards is not None or policy.device.type != "cpu":
-        return None
-    copies = await sampler.lane.run(lambda: PackedCopies.of(policy), name="publish/copies")
-    if copies is not None:
-        site.stack.push_async_callback(offload, copies.close, "weight-board")
-    return copies
-
-
 def _needs(policy: PolicyModel, positions: int) -> int:
     """Bytes that a worker takes on a GPU of its own: copies of both halves, and its cache; while it starts the weights once more,
     in the place of that. (On the plain path caches are the model's own, whose size nobody knows here.)"""
@@ -121,7 +107,6 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     logs = site.logs and (site.logs / f"rank_{world.rank}" if world.world_size > 1 else site.logs)
     board = await offload(lambda: _create_board(policy), "weight-board")
     site.stack.push_async_callback(offload, board.close, "weight-board")
-    copies = await _create_copies(site, sampler)
     assert config.engine.max_sequences is not None
     context = row_limit(config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
@@ -142,13 +127,10 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         "path": asdict(policy.path),
         "board": board.description,
         "board_fd": board.fd,
-        "packed": None if copies is None else copies.message(),
-        "packed_fd": None if copies is None else copies.board.fd,
         "max_sequences": limits.max_sequences,
         "max_context": context,
         "kv_positions": max(placement.share(sampler.kv_positions), context),
         "threads": placement.threads,
-        "packs_ahead": sampler.packs_ahead,
     }
 
     vllm = config.generation.engine == "vllm"
@@ -159,7 +141,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
     def setup(number: int) -> Setup:
         return Setup(
             message | {"device": str(placement.devices[number]), "copies": placement.is_apart(number)},
-            (board.fd,) if copies is None else (board.fd, copies.board.fd),
+            (board.fd,),
             dict.fromkeys(_THREADS, str(placement.threads)),
             None if logs is None else logs / f"worker-{number}.log",
             limits.capacity,
@@ -167,7 +149,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         )
 
     engine = WorkerEngine(limits, setup, site.recorder, say=site.say)
-    posted = PostedWeights(policy, board, engine, sampler.lane, sampler.shards, copies)
+    posted = PostedWeights(policy, board, engine, sampler.lane, sampler.shards)
     site.stack.callback(posted.close)  # after the engine, whose workers read the board
     engine.begin_with(*await posted.post_first())
     await site.stack.enter_async_context(engine)

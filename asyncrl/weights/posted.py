@@ -2,7 +2,6 @@
 there; then the readers are told.
 
     lane: proof of the modules -> copy with checksums into the free half -> that half against the masters
-          -> packed copies of it (copies.py), and their proof
     readers: (version, half) -> all of them have left the other half, which is free from then on
 
 A half is free only while no reader can look at it. A move that was not seen to its end (cancelled, or an error of the readers)
@@ -11,9 +10,8 @@ A pinned reader stays on the older half when the others move: that half is free 
 
 Where the trainer has a working copy (bfloat16), that copy *is* a half. The optimizer's closure casts the masters into the free one,
 with the checksums of what it puts there, and lets the modules read it there, as often as steps follow each other without an
-update. It writes the packed copies, which the trainer's own next product needs, into their free half, too. After a move that was
-not seen to its end there is no free half: the closure casts into memory of its own, the products make copies of their own, and the
-next update copies that. (So it would while a reader is pinned; who waits for `settled` first saves that memory.) It is copied
+update. After a move that was not seen to its end there is no free half: the closure casts into memory of its own, and the next
+update copies that. (So it would while a reader is pinned; who waits for `settled` first saves that memory.) It is copied
 always in float32, where the modules read the masters; with adapters, whose merge writes a part of the weights alone; and of a cut
 model, whose ranks gather into one place.
 """
@@ -24,7 +22,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -38,7 +35,6 @@ from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.checksum import Sums
 from asyncrl.types import PostedVersion
 
-from .copies import PackedCopies
 from .proof import Proof, Shards
 
 OUTPUTS_SHARE = 0.001  # of the run's time, that may be spent on computing outputs to compare
@@ -72,10 +68,8 @@ class PostedWeights:
         engine: BoardReaders,
         lane: Lane,
         shards: Shards | None = None,
-        copies: PackedCopies | None = None,
     ) -> None:
-        """`board`: of the layout of `policy.weights`. `shards`: as in `SharedWeights`. `copies`: the packed ones of `policy`, if
-        readers are to find them, too. Errors: LifecycleError, another layout."""
+        """`board`: of the layout of `policy.weights`. `shards`: as in `SharedWeights`. Errors: LifecycleError, another layout."""
         if board.layout != policy.weights.layout_digest():
             raise LifecycleError(
                 f"the weight board has layout {board.layout}, the policy's weights have "
@@ -84,7 +78,6 @@ class PostedWeights:
         self._policy, self._board = policy, board
         self._engine, self._lane = engine, lane
         self._proof = Proof(policy, shards)
-        self._copies = copies
         self._current: PostedVersion | None = None  # all readers have left the other half
         self._announced: PostedVersion | None = None  # told, and not yet answered by all
         in_place = policy.flat is policy.weights and policy.flat.has_working_copy
@@ -113,7 +106,7 @@ class PostedWeights:
 
     def close(self) -> None:
         """Once no reader is left: the trainer goes on in the half where its weights are, which lasts as long as they do."""
-        self._policy.flat.cast = self._policy.flat.refreshed = None
+        self._policy.flat.cast = None
         self._halves.clear()
 
     async def update_weights(self, version: int) -> None:
@@ -154,8 +147,6 @@ class PostedWeights:
         if self._halves:
             flat.move_to(self._halves[0])
             flat.cast = self._cast
-        if self._copies is not None and flat is self._policy.weights:
-            flat.refreshed = partial(self._pack, self._copies)
         self._free = 1
         return first
 
@@ -168,11 +159,6 @@ class PostedWeights:
         if any(working is each for each in self._halves.values()):
             working = torch.empty_like(working)
         return working.copy_(master)
-
-    def _pack(self, copies: PackedCopies) -> None:
-        """What the optimizer's closure does then; else the trainer's products would have copies of their own."""
-        if self._free is not None:
-            copies.write(self._free)
 
     def _write_on_lane(self, version: int, half: int) -> PostedVersion:
         policy, board = self._policy, self._board
@@ -190,13 +176,9 @@ class PostedWeights:
                     f"publish of version {policy.version}: half {half} of the weight board says that it holds version "
                     f"{board.version(half)}"
                 )
-            if self._copies is not None:
-                self._copies.complete(half, policy.version)
             self._proof.packed(policy.version)
         except BaseException:
             board.clear(half)
-            if self._copies is not None:
-                self._copies.clear(half)
             raise
         return PostedVersion(policy.version, half, self._outputs())
 

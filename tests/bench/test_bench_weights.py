@@ -32,7 +32,7 @@ def test_the_whole_tool_on_short_turns(
     assert "| embedded |" in capsys.readouterr().out
     run = written["runs"][0]["embedded"]
     assert len(run["pause"]) == len(run["total"]) == 2 and min(run["total"]) > max(run["bind"]) > 0
-    assert len(run["slices"]) == 2 and len(run["save"]) == len(run["load"]) == 3 and run["bytes"] > 0
+    assert len(run["save"]) == len(run["load"]) == 3 and run["bytes"] > 0
 
 
 def wide(folder: Path) -> Path:
@@ -57,7 +57,7 @@ def test_vllm_in_a_worker_and_by_itself(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WARM_WORKERS", "")
     written = ran(tmp_path, "--model", str(wide(tmp_path / "wide")), "--sides", "vllm,async_llm")
     worker, alone = (written["runs"][0][side] for side in ("vllm", "async_llm"))
-    assert min(worker["slices"]) >= 1 and len(worker["pause"]) == len(alone["pause"]) == 2
+    assert len(worker["pause"]) == len(alone["pause"]) == 2
     assert min(alone["total"]) > max(alone["bind"]) > 0
 
 
@@ -69,13 +69,13 @@ def test_what_requests_see_is_the_longest_time_between_two_steps_around_the_move
     """A look at the outputs of vLLM is in steps of everything that runs."""
     lane = spans(
         ("engine/decode", 0, 1), ("engine/decode", 1, 2), ("engine/check", 2, 2.1), ("engine/decode", 2.1, 3),
-        ("engine/prepare", 3, 3.2), ("engine/decode", 3.2, 4), ("engine/prepare", 4, 4.5), ("engine/decode", 4.5, 5.5),
-        ("engine/bind", 5.5, 5.6), ("engine/outputs", 5.6, 6.6), ("engine/outputs", 6.6, 7.6), ("engine/decode", 7.6, 8.6),
+        ("engine/decode", 3.2, 4), ("engine/decode", 4, 5), ("engine/bind", 5, 5.5),
+        ("engine/outputs", 5.6, 6.6), ("engine/outputs", 6.6, 7.6), ("engine/decode", 7.6, 8.6),
     )  # fmt: skip
     found = seen(lane, STEPS["vllm"])
-    assert found["step"] == pytest.approx(1000) and found["stop"] == pytest.approx(1500)
-    assert found["pause"] == pytest.approx(500) and found["slice"] == pytest.approx(500) and found["slices"] == 2
-    assert found["bind"] == pytest.approx(100) and found["between"] == pytest.approx(500)
+    assert found["step"] == pytest.approx(1000) and found["stop"] == pytest.approx(1600)
+    assert found["pause"] == pytest.approx(600)
+    assert found["bind"] == pytest.approx(500) and found["between"] == pytest.approx(600)
     assert seen(lane[:4], STEPS["vllm"]) == {}
     assert seen(lane, STEPS["embedded"]) == {}, "no second step after the move"
 
@@ -93,4 +93,4 @@ def test_figures_are_medians_of_all_changes() -> None:
     found = summarise(runs, "vllm")
     assert (found["pause"], found["between"], found["total"]) == (2.5, pytest.approx(3.2), 450.0)
     lines = "\n".join(report({"vllm": found}, runs))
-    assert "4 ms beyond a step at most: reached" in lines and "0.5 0.6" in lines
+    assert "0.5 0.6" in lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -135,11 +135,8 @@ class PlainCore:
     def forget_caches(self) -> None:
         self.recomputed += 1
 
-    def prepare(self, buffer: Tensor) -> tuple[int, Iterator[None]]:
-        return 0, iter(())
-
     @torch.no_grad()
-    def bind(self, buffer: Tensor, *, prepared: bool = False) -> None:
+    def bind(self, buffer: Tensor) -> None:
         views = dict(self._policy.weights.layout().views(buffer))
         for name, parameter in self._plain.named_parameters():
             parameter.copy_(views[name])
@@ -230,10 +227,9 @@ async def opened_core(
     tokenizer: Any = None,
     pack: bool = True,
     routes: RoutesShape | None = None,
-    copies: Any = None,
     **options: Any,
 ) -> AsyncIterator[OpenedCore]:
-    """With version 0 of the policy's weights. `plain`: an untouched copy of the policy's module. `copies`: as of vLLM's core."""
+    """With version 0 of the policy's weights. `plain`: an untouched copy of the policy's module."""
     numbers = {"max_sequences": 8, "max_context": 96} | options
     positions = numbers["max_sequences"] * numbers["max_context"]
     cores: list[Any] = []
@@ -242,7 +238,7 @@ async def opened_core(
         sizes = dict(sequences=numbers["max_sequences"], context=numbers["max_context"], positions=positions)
         core = PlainCore(policy, plain, choose)
         if kind != "plain":
-            core = vllm_core(policy, choose, **sizes, pack=pack, routes=routes, copies=copies)
+            core = vllm_core(policy, choose, **sizes, pack=pack, routes=routes)
         cores.append(core)
         return core
 

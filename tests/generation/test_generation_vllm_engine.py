@@ -280,51 +280,6 @@ async def test_after_an_update_in_place_it_samples_what_a_fresh_vllm_samples(
     assert [each.token_ids.tolist() for each in answers] == fresh
 
 
-@needs_vllm
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe", "olmoe"])
-async def test_the_next_version_is_laid_out_between_steps_and_changes_nothing_before_the_move(
-    architecture: str,
-) -> None:
-    """Twice, so that each of the two places is written while the other one is in use; and one that is left for a newer one."""
-    policy, plain = policy_and_plain(architecture)
-    asked = [request(20, 1, max_tokens=70, temperature=1.0)]
-    async with opened_core("vllm", policy, plain) as made:
-
-        async def lay_out(buffer: torch.Tensor, version: int, most: int) -> int:
-            _, pieces = made.engine.prepare(buffer, version)
-            for done in range(most):
-                if await made.lane.run(lambda: next(pieces, pieces), name="engine/prepare") is pieces:
-                    return done
-            return most
-
-        for turn in (1, 2):
-            alone = (await generate_all(made.engine, asked))[0]
-            answers: list[Generation] = []
-
-            async def generate() -> None:
-                answers.extend(await generate_all(made.engine, asked))  # noqa: B023  # of this turn
-
-            before = made.engine.statistics()["tokens"]
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(generate)
-                while made.engine.statistics()["tokens"] < before + 2:
-                    await anyio.lowlevel.checkpoint()
-                change_weights(policy, seed=10 + turn)
-                assert await lay_out(policy.weights.working.clone(), policy.version, 9) == 9  # it is left
-                change_weights(policy, seed=turn)
-                buffer = policy.weights.working.clone()
-                count, _ = made.engine.prepare(buffer, policy.version)
-                assert await lay_out(buffer, policy.version, 10_000) == count
-                made.cores[0].prepare = None  # the move has nothing left to lay out
-                await made.move(buffer, policy.version)
-                del made.cores[0].prepare
-            flip = int((answers[0].versions < policy.version).sum())
-            assert 2 <= flip < 70
-            np.testing.assert_array_equal(answers[0].token_ids[:flip], alone.token_ids[:flip])
-            np.testing.assert_allclose(answers[0].logprobs[:flip], alone.logprobs[:flip], atol=SAME)
-            assert made.engine.bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
-
-
 def greedy(folder: str, prompts: list[list[int]]) -> list[list[int]]:
     from vllm import EngineArgs, LLMEngine, SamplingParams
 

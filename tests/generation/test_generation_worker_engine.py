@@ -452,14 +452,10 @@ async def test_workers_read_a_slab_where_it_lies_or_copies_of_it(
     assert left() == before
 
 
-@pytest.mark.parametrize("packs", [True, False], ids=["while it packs", "while it binds"])
 async def test_a_worker_that_is_killed_while_it_moves_costs_neither_the_move_nor_an_answer(
-    packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of what it makes ahead of version 1, or of the closure that takes up what the trainer has packed, with requests
-    under way; by itself, so that it is there that it dies."""
-    if packs:
-        monkeypatch.setattr(runtime_workers.PackedCopies, "of", lambda policy: None)
+    """In the middle of the closure that moves, with requests under way; by itself, so that it is there that it dies."""
     flag = tmp_path / "die"
     flag.touch()
     monkeypatch.setenv("DIES_WHERE_THERE_IS", str(flag))

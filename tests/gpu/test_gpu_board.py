@@ -26,7 +26,6 @@ from asyncrl.distributed.world import World
 from asyncrl.models.loading import load_policy
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.reading import Outline, describe_rest, open_reader
-from asyncrl.models.served import read_from_board
 from asyncrl.runtime.placement import place
 from asyncrl.transport.memory import checksum
 from asyncrl.transport.memory.board import BUCKET_BYTES, Board
@@ -171,7 +170,7 @@ def test_a_policy_is_built_from_the_board_and_computes_what_the_trainer_does(dty
                 trainer.advance()
                 board.write(version % 2, version, trainer.weights.working)
                 wait(reader.fetch(version % 2))
-                read_from_board(policy, reader.half(version % 2), version)
+                policy.move_to(reader.half(version % 2), version)
                 assert fixed_logprobs(policy) == pytest.approx(fixed_logprobs(trainer), abs=1e-6)
             tensors = [*policy.module.parameters(), *policy.module.buffers()]
             assert {tensor.device for tensor in tensors} == {device} and policy.weights.strays() == []

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -18,9 +16,6 @@ from asyncrl.models.native import kernels
 from asyncrl.models.native import library as native
 from asyncrl.models.native.kernels import Scratch
 from asyncrl.models.parameters.flat import add_wider_
-from asyncrl.models.parameters.packed import packing_works, product
-from asyncrl.models.parameters.reordered import Blocks, Reordered, reorder
-from asyncrl.transport.memory import checksum
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built here")
 
@@ -265,92 +260,3 @@ def test_what_the_kernels_do_not_know_is_refused() -> None:
     assert native.takes(x, size=32) and not native.takes(x, size=24)
     assert not native.takes(x.double()) and not native.takes(x, x.bfloat16()) and not native.takes(x.t())
     assert native.attends(64, x) and not native.attends(80, x)
-
-
-@DTYPES
-@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (192, 96), (960, 576), (2048, 64), (48, 160), (100, 36)])
-def test_a_packed_weight_is_written_anew_as_torch_would_pack_it(
-    dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where its layout is known, in the place where it lies; of every size, by the products."""
-    if not packing_works(dtype, torch.device("cpu")):
-        pytest.skip("this torch does not pack weights here")
-    monkeypatch.setattr("asyncrl.models.parameters.reordered.PIECE_BYTES", 1 << 14)
-    x = values(5, columns, dtype=dtype)
-    copy = Reordered(values(rows, columns, dtype=dtype))
-    for seed in (1, 2):
-        weight = values(rows, columns, dtype=dtype, seed=seed)
-        address = torch.ops.mkldnn.data_ptr(copy.tensor)
-        if seed == 1:
-            copy.write(weight)
-        else:
-            assert len(list(copy.write_in_pieces(weight))) == copy.pieces
-        assert torch.equal(product(x, copy.tensor, None), product(x, reorder(weight), None))
-        assert copy.blocks is None or torch.ops.mkldnn.data_ptr(copy.tensor) == address
-    if copy.blocks is not None and rows == 960:
-        assert copy.pieces > 10
-
-
-@given(
-    st.sampled_from((16, 32, 48, 64)),
-    st.sampled_from((16, 32)),
-    st.integers(1, 5),
-    st.integers(1, 6),
-    st.integers(1, 80),
-    st.integers(0, 20),
-    st.integers(1, 3),
-)
-@settings(deadline=None, max_examples=80)
-def test_blocks_are_written_with_the_checksums_of_the_board(
-    rows: int, words: int, down: int, across: int, bucket: int, lines: int, threads: int
-) -> None:
-    """Those of what lies there then: in any bucket, over the bounds of two, by threads that meet in one."""
-    weight = torch.randint(-(2**31), 2**31, (rows * down, words * across), dtype=torch.int32).view(torch.float32)
-    memory = np.zeros((64 * lines + weight.nbytes) // 4096 * 4096 + 8192, np.uint8)
-    start = -memory.ctypes.data % 64
-    board = memory[start : start + 64 * lines + weight.nbytes]
-    sums = np.zeros((-(-board.nbytes // (64 * bucket)), 2), np.uint64)
-    into = native.BlockSums(sums, 64 * lines, 64 * bucket)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        native.reorder(weight, board.ctypes.data + 64 * lines, (rows, words), 0, down, into)
-    finally:
-        torch.set_num_threads(before)
-    assert np.array_equal(sums, checksum.sums(board, 64 * bucket))
-    expected = weight.view(down, rows, across, words).permute(0, 2, 3, 1)
-    assert np.array_equal(board[64 * lines :].view(np.uint32), expected.contiguous().numpy().view(np.uint32).ravel())
-    assert not memory[:start].any() and not board[: 64 * lines].any()
-    assert not memory[start + board.nbytes :].any()
-
-
-def test_rows_that_pad_do_not_hide_the_layout() -> None:
-    """As those of a head whose vocabulary is filled up."""
-    if not packing_works(torch.float32, torch.device("cpu")):
-        pytest.skip("this torch does not pack weights here")
-    weight, other = values(192, 96, dtype=torch.float32), values(192, 96, dtype=torch.float32, seed=1)
-    whole = Reordered(weight.clone())
-    weight[-64:] = other[-64:] = 0
-    copy = Reordered(weight)
-    assert (copy.blocks is not None) == (whole.blocks is not None) and copy.pieces == whole.pieces
-    copy.write(other)
-    x = values(5, 96, dtype=torch.float32)
-    assert torch.equal(product(x, copy.tensor, None), product(x, reorder(other), None))
-
-
-@pytest.mark.parametrize("why", ["layout", "zeros", "rows"])
-def test_a_layout_that_is_not_known_is_packed_by_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not packing_works(torch.float32, torch.device("cpu")):
-        pytest.skip("this torch does not pack weights here")
-    if why == "layout":
-        monkeypatch.setattr("asyncrl.models.parameters.reordered.KNOWN_BLOCKS", (Blocks(16, 16), Blocks(96, 48)))
-    weight, other = values(192, 96, dtype=torch.float32), values(192, 96, dtype=torch.float32, seed=1)
-    if why == "zeros":
-        weight[16:] = 0
-    if why == "rows":  # all alike
-        weight[:] = weight[0].clone()
-    copy = Reordered(weight)
-    assert copy.blocks is None and copy.pieces == 1
-    assert len(list(copy.write_in_pieces(other))) == 1
-    x = values(5, 96, dtype=torch.float32)
-    assert torch.equal(product(x, copy.tensor, None), product(x, reorder(other), None))

@@ -19,7 +19,6 @@ from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.paths import FUSED, PACKED, PLAIN, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reading import Outline, describe_rest, open_reader
-from asyncrl.models.served import read_from_board
 from asyncrl.transport.memory.board import Board
 
 SIZES: dict[str, Any] = dict(
@@ -90,7 +89,7 @@ def test_it_computes_what_the_trainer_does_and_reads_no_weights(
         trainer.flat.master.mul_(1.1).add_(0.01)
         trainer.advance()
         owner.write(version % 2, version, trainer.weights.working)
-        read_from_board(policy, reader.half(version % 2), version)
+        policy.move_to(reader.half(version % 2), version)
         assert fixed_logprobs(policy) == fixed_logprobs(trainer)
         assert policy.weights.strays() == []
     own, theirs = dict(policy.module.named_buffers()), dict(trainer.module.named_buffers())
@@ -143,5 +142,5 @@ def test_what_cannot_be_completed_is_loaded(
     monkeypatch.setattr(loading, "load_module", load_it)
     policy = open_reader(outline, reader.half(0), rest, FUSED, LONGEST, seed=0)
     assert loaded == ["loaded"]
-    read_from_board(policy, reader.half(0), 0)
+    policy.move_to(reader.half(0), 0)
     assert fixed_logprobs(policy) == fixed_logprobs(trainer)

@@ -21,9 +21,7 @@ from transformers import (
 )
 
 from asyncrl.models.parameters.flat import FlatWeights
-from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.served import read_from_board
 from asyncrl.transport.memory.board import Board
 
 SIZES: dict[str, Any] = dict(
@@ -65,7 +63,7 @@ def test_after_each_move_the_numbers_are_those_of_a_fresh_policy(family: str, dt
         trainer.flat.master.mul_(1.1).add_(0.01)
         trainer.advance()
         owner.write(version % 2, version, trainer.weights.working)
-        read_from_board(served, reader.half(version % 2), version)
+        served.move_to(reader.half(version % 2), version)
         fresh = PolicyModel(copy.deepcopy(trainer.module), dtype)
         assert served.version == version
         assert torch.equal(logprobs(served), logprobs(fresh))
@@ -83,91 +81,18 @@ def test_the_parameters_lie_on_the_board_and_the_old_storage_is_let_go(boards: l
     before = StorageWeakRef(served.weights.working.untyped_storage())
     assert not before.expired()
     half = reader.half(0)
-    read_from_board(served, half, 1)
+    served.move_to(half, 1)
     gc.collect()
     assert before.expired()
     for parameter, offset in zip(served.weights.parameters, served.weights.offsets, strict=True):
         assert parameter.data_ptr() == half.data_ptr() + 4 * offset
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_was_packed_ahead_is_used_after_the_move_and_not_before(
-    family: str, dtype: str, boards: list[Board]
-) -> None:
-    trainer = PolicyModel(module_of(family), dtype)
-    served = PolicyModel(module_of(family, seed=9), dtype, served=True)
-    owner, reader = board_of(trainer.weights, boards)
-    halves = [reader.half(0), reader.half(1)]
-    owner.write(0, 0, trainer.weights.working)
-    read_from_board(served, halves[0], 0)
-    served.make_room_ahead()
-    for version in range(1, 6):
-        before = logprobs(trainer)
-        trainer.flat.master.mul_(1.1).add_(0.01)
-        trainer.advance()
-        half = version % 2
-        owner.write(half, version, trainer.weights.working)
-        expected = served.pieces_ahead
-        pieces = 0
-        for _ in served.pack_ahead(halves[half], version):
-            pieces += 1
-            if pieces % 3 == 0:
-                assert torch.equal(logprobs(served), before)
-        assert pieces == expected and all(served.packed_agrees(turn) for turn in range(9))
-        copies = [product._other for product in served.products]
-        read_from_board(served, halves[half], version)
-        assert torch.equal(logprobs(served), logprobs(trainer))
-        assert all(served.packed_agrees(turn) for turn in range(9)) and served.weights.strays() == []
-        if served._head_product._pack:
-            assert [product._copy for product in served.products] == copies  # none was made anew
-
-
-def test_what_was_packed_ahead_of_something_else_is_not_used(boards: list[Board]) -> None:
-    """Left half-way; of another version than the half then holds; never moved to; and a half that is moved to without."""
-    dtype = "bfloat16" if packing_works(torch.bfloat16, torch.device("cpu")) else "float32"
-    trainer = PolicyModel(module_of("llama"), dtype)
-    served = PolicyModel(module_of("llama", seed=9), dtype, served=True)
-    owner, reader = board_of(trainer.weights, boards)
-    halves = [reader.half(0), reader.half(1)]
-
-    def write(half: int, version: int) -> None:
-        trainer.flat.master.mul_(1.1).add_(0.01)
-        trainer.advance()
-        owner.write(half, version, trainer.weights.working)
-
-    def moved(half: int, version: int) -> None:
-        read_from_board(served, halves[half], version)
-        assert torch.equal(logprobs(served), logprobs(trainer))
-        assert all(served.packed_agrees(turn) for turn in range(9))
-
-    write(0, 1)
-    moved(0, 1)
-    for stop in (1, 3, served.pieces_ahead - 1):
-        write(1, 2)
-        pieces = served.pack_ahead(halves[1], 2)
-        for _ in range(stop):
-            next(pieces)
-        moved(1, 2)
-        write(0, 3)
-        moved(0, 3)
-    write(1, 4)
-    assert list(served.pack_ahead(halves[1], 4))
-    write(1, 6)  # nobody moved to 4
-    moved(1, 6)
-    write(0, 7)
-    assert list(served.pack_ahead(halves[0], 7))
-    moved(0, 7)
-    write(1, 8)  # nothing was computed with 7: its copies are not in use yet
-    assert list(served.pack_ahead(halves[1], 8))
-    moved(1, 8)
-
-
 def test_another_buffer_is_refused_and_nothing_has_moved() -> None:
     served = PolicyModel(module_of("llama"), "float32", served=True)
     for wrong in (torch.zeros(served.weights.size + 64), torch.zeros(served.weights.size, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="the modules read"):
-            read_from_board(served, wrong, 3)
+            served.move_to(wrong, 3)
     assert served.version == 0 and served.weights.strays() == []
 
 

@@ -166,15 +166,6 @@ def test_beside_a_weight_board_only_adapters_have_a_working_copy(
     assert beside["weight_board"] == 2 * parameter_count(config.model) * DTYPES[dtype].itemsize
 
 
-def test_packed_weights_of_two_versions_are_there_once_for_the_workers_of_a_trainer(tmp_path: Path) -> None:
-    """Where each makes its own, which nobody knows before, three have more than that: then it is that."""
-    config = with_file(tmp_path, [3], "model.dtype=float32", "generation.placement=worker")
-    cpu = torch.device("cpu")
-    for workers, times in ((1, 2), (2, 2), (3, 3)):
-        parts = predicted(config, placement=Placement((cpu,) * workers, 1, 1, "workers"))
-        assert parts["packed_ahead"] == times * parts["packed_weights"]
-
-
 def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) -> None:
     config = with_file(tmp_path, [3], "generation.placement=worker", "engine.max_sequences=8")
     with_vllm = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
@@ -183,9 +174,7 @@ def test_a_worker_with_vllm_has_a_begun_block_for_each_sequence(tmp_path: Path) 
     position = ours["kv_cache"] // kv_positions(config)
     weights = ours["weight_board"] // 2
     assert theirs["workers"] == 2 * (weights + 4 * 32 * position + (900 << 20))
-    assert {**theirs, "workers": ours["workers"], "packed_ahead": ours["packed_ahead"]} == ours
-    assert ours["packed_ahead"] == 2 * ours["packed_weights"]
-    assert theirs["packed_ahead"] == theirs["weight_board"]  # a half for each of two workers
+    assert {**theirs, "workers": ours["workers"]} == ours
 
 
 def full_groups(count: int, size: int, prompt: int, completion: int, shape: RoutesShape) -> list[Group]:
@@ -241,23 +230,6 @@ def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "available", lambda device: 1000)
     with pytest.raises(PlatformError, match=r"(?s)needs about .* are free:.*kv_cache.*Smaller: engine\.kv_positions"):
         check_memory(config, torch.device("cpu"))
-
-
-def test_weights_are_packed_ahead_where_there_is_room_for_them_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = with_file(tmp_path, [3], "generation.placement=worker")
-    one = Placement((torch.device("cpu"),), 1, 1, "one worker")
-    parts = predicted(config, placement=one)
-    if not parts["packed_ahead"]:
-        pytest.skip("this torch does not pack weights here")
-    total, without = sum(parts.values()), sum(parts.values()) - parts["packed_ahead"]
-    for free, expected in ((total, (total, True)), (total - 1, (without, False)), (without, (without, False))):
-        monkeypatch.setattr(memory, "available", lambda device, free=free: free)
-        assert check_memory(config, torch.device("cpu"), placement=one) == expected
-    monkeypatch.setattr(memory, "available", lambda device: without - 1)
-    with pytest.raises(PlatformError, match="needs about"):
-        check_memory(config, torch.device("cpu"), placement=one)
 
 
 async def test_a_prompt_longer_than_what_was_measured_is_served(

@@ -22,7 +22,6 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, LifecycleError
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.served import read_from_board
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.checksum import Sums
@@ -199,7 +198,7 @@ async def test_a_reader_samples_what_the_trainer_would() -> None:
         for _ in range(2):
             await case.sink.update_weights(await case.step())
             version, half, _ = case.sink.current
-            read_from_board(other, case.board.half(half), version)
+            other.move_to(case.board.half(half), version)
             assert torch.equal(logits(other), logits(case.policy))
             assert other.version == case.policy.version
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 _HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
 _REPLAY = "replay"
-_SLICE_S = 0.003  # and a piece more: requests wait for 4 ms at most
 # Nats, as `models.outputs.Bound`. Its kernels round otherwise than ours: SmolLM2 in bfloat16 is 0.08 off, in float32 1e-5.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
@@ -168,26 +167,21 @@ class VllmEngine(OwnedEngine):
         max_context: int,
         kv_positions: int | None = None,
         kv_after_update: Literal["keep", "recompute"] = "keep",
-        packs_ahead: bool = True,
     ) -> None:
-        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens. `packs_ahead`: the
-        next version is laid out beside the one in use, which takes the memory of packed weights twice; else a move does it."""
+        """`open_core`: makes the core, on the lane, before anything else; it is given who draws the tokens."""
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
         self.made = made
         self.dtype, self.bound = made.dtype, bound_of(BOUNDS, made.dtype, made.routed)
-        self.longest_slice_s = _SLICE_S
         self.version = -1
         self.tokenizer = tokenizer
         self._open_core = open_core
         self._recompute = kv_after_update == "recompute"
-        self._packs_ahead = packs_ahead
         self._numbers = itertools.count()
         self._changes: deque[tuple[int, Running | None]] = deque()  # a slot and what runs in it; None: it went
         # The rest is the lane's.
         self._core: Any = None
-        self._prepared: tuple[int, int] | None = None  # (address of the half, version) that the core has laid out
         self._sampler = Sampler()
         self._slots: dict[int, Running] = {}
         self._names: dict[str, int] = {}  # of what the core has -> slot
@@ -216,22 +210,9 @@ class VllmEngine(OwnedEngine):
         """Make the core. On the lane, whose thread it belongs to; before the engine is opened, or by its owner."""
         self._core = self._open_core(self._choose)
 
-    def prepare(self, half: Tensor, version: int) -> tuple[int, Iterator[None]]:
-        """See `Serving`."""
-        if not self._packs_ahead:
-            return 0, iter(())
-        count, pieces = self._core.prepare(half)
-        return count, self._preparing(pieces, (half.data_ptr(), version))
-
-    def _preparing(self, pieces: Iterator[None], what: tuple[int, int]) -> Iterator[None]:
-        self._prepared = None
-        yield from pieces
-        self._prepared = what
-
     def move_to(self, half: Tensor, version: int) -> None:
         """Every later token comes from the weights in `half`, which are `version`. On the lane."""
-        prepared, self._prepared = self._prepared == (half.data_ptr(), version), None
-        self._core.bind(half, prepared=prepared)
+        self._core.bind(half)
         self.version = version
         if self._recompute:
             self._core.forget_caches()

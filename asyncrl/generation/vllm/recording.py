@@ -14,7 +14,7 @@ else, without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.errors import ConfigError
 from asyncrl.models.parameters.layout import Layout
 
-_COPIED = 1 << 17  # elements at a time: some 100 us
 _INSTEAD = "use generation.engine=embedded"
 
 
@@ -57,23 +56,12 @@ class Recorded:
         """Memory for `fill`: zeros, which those that pad stay."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
-    def fill(self, buffer: Tensor, own: Tensor) -> Iterator[None]:
-        """Copy the weights of `buffer` into the parameter's own memory, some at a time: `copies` times."""
+    def fill(self, buffer: Tensor, own: Tensor) -> None:
+        """Copy the weights of `buffer` into the parameter's own memory."""
         flat = own.view(-1)
         for target, source, size in self.pieces:
-            if source is None:
-                continue
-            for start in range(0, size, _COPIED):
-                count = min(size - start, _COPIED)
-                flat[target + start : target + start + count].copy_(buffer[source + start : source + start + count])
-                yield
-
-    @property
-    def copies(self) -> int:
-        """Of `fill`; 0 where nothing has to be copied."""
-        if self.alias is not None:
-            return 0
-        return sum(-(-piece.size // _COPIED) for piece in self.pieces if piece.source is not None)
+            if source is not None:
+                flat[target : target + size].copy_(buffer[source : source + size])
 
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]

@@ -4,7 +4,7 @@ The engine core runs in this thread, without a process or a socket of its own (`
 of it runs: weights are changed there.
 
 Weights. A loader of ours lets vLLM's own one copy from the buffer once and records it (recording.py). Later versions are laid out
-by that, for layers that read packed copies too, in pieces between steps (`prepare`), and taken up at once (`bind`).
+by that, for layers that read packed copies too, between two steps (`bind`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .scratch import scratch_folder
 from .v0_32_kernels import use_kernels
 from .v0_32_layers import names_for, refuse
 from .v0_32_routes import CachedRoutes
-from .v0_32_weights import CopiesOf, Weights
+from .v0_32_weights import Weights
 from .versions import BLOCK
 
 _FORMAT = "asyncrl"
@@ -93,13 +93,10 @@ class Core:
         choose: Choose,
         *,
         pack: bool = True,
-        ahead: bool = True,
         routes: RoutesShape | None = None,
-        copies: CopiesOf | None = None,
     ) -> None:
-        """`pack`: linear layers read packed copies, written at each version anew; else the buffer where it lies. `ahead`: there is
-        memory for two versions of what is packed, so that the next one can be laid out beside steps. `routes`: of the trainer's
-        model, where it is recorded which experts each token goes to. `copies`: those of the trainer, for buffers that have some.
+        """`pack`: linear layers read packed copies, made at each version anew; else the buffer where it lies. `routes`: of the
+        trainer's model, where it is recorded which experts each token goes to.
         Errors: ConfigError where vLLM cannot run this model, or cannot be handed its weights."""
         ops._supports_onednn = False  # the copies are ours: what it packs while it loads would be thrown away
         loader = _loader(form)
@@ -130,9 +127,7 @@ class Core:
         refuse(self.model, loader.recorded)
         use_kernels(self.model)
         dtype = form.buffer.dtype
-        self._weights = Weights(
-            self.model, loader.recorded, loader.owners, dtype, pack=pack, ahead=ahead, copies=copies or {}
-        )
+        self._weights = Weights(self.model, loader.recorded, loader.owners, dtype, pack=pack)
         _require_cache(self._core, room)
         self._routes: CachedRoutes | None = None
         if routes is not None:
@@ -189,18 +184,10 @@ class Core:
 
     # -- weights: between two steps
 
-    def prepare(self, buffer: Tensor) -> tuple[int, Iterator[None]]:
-        """Lay out the weights in `buffer`, while steps go on with those of before: about so many pieces, each between two steps."""
-        return self._weights.pieces, self._weights.lay_out(buffer)
-
     @torch.no_grad()
-    def bind(self, buffer: Tensor, *, prepared: bool = False) -> None:
-        """The next step computes with the weights in `buffer`, which stays as it is until the next call. `prepared`: the last
-        `prepare` was of them, and has come to its end."""
-        if not prepared:
-            for _ in self._weights.lay_out(buffer):
-                pass
-        self._weights.take_up()
+    def bind(self, buffer: Tensor) -> None:
+        """The next step computes with the weights in `buffer`, which stays as it is until the next call."""
+        self._weights.read(buffer)
 
     def close(self) -> None:
         """Let go of model and cache."""

@@ -1,9 +1,7 @@
-"""vLLM 0.32, the weights of a model: each version is laid out beside the one in use, in pieces between steps, and taken up at once.
+"""vLLM 0.32, the weights of a model: each version is taken up between two steps.
 
-On a CPU vLLM packs every linear layer for oneDNN and the experts of a layer for a kernel of its own, whole and into fresh memory: a
-head alone is a tenth of a second in which nobody is served. So linear layers read copies of ours here, in the same layout: those of
-the trainer, which packs the same matrices for itself (weights/copies.py), and where it has none of a layer, copies that are written
-in place and a little at a time (models/parameters/reordered.py). Experts are packed by vLLM, one by one.
+On a CPU vLLM packs every linear layer for oneDNN and the experts of a layer for a kernel of its own. Linear layers read copies of
+ours here, in the same layout (models/parameters/packed.py). Experts are packed by vLLM, one by one.
 
     a parameter that is read as it is     lies on the board, or has memory of its own, into which its pieces are copied
     one that is only packed               has no plain form beside: whatever wrote into that would change nothing
@@ -11,7 +9,7 @@ in place and a little at a time (models/parameters/reordered.py). Experts are pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from asyncrl.models.parameters.packed import pack as packed_copy
 from asyncrl.models.parameters.packed import packing_works, product
-from asyncrl.models.parameters.placed import Placed
-from asyncrl.models.parameters.reordered import Reordered
 
 from .recording import Recorded
 from .v0_32_layers import is_product, kernel_of, linear_layers
@@ -29,11 +26,10 @@ from .v0_32_layers import is_product, kernel_of, linear_layers
 _EXPERTS = ("w13_weight", "w2_weight")
 _BIASES = ("w13_bias", "w2_bias")
 Places = Sequence[tuple[nn.Module, str]]  # that a parameter stands at: modules, and its name in each
-CopiesOf = Mapping[int, Mapping[int, Placed]]  # address of a buffer -> copies, by where in it their weight begins
 
 
 class Weights:
-    """Of the recorded model. Between two steps. The memory of a version, or of two where they are laid out ahead."""
+    """Of the recorded model. Between two steps."""
 
     def __init__(
         self,
@@ -43,11 +39,8 @@ class Weights:
         dtype: torch.dtype,
         *,
         pack: bool,
-        ahead: bool,
-        copies: CopiesOf,
     ) -> None:
-        """`pack`: linear layers read packed copies, where torch packs this dtype here; else the weights as they lie. `ahead`: what
-        is in use stays as it is while the next version is laid out. `copies`: those that others make."""
+        """`pack`: linear layers read packed copies, where torch packs this dtype here; else the weights as they lie."""
         linear = linear_layers(model)
         packed: set[tuple[nn.Module, str]] = set()
         if pack and packing_works(dtype, torch.device("cpu")):
@@ -55,140 +48,87 @@ class Weights:
         experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
         packed_experts = {(module, name) for module in experts for name in _EXPERTS}
         self._parameters = {
-            name: _Parameter(each, places[name], not packed.union(packed_experts).issuperset(places[name]), ahead)
+            name: _Parameter(each, places[name], not packed.union(packed_experts).issuperset(places[name]))
             for name, each in recorded.items()
         }
         source = {place: self._parameters[name] for name, found in places.items() for place in found}
-        self._experts = [_Experts(module, [source[module, name] for name in _EXPERTS], ahead) for module in experts]
-        self._linear: list[_Linear] = []
-        if packed:
-            self._linear = [_Linear(module, source[module, "weight"], ahead) for module in linear]
-        self._packed: list[_Experts | _Linear] = [*self._experts, *self._linear]
-        self._copies = copies  # their memory lasts as long as this does
+        self._packed: list[_Experts | _Linear] = []
+        for module in experts:
+            self._packed.append(_Experts(module, [source[module, name] for name in _EXPERTS]))
         for module in linear:
             module.cpu_linear = F.linear  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
-
-    @property
-    def pieces(self) -> int:
-        """About how many the next `lay_out` takes."""
-        copies = sum(each.recorded.copies for each in self._parameters.values())
-        return 1 + copies + sum(each.pieces for each in self._packed)
+            if packed:
+                self._packed.append(_Linear(module, source[module, "weight"]))
 
     @torch.no_grad()
-    def lay_out(self, buffer: Tensor) -> Iterator[None]:
-        """What `take_up` takes up, made of the weights in `buffer`, in pieces. Begun again, or left: no harm, if ahead; else the
-        model may not run until it has come to its end."""
+    def read(self, buffer: Tensor) -> None:
+        """The model reads the weights in `buffer` from here on."""
         for parameter in self._parameters.values():
-            yield from parameter.lay_out(buffer)
-        yield
-        for experts in self._experts:
-            yield from experts.lay_out()
-        copies = self._copies.get(buffer.data_ptr(), {})
-        for linear in self._linear:
-            yield from linear.lay_out(copies)
-
-    def take_up(self) -> None:
-        """The model reads what `lay_out` has made, to its end, from here on."""
-        for parameter in self._parameters.values():
-            parameter.take_up()
+            parameter.read(buffer)
         for each in self._packed:
-            each.take_up()
+            each.pack()
 
 
 class _Parameter:
     """`is_read`: somebody reads it as it is; else it is only packed."""
 
-    def __init__(self, recorded: Recorded, places: Places, is_read: bool, ahead: bool) -> None:
+    def __init__(self, recorded: Recorded, places: Places, is_read: bool) -> None:
         self.recorded = recorded
         self.laid_out = torch.empty(0, dtype=recorded.dtype)
         self._places = places
         self._is_read = is_read
-        self._count = 2 if ahead and is_read else 1
-        self._memory: list[Tensor] = []  # of its own; the last one is written next
 
-    def lay_out(self, buffer: Tensor) -> Iterator[None]:
+    def read(self, buffer: Tensor) -> None:
         view = self.recorded.view(buffer)
         if view is not None:
             self.laid_out = view
-            return
-        while len(self._memory) < self._count:
-            self._memory.append(self.recorded.empty(buffer.device))
-        self.laid_out = self._memory[-1]
-        yield from self.recorded.fill(buffer, self.laid_out)
-
-    def take_up(self) -> None:
+        else:
+            if not self.laid_out.numel():
+                self.laid_out = self.recorded.empty(buffer.device)
+            self.recorded.fill(buffer, self.laid_out)
         data = self.laid_out if self._is_read else self.laid_out.new_empty(0)
         for module, name in self._places:
             module._parameters[name].data = data  # type: ignore[union-attr]  # it had one when it was recorded
-        self._memory.reverse()
 
 
 class _Linear:
     """A linear layer that reads a packed copy."""
 
-    def __init__(self, module: nn.Module, weight: _Parameter, ahead: bool) -> None:
-        self._module: Any = module  # its attributes are no tensors and modules alone, as the type of Module says
+    def __init__(self, layer: nn.Module, weight: _Parameter) -> None:
         self._weight = weight
-        self._count = 2 if ahead else 1
-        self._copies: list[Reordered] = []  # of its own; the last one is written next
-        self._placed: Placed | None = None  # what is taken up in the place of that
-        self._is_product = is_product(module)
-
-    @property
-    def pieces(self) -> int:
-        """Those of its own copies: it has none where it takes up others', from the first time on."""
-        return self._copies[-1].pieces if self._copies else 0 if self._placed else self._count
-
-    def lay_out(self, copies: Mapping[int, Placed]) -> Iterator[None]:
-        weight, origin = self._weight.laid_out, self._weight.recorded.alias
-        placed = None if origin is None else copies.get(origin)
-        if placed is not None and placed.tensor.shape == weight.shape:
-            self._placed, self._copies = placed, []
-            return
-        self._placed = None
-        if self._copies:
-            yield from self._copies[-1].write_in_pieces(weight)
-            return
-        for _ in range(self._count):  # nobody is served yet: no later version has to allocate
-            self._copies.append(Reordered(weight))
-            yield
-
-    def take_up(self) -> None:
-        packed = self._copies[-1].tensor if self._placed is None else self._placed.tensor
-        module = self._module
-
-        def linear(x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
-            return product(x, packed, bias)
-
-        module.cpu_linear = linear
-        if self._is_product:  # in the place of four calls, for every product of a step
-            bias = module.bias
+        self._packed: Tensor | None = None
+        module: Any = layer  # its attributes are no tensors and modules alone, as the type of Module says
+        module.cpu_linear = lambda x, _, bias: self._product(x, bias)
+        if is_product(module):  # in the place of four calls, for every product of a step
             if module.return_bias:
-                module.forward = lambda x: (product(x, packed, bias), None)
+                module.forward = lambda x: (self._product(x, module.bias), None)
             else:
-                module.forward = lambda x: product(x, packed, bias)
-        self._copies.reverse()
+                module.forward = lambda x: self._product(x, module.bias)
+
+    def pack(self) -> None:
+        self._packed = None  # there is memory for one
+        self._packed = packed_copy(self._weight.laid_out)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._packed is not None
+        return product(x, self._packed, bias)
 
 
 class _Experts:
     """The stacked experts of a layer, packed by vLLM's own kernel. It may make them larger."""
 
-    def __init__(self, module: RoutedExperts, weights: Sequence[_Parameter], ahead: bool) -> None:
+    def __init__(self, module: RoutedExperts, weights: Sequence[_Parameter]) -> None:
         self._module, self._weights = module, weights
         self._kernel = kernel_of(module)
-        self._memory: list[dict[str, Tensor]] = [{} for _ in range(2 if ahead else 1)]  # the last one is written next
+        self._memory: dict[str, Tensor] = {}
         self._biases = [name for name in _BIASES if hasattr(module, name)]
         # With biases, which it makes larger too, all at once.
         self._step = weights[0].recorded.shape[0] if self._biases else 1
 
-    @property
-    def pieces(self) -> int:
-        return -(-self._weights[0].recorded.shape[0] // self._step)
-
-    def lay_out(self) -> Iterator[None]:
+    def pack(self) -> None:
         whole = dict(zip(_EXPERTS, (each.laid_out for each in self._weights), strict=True))
         whole |= {name: getattr(self._module, name).data for name in self._biases}
-        count, memory = self._weights[0].recorded.shape[0], self._memory[-1]
+        count, memory = self._weights[0].recorded.shape[0], self._memory
         for first in range(0, count, self._step):
             part: Any = nn.Module()
             for name, stacked in whole.items():
@@ -200,9 +140,5 @@ class _Experts:
                 if name not in memory:
                     memory[name] = made.new_empty((count, *made.shape[1:]))
                 memory[name][first : first + self._step].copy_(made)
-            yield
-
-    def take_up(self) -> None:
-        for name, packed in self._memory[-1].items():
+        for name, packed in memory.items():
             getattr(self._module, name).data = packed
-        self._memory.reverse()

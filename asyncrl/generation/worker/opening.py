@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
@@ -19,12 +16,10 @@ from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
 from asyncrl.models.outputs import TOKENS
 from asyncrl.models.parameters.layout import Layout
-from asyncrl.models.parameters.placed import PackedLayout, Placed
 from asyncrl.models.paths import ModelPath
-from asyncrl.models.policy import DTYPES, PolicyModel
+from asyncrl.models.policy import DTYPES
 from asyncrl.models.reading import Outline, open_reader
 from asyncrl.models.routing import RoutesShape
-from asyncrl.models.served import read_copies
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import Passing
@@ -32,16 +27,6 @@ from asyncrl.transport.memory.halves import Passing
 from .serving import EmbeddedServing
 
 _GIB = 1 << 30
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The engine is made, and not yet entered."""
-
-    engine: EmbeddedServing | VllmEngine
-    board: Board
-    copies: Board | None = None  # packed, of what lies in the same half of the board
 
 
 async def passed(passing: Passing) -> None:
@@ -68,8 +53,9 @@ async def open_serving(
     lane: ThreadLane,
     recorder: Recorder,
     say: Callable[[str], None],
-) -> Opened:
-    """Minutes for a large model. `say`: hears of each stage. Errors: ConfigError, TransportError for a board of another layout."""
+) -> tuple[EmbeddedServing | VllmEngine, Board]:
+    """The engine, made and not yet entered, and the board that it reads. Takes minutes for a large model. `say`: hears of each
+    stage. Errors: ConfigError, TransportError for a board of another layout."""
     numbers = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
     numbers["kv_after_update"] = config.engine.kv_after_update or "keep"
     if config.generation.engine == "vllm":
@@ -93,12 +79,6 @@ async def open_serving(
     if setup["board"]["slab"] is not None:
         # What it has of its own goes before the cache comes: memory of a GPU is scarce, and the trainer may be on it, too.
         await lane.run(lambda: policy.flat.move_to(half), name="engine/bind")
-    copies: Board | None = None
-    if setup["packed"] is not None:
-        halves = [board.half(0), board.half(1)]
-        copies = await lane.run(
-            lambda: attach_copies(policy, halves, setup["packed"], setup["packed_fd"]), name="engine/copies"
-        )
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = EmbeddedServing(
         policy,
@@ -107,42 +87,10 @@ async def open_serving(
         recorder,
         prefill_tokens=config.engine.prefill_tokens,
         record_routes=config.algorithm.router_replay,
-        packs_ahead=setup["packs_ahead"],
         eos=tuple(form["stop_ids"]),
         **numbers,
     )
-    return Opened(engine, board, copies)
-
-
-def attach_copies(policy: PolicyModel, halves: Sequence[Tensor], packed: Mapping[str, Any], fd: int) -> Board | None:
-    """The board of packed copies, which the policy reads whenever it is moved to a half; None: it makes its own. On the lane.
-    Errors: ValueError, TransportError where they are another model's."""
-    layout, board = _attach_packed(packed, fd, policy.dtype)
-    if read_copies(policy, halves, [board.half(0), board.half(1)], layout):
-        return board
-    _let_go(board)
-    return None
-
-
-def copies_for_vllm(
-    dtype: torch.dtype, halves: Sequence[Tensor], packed: Mapping[str, Any], fd: int
-) -> tuple[Board | None, dict[int, dict[int, Placed]]]:
-    """The same board, and the copies in it by the address of a half and where in that their weight begins. On the lane."""
-    layout, board = _attach_packed(packed, fd, dtype)
-    if not layout.is_native(dtype):
-        _let_go(board)
-        return None, {}
-    return board, {half.data_ptr(): layout.by_origin(board.half(index), dtype) for index, half in enumerate(halves)}
-
-
-def _attach_packed(packed: Mapping[str, Any], fd: int, dtype: torch.dtype) -> tuple[PackedLayout, Board]:
-    layout = PackedLayout.from_message(packed["layout"])
-    return layout, Board.attach(packed["board"], fd, layout.digest(dtype))
-
-
-def _let_go(board: Board) -> None:
-    logger.warning("packed copies of the weights lie otherwise here than in the trainer's process: it makes its own")
-    board.close()
+    return engine, board
 
 
 async def _open_vllm(
@@ -152,7 +100,7 @@ async def _open_vllm(
     recorder: Recorder,
     say: Callable[[str], None],
     numbers: dict[str, Any],
-) -> Opened:
+) -> tuple[EmbeddedServing | VllmEngine, Board]:
     """The form of the model comes with the setup: its weights are read nowhere but from the board."""
     form, dtype = setup["form"], DTYPES[config.model.dtype]
     layout = Layout.from_message(form["layout"])
@@ -170,18 +118,10 @@ async def _open_vllm(
     )
     routes = None if form["routes"] is None else RoutesShape(**form["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
-    ahead = setup["packs_ahead"]
-    copies: Board | None = None
-    placed: dict[int, dict[int, Placed]] = {}
-    if setup["packed"] is not None:
-        halves = [board.half(0), board.half(1)]
-        copies, placed = await lane.run(
-            lambda: copies_for_vllm(dtype, halves, setup["packed"], setup["packed_fd"]), name="engine/copies"
-        )
 
     def open_core(choose: Choose) -> Any:
         made_for = adapter.Form(form["config"], layout, board.half(0))
-        return adapter.Core(made_for, room, choose, ahead=ahead, routes=routes, copies=placed)
+        return adapter.Core(made_for, room, choose, routes=routes)
 
     engine = VllmEngine(
         open_core,
@@ -189,9 +129,8 @@ async def _open_vllm(
         tokenizer,
         lane,
         recorder,
-        packs_ahead=ahead,
         **numbers,
     )
     say("vLLM is building its model and cache")
     await lane.run(engine.open_on_lane, name="engine/open")
-    return Opened(engine, board, copies)
+    return engine, board

@@ -25,7 +25,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
@@ -53,10 +53,6 @@ from .wire import read_item, sequence_plan
 
 _REPORT_S = 0.1
 _SLICE_S = 0.001  # between two closures, so that nobody who generates sees it
-_END = object()
-_MOST_SLICES = (
-    12  # of the preparation of a move: where one of `_SLICE_S` is too little for that, they are longer, if they may
-)
 
 
 class Server:
@@ -69,14 +65,11 @@ class Server:
         lane: ThreadLane,
         board: Board,
         producer: AsyncProducer,
-        copies: Board | None = None,
     ) -> None:
-        """`copies`: packed, of what lies in the same half of `board`, where the engine reads those."""
         self._control = control
         self._engine = engine
         self._lane = lane
         self._board = board
-        self._boards = [board] if copies is None else [board, copies]
         self._producer = producer
         self._recorder = engine.recorder
         self._comparisons = Comparisons(engine.bound)
@@ -87,8 +80,6 @@ class Server:
         self._moving: PostedVersion | None = None
         self._next: PostedVersion | None = None  # newer than that
         self._told = anyio.Event()
-        self._prepared = anyio.Event()  # nothing is under way: checks wait for that, so that slices come one at a time
-        self._prepared.set()
 
     async def take(self, requests: TensorReceiver, tasks: TaskGroup) -> None:
         """For ever: requests begin, those together that the node sent together, and those that were given up end."""
@@ -139,15 +130,12 @@ class Server:
                 self._moving = None
 
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """To these weights, between two closures, once what can be done before it is done; or not at all, where there are newer
-        ones by then. `outputs`: what has to come out, computed after the node has its answer."""
+        """To these weights, between two closures. `outputs`: what has to come out, computed after the node has its answer."""
         if self._board.copies and half != self._half:
             await passed(await self._lane.run(partial(self._board.fetch, half), name="engine/fetch", priority=1))
-        if not await self._prepare(version, half):
-            return
 
         def bind() -> tuple[int | None, Passing]:
-            found = next((each for board in self._boards if (each := board.version(half)) != version), version)
+            found = self._board.version(half)
             if found == version:
                 self._engine.move_to(self._halves[half], version)
                 self._half = half
@@ -165,22 +153,6 @@ class Server:
         if outputs is not None:
             await self._compare(version, outputs)
 
-    async def _prepare(self, version: int, half: int) -> bool:
-        """A little between two closures, so that tokens go on to come, from the weights of before: the node writes into neither
-        half until it has the answer. False: there are newer weights."""
-        if self._half < 0 or self._board.version(half) != version:
-            return True  # nobody is served yet; or the move says what is wrong
-        count, pieces = self._engine.prepare(self._halves[half], version)
-        least, ready = -(-count // _MOST_SLICES), not count
-        self._prepared = anyio.Event()
-        try:
-            while not ready and self._next is None:
-                slice_ = partial(_go_on, pieces, least, self._engine.longest_slice_s)
-                ready = await self._lane.run(slice_, name="engine/prepare")
-        finally:
-            self._prepared.set()
-        return ready
-
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
         theirs = [math.nan if each is None else each for each in outputs]  # JSON has no NaN
         found, wrong = self._comparisons.judge(await self._engine.outputs(), theirs)
@@ -193,19 +165,18 @@ class Server:
 
         A large model may move on before all were: the next version goes on with the bucket after the last one."""
         await self._moved.wait()
-        following, buckets = 0, sum(board.buckets for board in self._boards)
+        following, buckets = 0, self._board.buckets
         while True:
             moved = self._moved
             version, left = self._engine.version, buckets
             while left and not moved.is_set():
-                await self._prepared.wait()
-                read, what, looked = await self._lane.run(partial(self._look, following, left), name="engine/check")
+                read, looked = await self._lane.run(partial(self._look, following, left), name="engine/check")
                 following, left = (following + looked.buckets) % buckets, left - looked.buckets
                 await passed(looked.passing)
                 bucket = looked.wrong()
                 if bucket is not None:
                     return await self._say_wrong(
-                        f"bucket {bucket} of the {what} of version {read} is not what the trainer wrote"
+                        f"bucket {bucket} of the weights of version {read} is not what the trainer wrote"
                     )
             if not left:
                 self._recorder.observe("weights/checked_version", version, reduce="min")
@@ -216,14 +187,10 @@ class Server:
         self._control.send({"wrong": text})
         await self._control.drain()
 
-    def _look(self, first: int, most: int) -> tuple[int, str, Looked]:
-        """On the lane, for `_SLICE_S`: the version that the modules read, and what is found of buckets of the weights or, behind
-        them, of their packed copies."""
-        board, what = self._board, "weights"
-        if first >= board.buckets:
-            board, what, first = self._boards[-1], "packed weights", first - board.buckets
-        looked = board.inspect(self._half, first, min(most, board.buckets - first), _SLICE_S)
-        return self._engine.version, what, looked
+    def _look(self, first: int, most: int) -> tuple[int, Looked]:
+        """On the lane, for `_SLICE_S`: the version that the modules read, and what is found of buckets of it."""
+        looked = self._board.inspect(self._half, first, min(most, self._board.buckets - first), _SLICE_S)
+        return self._engine.version, looked
 
     async def obey(self) -> None:
         """Until the node hangs up."""
@@ -232,16 +199,6 @@ class Server:
                 message = await self._control.receive()
                 if "weights" in message:
                     self.tell(PostedVersion(int(message["weights"]), int(message["half"]), message["outputs"]))
-
-
-def _go_on(pieces: Iterator[None], least: int, longest_s: float) -> bool:
-    """On the lane: for `_SLICE_S`, and then until there are so many pieces, for `longest_s` at most. Whether that was all."""
-    began, done = time.monotonic(), 0
-    while (spent := time.monotonic() - began) < _SLICE_S or (done < least and spent < longest_s) or not done:
-        if next(pieces, _END) is _END:
-            return True
-        done += 1
-    return False
 
 
 async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
@@ -278,7 +235,7 @@ async def serve(control: ControlLine) -> None:
         engines: list[Serving] = []
         spawn(tasks, "reports", report, control, lane, recorder, engines)
         try:
-            opened = await open_serving(
+            engine, board = await open_serving(
                 setup, config, device, lane, recorder, lambda text: control.send({"stage": text})
             )
         except ConfigError as error:
@@ -287,11 +244,10 @@ async def serve(control: ControlLine) -> None:
             await control.drain()
             tasks.cancel_scope.cancel()
             return
-        engine = opened.engine
         producer = await AsyncProducer.attach(setup["sequences"])
         requests = await attach_queue(setup["requests"])
         async with engine, producer:
-            server = Server(control, engine, lane, opened.board, producer, opened.copies)
+            server = Server(control, engine, lane, board, producer)
             engines.append(engine)
             spawn(tasks, "requests", server.take, requests, tasks)
             spawn(tasks, "moves of the weights", server.follow)

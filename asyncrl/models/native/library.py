@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,7 +33,6 @@ _SIGNATURES = {
     "row_softmax": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _I),
     "row_softmax_backward": (_I, _P, _P, _F, _N, _N, _I),
     "add_widened": (_P, _P, _N, _I),
-    "reorder": (_P, _N, _P, _N, _N, _N, _N, _P, _N, _N, _I),
     "decode_attention": (_I, _P, _N, _P, _N, _P, _N, _P, _P, _N, _N, _P, _F, _P, _N, _N, _N, _N, _I),
 }
 
@@ -177,27 +173,6 @@ def add_widened(target: Tensor, source: Tensor) -> None:
     """float32 `target` += bfloat16 `source`, both contiguous and of one length."""
     assert _library is not None
     _library.asyncrl_add_widened(target.data_ptr(), source.data_ptr(), source.numel(), torch.get_num_threads())
-
-
-class BlockSums(NamedTuple):
-    """Checksums of buckets of `size` bytes, uint64 [buckets, 2], as the weight board has them (transport/memory/checksum.py); what
-    is written begins at byte `place` of the first. Sizes and places are multiples of 64."""
-
-    sums: npt.NDArray[np.uint64]
-    place: int
-    size: int
-
-
-def reorder(
-    weight: Tensor, address: int, blocks: tuple[int, int], first: int, last: int, into: BlockSums | None = None
-) -> None:
-    """weight [O, I], contiguous, into blocks of so many rows and words of 32 bits, as reordered.py tells: the rows of blocks
-    [first..last) of what begins at `address`. Both sizes are multiples of 16 that divide the weight's. The checksums of what was
-    written are added `into` them."""
-    assert _library is not None
-    width = weight.shape[1] * weight.itemsize // 4
-    summed = (None, 0, 1) if into is None else (into.sums.ctypes.data, into.place // 4, into.size // 4)
-    _library.asyncrl_reorder(weight.data_ptr(), width, address, *blocks, first, last, *summed, torch.get_num_threads())
 
 
 def decode_attention(

@@ -13,7 +13,6 @@ Parameters lie in registration order, so q/k/v and gate/up are adjacent and can 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from ..native import library as native
 from .layout import Layout
 
 _BLOCK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in cache
-_VIEWS = 16  # made at a time: some 100 us
 
 
 def add_wider_(target: Tensor, source: Tensor) -> None:
@@ -65,8 +63,6 @@ class FlatWeights:
         self.numel = sum(p.numel() for p in self.parameters)
         self.size = layout.size  # elements of the buffer, padding included
         self._generation = 0
-        self._expected: tuple[Tensor, list[Tensor]] | None = None
-        self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}  # buffers by their address, and their parameters
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
         """Parameter number `index` as a view of a buffer of this layout."""
@@ -87,35 +83,10 @@ class FlatWeights:
 
     def bind(self, buffer: Tensor) -> None:
         """Let the modules read their weights from `buffer`, laid out and typed like the working copy."""
-        expected, self._expected = self._expected, None
-        known = self._kept.get(buffer.data_ptr())
-        if known is None and expected is not None and expected[0] is buffer:
-            known = expected
-        views = map(partial(self.view, buffer), range(len(self.parameters))) if known is None else known[1]
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self.view(buffer, index)
         self.bound = buffer
         self._generation += 1
-
-    def keep(self, buffer: Tensor) -> None:
-        """It will be bound again and again: what can be done before that."""
-        self._kept[buffer.data_ptr()] = (buffer, [self.view(buffer, index) for index in range(len(self.parameters))])
-
-    def expect(self, buffer: Tensor) -> Iterator[None]:
-        """The next `bind` will be to this one: what can be done before it, in pieces."""
-        if buffer.data_ptr() in self._kept:
-            return
-        views = list[Tensor]()
-        for index in range(len(self.parameters)):
-            views.append(self.view(buffer, index))
-            if index % _VIEWS == 0:
-                yield
-        self._expected = (buffer, views)
-
-    @property
-    def view_pieces(self) -> int:
-        """How many pieces `expect` takes."""
-        return 0 if self._kept else -(-len(self.parameters) // _VIEWS)
 
     def move_to(self, buffer: Tensor) -> None:
         """From now on the modules read `buffer`, of this layout and dtype, where it lies; the storage that they had is let go."""
@@ -158,7 +129,6 @@ class FlatParameters(FlatWeights):
     grad: Tensor
     frozen: frozenset[str] = frozenset()
     cast: Callable[[Tensor], Tensor] | None = None  # master -> the buffer that it was cast into; None: in place
-    refreshed: Callable[[], None] | None = None  # called once the modules read what the masters say
 
     def __init__(
         self,
@@ -205,8 +175,6 @@ class FlatParameters(FlatWeights):
             if buffer is not self.working:
                 self.move_to(buffer)
         self._generation += 1
-        if self.refreshed is not None:
-            self.refreshed()
 
     def zero_grad(self) -> None:
         """Zero the buffer; where the modules hold the masters, bind their `.grad` to it again."""

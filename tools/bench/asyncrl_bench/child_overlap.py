@@ -37,7 +37,7 @@ from .machine import versions
 AHEAD = 3  # steps whose groups are asked for at a time, as at staleness 2
 COPIES, CHECKPOINTS = 9, 3
 SHOWN_STEPS = 3  # of the timeline
-PARTS = ("token_gap", "stop", "usual_gap", "decode", "slice", "gap", "bind", "decode_after")
+PARTS = ("token_gap", "stop", "usual_gap", "decode", "gap", "bind", "decode_after")
 Groups = deque[list[Trajectory]]
 
 
@@ -151,9 +151,9 @@ def hand_over(
 ) -> dict[str, Any]:
     """Milliseconds at each version within the window; nothing where trainer and engine share a lane.
 
-    `total`, from the end of the optimizer's closure to the last worker's answer: until its copy begins, the copy, until the worker
-    has prepared the move and the closure has ended that it was in, and the answer's way back. `gap`: between two decode steps with
-    the move in it. `stop`, `token_gap`: see `stops`.
+    `total`, from the end of the optimizer's closure to the last worker's answer: until its copy begins, the copy, until the
+    worker's closure has ended that it was in, and the answer's way back. `gap`: between two decode steps with the move in it.
+    `stop`, `token_gap`: see `stops`.
     """
     workers = [own for name, own in lanes.items() if name.startswith("worker")]
     if not workers:
@@ -172,7 +172,6 @@ def hand_over(
                 found["gap"].append(gap)
                 found["decode_after"].append(inside[j].duration)
         found["bind"] += [event.duration for event in inside if event.name == "engine/bind"]
-        found["slice"] += [event.duration for event in inside if event.name == "engine/prepare"]
         usual, longest = stops(inside)
         found["token_gap"] += usual
         found["stop"] += longest
@@ -195,7 +194,7 @@ def hand_over(
 
 def stops(own: Sequence[TraceEvent]) -> tuple[list[float], list[float]]:
     """Seconds between two tokens of a running request, from the end of one decode step to the end of the next, of a worker's lane:
-    (the usual ones, the longest around each move). Around: from the first slice of its preparation to the second step after it.
+    (the usual ones, the longest around each move). Around: to the second step after it.
     Gaps with a prefill in them are left out: requests come at any time."""
     usual, longest = list[float](), list[float]()
     decodes = [i for i, event in enumerate(own) if event.name == "engine/decode"]
@@ -205,7 +204,7 @@ def stops(own: Sequence[TraceEvent]) -> tuple[list[float], list[float]]:
         gap = 0.0 if "engine/prefill" in between else _end(own[j]) - _end(own[i])
         if "engine/bind" in between:
             after = 2
-        if after or "engine/prepare" in between:
+        if after:
             around = max(around, gap)
         elif between <= {"engine/check"} and gap:
             usual.append(gap)

@@ -2,7 +2,7 @@
 
 Each turn asks for all groups at once. When every sequence has some tokens, the weights are changed on the trainer's lane as the
 optimizer's closure would, and the run's own sink brings them to the worker: proof, copy onto the board, proof of the copy, the
-worker's preparation between its steps, the move, its answer. What requests see is read from the worker's lane: whatever lies
+worker's move between two of its steps, its answer. What requests see is read from the worker's lane: whatever lies
 between the ends of two of its steps.
 """
 
@@ -94,27 +94,24 @@ async def _turn(runtime: Runtime, job: StepJob, rows: list[Any], turn: int) -> t
 
 def seen(lane: list[TraceEvent], steps: tuple[str, ...]) -> dict[str, float]:
     """Of one turn, in ms. `step`: between the ends of two steps, `step_longest`: the longest such time; `stop`: the longest around
-    the move, and `pause`: what that is longer than usual; `between`: the longest time around the move in which no step runs;
-    `slice`: the longest of the preparation."""
+    the move, and `pause`: what that is longer than usual; `between`: the longest time around the move in which no step runs."""
     own = [event._replace(name=steps[0]) if event.name in steps else event for event in lane]
     usual, longest = stops(own)
-    slices = [event.duration for event in own if event.name == "engine/prepare"]
     binds = [event.duration for event in own if event.name == "engine/bind"]
     if not usual or not longest or not binds:
         return {}
     found = {
         "step": median(usual), "step_longest": max(usual), "stop": longest[0], "pause": longest[0] - median(usual),
-        "between": max(_between(own, steps[0])), "bind": binds[0], "slice": max(slices, default=0.0),
-        "slices": len(slices) / 1e3,
+        "between": max(_between(own, steps[0])), "bind": binds[0],
     }  # fmt: skip
     return {name: 1e3 * value for name, value in found.items()}
 
 
 def _between(own: list[TraceEvent], step: str) -> Iterator[float]:
-    """Seconds from the end of a step to the start of the next, wherever there is a slice of the preparation or the move."""
+    """Seconds from the end of a step to the start of the next, wherever there is the move."""
     places = [i for i, event in enumerate(own) if event.name == step]
     for i, j in pairwise(places):
-        if {"engine/prepare", "engine/bind"} & {event.name for event in own[i + 1 : j]}:
+        if any(event.name == "engine/bind" for event in own[i + 1 : j]):
             yield own[j].start - own[i].start - own[i].duration
 
 

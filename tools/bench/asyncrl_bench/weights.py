@@ -6,11 +6,10 @@
                `reload_weights` from it, `resume_generation`. Only its time is looked at: on a CPU it leaves a tied head as it was
 
     step       between two tokens of a request, usually; longest: the longest such time of a turn without a change
-    stopped    the longest time around the change in which no step runs: goal, at most 4 ms. (AsyncLLM: what it is paused for)
-    pause      the longest time between two tokens around the change, less the usual one: what a request sees, with the noise of as
-               many steps as the preparation takes
-    slice      the longest part of a preparation that is between two steps, and how many there are
-    move       what is then done at once, between two steps (AsyncLLM: the reload, while nothing runs)
+    stopped    the longest time around the change in which no step runs. (AsyncLLM: what it is paused for)
+    pause      the longest time between two tokens around the change, less the usual one: what a request sees. On a CPU the
+               first step after the move packs the weights
+    move       what is done at once, between two steps (AsyncLLM: the reload, while nothing runs)
     total      until every later token has the new weights
     memcpy     a plain copy of the same bytes; save, load: a safetensors file of them. On the trainer's lane, in the same run
 
@@ -35,14 +34,11 @@ from .plots import grouped_bars, markdown, plot
 from .processes import peer_python, vllm_environment
 
 SIDES = ("embedded", "vllm", "async_llm")
-GOAL_MS = 4.0  # beyond one step of the engine
 PARTS = {
     "step": "step",
     "step_longest": "longest",
     "between": "stopped",
     "pause": "pause",
-    "slice": "slice",
-    "slices": "slices",
     "bind": "move",
     "total": "total",
     "memcpy": "memcpy",
@@ -97,7 +93,7 @@ def vllm_python(place: Place, peer: str) -> Path:
 
 
 def summarise(runs: Sequence[Mapping[str, Any]], side: str) -> dict[str, float]:
-    """Medians over all changes of all runs, in ms; `slices`: a number."""
+    """Medians over all changes of all runs, in ms."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for name, values in run[side].items():
@@ -113,10 +109,6 @@ def report(summary: Mapping[str, Mapping[str, float]], runs: Sequence[Mapping[st
     ]
     size = next((run[side]["bytes"] for run in runs for side in summary if "bytes" in run[side]), 0)
     lines = markdown([f"weights of {size / 2**20:,.0f} MiB, ms", *(PARTS[name] for name in names)], rows, 1)
-    for side, found in summary.items():
-        if side != "async_llm":
-            verdict = "reached" if found["between"] <= GOAL_MS else "missed"
-            lines += ["", f"goal, {side} stops requests for {GOAL_MS:g} ms beyond a step at most: {verdict}"]
     loads = " ".join(f"{run['load'][0]:.1f}" for run in runs)
     return [*lines, "", f"load of the machine before each repetition: {loads}"]
 
