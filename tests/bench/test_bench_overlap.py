@@ -87,13 +87,13 @@ def test_the_stop_of_decoding_is_the_longest_gap_between_two_tokens_around_a_mov
     own = spans(
         "lane:worker0", decode(0, 1), decode(1, 2), ("engine/prefill", 2, 9), decode(9, 10), ("engine/check", 10, 10.5),
         decode(10.5, 11.5),  # usual: 1, 1.5
-        decode(12, 13), decode(13, 15),  # 1.5; and 2, whatever the reason
+        decode(12, 13), decode(13, 15),  # 1.5; and 2, whatever the reason; 1
         decode(15.2, 16), ("engine/bind", 16, 16.1), decode(16.1, 17), decode(17, 18.7),
         decode(18.7, 19.7), ("engine/bind", 20, 21), ("engine/prefill", 21, 30), decode(30, 31), decode(31, 32.5),
         ("engine/bind", 33, 34), decode(34, 35),  # its second step is not there any more
     )  # fmt: skip
     usual, longest = stops(own)
-    assert usual == pytest.approx([1, 1.5, 2, 1]) and longest == pytest.approx([1.7, 1.5])
+    assert usual == pytest.approx([1, 1.5, 1.5, 2, 1, 1]) and longest == pytest.approx([1.7, 1.5])
 
 
 def test_the_dry_run_on_short_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
