@@ -113,7 +113,6 @@ class JoinedLinear:
         stamp = self.flat.stamp(self._copied)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         # The old one goes first: there is memory for one.
         self._packed = None
         bound = self.flat.bound
@@ -126,6 +125,7 @@ class JoinedLinear:
             self._packed = pack(self.weight())
         copied = self._packed is not None or len(self.biases) > 1
         self._sample = self._sampled() if copied else None
+        self._stamp = stamp
 
     def is_fresh(self) -> bool:
         """Whether the copies, where there are any, were made of the weights as they are: sampled positions, exactly. (A product
