@@ -25,7 +25,7 @@
     |- FetchFailed              1   the sibling that reads for a replica of the model could not (also RuntimeError)
     `- TransportError          11   shared memory, or a process on the other side of it
        |- ArenaOwned                a live process owns the segment
-       |- OutOfMemory               the arena or /dev/shm has no room (also MemoryError)
+       |- OutOfMemory               a device, the arena or /dev/shm has no room (also MemoryError)
        |- SegmentDamaged              its file cannot be read; what lies in it is kept
        |- StaleHandle               what the handle named was given back since
        |- RecordError               the bytes are no record that this version reads (also ValueError)
@@ -39,7 +39,15 @@ A message says what was asked, what was found and what to do.
 
 from __future__ import annotations
 
+from errno import ENOMEM
 from textwrap import indent
+
+LESS_MEMORY = (
+    "make train.tokens_per_microbatch smaller (what a microbatch keeps), or engine.kv_positions (the cache), or set "
+    "train.gradient_checkpointing=true"
+)
+# How torch, its CPU allocator and cuBLAS say it.
+_SHORTAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class AsyncrlError(Exception):
@@ -226,6 +234,17 @@ def divergence_of(error: BaseException | None) -> DivergenceError | None:
     while error is not None and not isinstance(error, DivergenceError):
         error = error.__cause__
     return error
+
+
+def name_shortage(error: BaseException, work: str) -> BaseException:
+    """`error` of `work` on a device; where memory ran out, an OutOfMemory that names the settings to change."""
+    short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM)
+    short = short or (isinstance(error, RuntimeError) and any(each in str(error) for each in _SHORTAGES))
+    if isinstance(error, AsyncrlError) or not short:
+        return error
+    found = OutOfMemory(f"no memory was left for {work}: {LESS_MEMORY} ({first_line(error)})")
+    found.__cause__ = error
+    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..errors import LifecycleError
+from ..errors import LifecycleError, name_shortage
 from . import awake
 from .job import Job
 from .shield import call_soon, wait_shielded
@@ -33,7 +33,8 @@ class Lane(Protocol):
     """Runs closures one at a time, highest priority first, in submission order within a priority.
 
     A closure cannot be cancelled: a caller that is cancelled waits (shielded) until its closure ended, then the
-    cancellation is raised. An exception of the closure, BaseException included, is raised in the caller.
+    cancellation is raised. An exception of the closure, BaseException included, is raised in the caller; one of a thread that
+    found no memory as OutOfMemory.
     """
 
     name: str
@@ -234,7 +235,7 @@ class ThreadLane:
                 finally:
                     job.finished_at = span.ended
         except BaseException as exc:  # carried to the caller, who decides; the lane itself survives everything
-            job.error = exc
+            job.error = name_shortage(exc, f"{job.name} on {self.name}")
         self._current = None
         call_soon(job.loop, job.notify)
 

@@ -108,7 +108,7 @@ def _build(module: PreTrainedModel, width: Width, outgrown: bool, *, positions: 
     few = layer_kinds(module)
     total = int(module.config.get_text_config().num_hidden_layers)
     for layers in (few, min(2 * few, total)):
-        config = probe_config(module, layers=layers)
+        config = _probe_config(module, layers)
         if width != "whole":
             _narrow(config.get_text_config(), stream=width == "stream")
         if outgrown:
@@ -140,12 +140,10 @@ def _empty(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel
     return probe
 
 
-def probe_config(module: PreTrainedModel, *, contexts: bool = True, layers: int | None = None) -> PretrainedConfig:
-    """The configuration of the probe of `module`. `contexts`: whether windows and contexts become small too. `layers`: None:
-    one of each kind."""
+def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
+    """The configuration of the probe of `module`: small windows and contexts too."""
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
-    layers = layer_kinds(module) if layers is None else layers
     text.num_hidden_layers = layers
     for name, value in vars(text).items():
         if isinstance(value, (list, tuple)) and len(value) == module.config.get_text_config().num_hidden_layers:
@@ -157,8 +155,7 @@ def probe_config(module: PreTrainedModel, *, contexts: bool = True, layers: int 
                 value = getattr(part, name, None)
                 if value is not None and not (isinstance(value, int) and 0 <= value < VOCABULARY):
                     setattr(part, name, None if name != "pad_token_id" else VOCABULARY - 1)
-    if contexts:
-        _shrink_contexts(text)
+    _shrink_contexts(text)
     return config
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import anyio
 
 from asyncrl.data.store import Rows
-from asyncrl.errors import AsyncrlError, DataError, DivergenceError, TrainStepError
+from asyncrl.errors import AsyncrlError, DataError, DivergenceError, OutOfMemory, TrainStepError
 from asyncrl.telemetry.recorder import Recorder
 
 from .book import GroupBook
@@ -38,13 +38,14 @@ class GroupsFailed(Exception):
 
 @contextmanager
 def laid_to(group_ids: Iterable[int]) -> Iterator[None]:
-    """An error that comes of their data. Ours that are about something else (a closed lane, a hook, a lost rank) go through."""
+    """An error that comes of their data, or of their size. Ours that are about something else (a closed lane, a hook, a lost rank)
+    go through."""
     try:
         yield
     except GroupsFailed:
         raise
     except Exception as error:
-        if isinstance(error, AsyncrlError) and not isinstance(error, DataError):
+        if isinstance(error, AsyncrlError) and not isinstance(error, (DataError, OutOfMemory)):
             raise
         raise GroupsFailed(getattr(error, "groups", ()) or group_ids, error) from error
 

@@ -1,7 +1,8 @@
-"""Memory, predicted before it is allocated: an error with a table instead of a killed process."""
+"""Memory, estimated before it is allocated: a table, and a warning where it is more than is free. Nothing is refused for it."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.resolve import row_limit, slots
 from asyncrl.config.schema import Config
-from asyncrl.errors import PlatformError
+from asyncrl.errors import LESS_MEMORY
 from asyncrl.generation.vllm.versions import BLOCK
 from asyncrl.generation.worker.engine import ring_bytes
 from asyncrl.models.loading import parameter_count
@@ -20,6 +21,8 @@ from asyncrl.training.memory import Lengths, predict_memory, route_bytes
 
 from .placement import Placement
 from .prompts import PromptLengths
+
+logger = logging.getLogger("asyncrl.runtime")
 
 GIB = 1 << 30
 _PROCESS = 400 << 20  # of a worker, before it computes: Python, torch and transformers
@@ -159,6 +162,17 @@ def table(parts: dict[str, int]) -> str:
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])
 
 
+def warn_of(parts: dict[str, int], device: torch.device) -> list[str]:
+    """A line where more is predicted than is free."""
+    total, free = sum(parts.values()), available(device)
+    if total <= free:
+        return []
+    return [
+        f"this run needs about {total / GIB:.1f} GiB on {device}, give or take a quarter, and {free / GIB:.1f} GiB are free; "
+        f"where memory runs out, {LESS_MEMORY}"
+    ]
+
+
 def check_memory(
     config: Config,
     device: torch.device,
@@ -166,13 +180,8 @@ def check_memory(
     prompts: PromptLengths | None = None,
     placement: Placement | None = None,
 ) -> int:
-    """Bytes that the run will need. Errors: PlatformError where the prediction exceeds what is free."""
-    parts, free = predicted(config, ranks, prompts, placement=placement), available(device)
-    total = sum(parts.values())
-    if total > free:
-        raise PlatformError(
-            f"this run needs about {total / GIB:.1f} GiB on {device} and {free / GIB:.1f} GiB are free:\n{table(parts)}\n"
-            "Smaller: engine.kv_positions, engine.max_sequences, rollout.max_tokens, data.max_prompt_tokens, "
-            "train.tokens_per_microbatch; train.gradient_checkpointing=true"
-        )
-    return total
+    """Bytes that the run will need. Logs a warning with the table where that is more than is free."""
+    parts = predicted(config, ranks, prompts, placement=placement)
+    for line in warn_of(parts, device):
+        logger.warning("%s\n%s", line, table(parts))
+    return sum(parts.values())

@@ -15,7 +15,7 @@ from asyncrl.generation.requests import sampling_params
 
 from .device import settle
 from .directory import RunDirectory, unusable
-from .memory import cache_line, predicted, table
+from .memory import cache_line, predicted, table, warn_of
 from .placement import place
 from .prompts import measure_prompts
 
@@ -50,7 +50,7 @@ def plan(config: Config) -> str:
             cache_line(config, prompts),
             "predicted memory of one rank:",
             table(parts),
-            *(f"note: {line}" for line in (*prompts.notes, *_text_notes(config))),
+            *(f"note: {line}" for line in (*warn_of(parts, settled.device), *prompts.notes, *_text_notes(config))),
         ]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)

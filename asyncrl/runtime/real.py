@@ -38,8 +38,8 @@ from .workers import Sampler, open_workers
 
 
 async def open_real(site: Site) -> Parts:
-    """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError (memory),
-    WorkerDied."""
+    """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError,
+    OutOfMemory, WorkerDied."""
     config, world, device, recorder, say = site.config, site.world, site.device, site.recorder, site.say
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
     say("measuring prompts and memory")

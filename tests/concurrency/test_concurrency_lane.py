@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import uvloop
 from virtual_time import run_virtual
 
 from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
-from asyncrl.errors import LifecycleError
+from asyncrl.errors import LifecycleError, OutOfMemory
 from asyncrl.telemetry.recorder import Recorder
 
 AnyLane = ThreadLane | SimulatedLane
@@ -368,6 +369,28 @@ async def test_a_wedged_closure_does_not_hang_the_close_and_is_named() -> None:
         with pytest.raises(LifecycleError, match="'wedged'"):
             await lane.aclose()
         gate.set()  # or the caller, rightly, would wait for ever
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "pages", "python"])
+async def test_a_closure_without_memory_ends_with_the_settings_to_change(where: str) -> None:
+    import torch
+
+    def closure() -> None:
+        if where == "cpu":
+            torch.empty(1 << 50)
+        elif where == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        elif where == "pages":
+            mmap.mmap(-1, 1 << 50, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raise MemoryError
+
+    async with ThreadLane("cpu") as lane:
+        with pytest.raises(OutOfMemory) as caught:
+            await lane.run(closure, name="train/microbatch")
+    said = str(caught.value)
+    assert said.startswith("no memory was left for train/microbatch on cpu: make train.tokens_per_microbatch smaller")
+    assert "engine.kv_positions" in said[:300] and "train.gradient_checkpointing=true" in said[:300]
+    assert caught.value.__cause__ is not None
 
 
 async def test_submitting_from_the_lane_itself_is_an_error_not_a_deadlock() -> None:

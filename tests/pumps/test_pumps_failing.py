@@ -10,7 +10,7 @@ import pytest
 from pumps_house import House, live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
-from asyncrl.errors import DataError, DivergenceError, TrainStepError
+from asyncrl.errors import DataError, DivergenceError, OutOfMemory, TrainStepError
 
 
 class Lease:
@@ -119,10 +119,11 @@ def test_what_is_not_of_a_group_ends_the_run_and_leaves_the_records() -> None:
         (DataError, "finish", {}),
         (DataError, "microbatch", {"tokens_per_microbatch": 10_000, "preset": "sync", "max_staleness": None}),
         (DataError, "logprobs", {"tokens_per_microbatch": 10_000, "updates_per_batch": 2}),
+        (OutOfMemory, "microbatch", {}),
     ],
 )
 def test_what_the_trainer_lays_to_a_group_is_laid_to_that_alone(
-    kind: type[DivergenceError | DataError], call: str, settings: dict[str, Any]
+    kind: type[DivergenceError | DataError | OutOfMemory], call: str, settings: dict[str, Any]
 ) -> None:
     """Also where others are in the same microbatch."""
     leases: list[Lease] = []

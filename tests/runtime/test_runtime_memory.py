@@ -1,8 +1,9 @@
-"""Memory of a run before it starts: prompts that are measured, the budget of the cache, and the refusal of what does not fit."""
+"""Memory of a run before it starts: prompts that are measured, the budget of the cache, and a warning where it does not fit."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from asyncrl.config.schema import Config
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.prompts_sources import load_rows
-from asyncrl.errors import PlatformError
 from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.embedded.sequences import Sequences
 from asyncrl.generation.worker.engine import ring_bytes
@@ -225,11 +225,16 @@ def test_routes_of_experts_are_part_of_the_prediction(tmp_path: Path) -> None:
     assert ring_bytes(64, 4096, 384) > 20 * ring_bytes(64, 4096, 0) > 20 << 20
 
 
-def test_what_does_not_fit_is_refused_with_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_a_warning_with_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run goes on: the estimate may be wrong by a quarter. A dry run says the same."""
     config = with_file(tmp_path, [3])
     monkeypatch.setattr(memory, "available", lambda device: 1000)
-    with pytest.raises(PlatformError, match=r"(?s)needs about .* are free:.*kv_cache.*Smaller: engine\.kv_positions"):
-        check_memory(config, torch.device("cpu"))
+    needed = check_memory(config, torch.device("cpu"))
+    words = r"needs about .* are free; where memory runs out, make train\.tokens_per_microbatch smaller.*engine\.kv_positions"
+    assert needed > 1000 and re.search(words + r".*kv_cache .* GiB", caplog.text, re.DOTALL)
+    assert re.search("note: this run " + words, plan(config))
 
 
 async def test_a_prompt_longer_than_what_was_measured_is_served(

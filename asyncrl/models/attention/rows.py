@@ -23,7 +23,7 @@ from ..native import library as native
 from .bins import RowBin, index_tensor
 
 _BIN_BYTES = 4 << 20  # float32 scores of one bin: about what the cores' caches hold
-_ROW_BYTES = 32 << 20  # a row with more scores than this is better off with a kernel that never holds them
+ROW_BYTES = 32 << 20  # a row with more scores than this is better off with a kernel that never holds them
 _PADDING = 1.25  # most padded scores per real score in a bin
 
 Row = tuple[int, int, int, int]  # start and length of the prefix, start and length of the own tokens (at least one)
@@ -39,7 +39,7 @@ class _Bin(RowBin):
 
 def fits(rows: list[Row], heads: int) -> bool:
     """Are all rows short enough for products?"""
-    return max(length * (prefix + length) for _, prefix, _, length in rows) * heads * 4 <= _ROW_BYTES
+    return max(length * (prefix + length) for _, prefix, _, length in rows) * heads * 4 <= ROW_BYTES
 
 
 class RowAttention:

@@ -65,7 +65,6 @@ class FusedDecoder:
         self.scratch = Scratch()
         self.checkpointing = False
         self.routing: Routing | None = None  # whose routers are told what to choose
-        self.running: int | None = None  # the layer that computes in a forward
 
     @classmethod
     def of(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
@@ -106,7 +105,6 @@ class FusedDecoder:
         rotations = {kind: self._rotation(kind, rows_TE, positions_T) for kind in self.rotations}
         x = rows_TE if self.multiplier == 1 else rows_TE * self.multiplier
         for layer in self.layers:
-            self.running = layer.number
             rotation = rotations[layer.rotation]
             if not torch.is_grad_enabled():
                 x = self.compute(layer, x, plan, rotation)
@@ -117,7 +115,6 @@ class FusedDecoder:
                 x = checkpoint(self._before_experts, x, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = self._before_experts(x, layer, cast(TreePlan, plan), rotation)
-        self.running = None
         result: Tensor = self.final_norm(x)
         return result
 
