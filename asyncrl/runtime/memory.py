@@ -74,12 +74,11 @@ def predicted(
 def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
     """What they add to memory that they share with the trainer, and what of its own they take over to their own devices."""
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
-    apart = (
-        config.model.lora.rank or config.distributed.sharding == "fsdp"
-    )  # else it is a half of the board (weights/posted.py)
+    # Else the working copy is a half of the board (weights/posted.py).
+    apart = config.model.lora.rank or config.distributed.sharding == "fsdp"
     working = parts["working_copy"] if apart else 0
     if placement.trainer.type != "cpu":
-        # What lies on another GPU is for the worker there to predict (generation/worker/opening.py).
+        # What lies on another GPU is not of this device.
         here = sum(not placement.is_apart(number) for number in range(placement.workers))
         return {
             "weight_board": board,
@@ -93,11 +92,7 @@ def _of_workers(config: Config, parts: dict[str, int], placement: Placement, pos
         begun = BLOCK * placement.share(config.engine.max_sequences)  # positions
         # Its plain weights while it starts, then packed ones.
         each = board // 2 + parts["kv_cache"] * begun // positions + _VLLM_PROCESS
-    return {
-        "weight_board": board,
-        "workers": placement.workers * each,
-        "working_copy": working,
-    }
+    return {"weight_board": board, "workers": placement.workers * each, "working_copy": working}
 
 
 def _routed_tokens(config: Config, ranks: int, prompts: PromptLengths | None) -> int:

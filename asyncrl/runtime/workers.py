@@ -92,14 +92,6 @@ def _create_board(policy: PolicyModel) -> Board:
     return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
 
 
-def _needs(policy: PolicyModel, positions: int) -> int:
-    """Bytes that a worker takes on a GPU of its own: copies of both halves, and its cache; while it starts the weights once more,
-    in the place of that. (On the plain path caches are the model's own, whose size nobody knows here.)"""
-    half = policy.weights.size * policy.dtype.itemsize
-    cache = 0 if policy.path.name == "plain" else cache_shape(policy.config, 1, positions).nbytes(policy.dtype)
-    return 2 * half + max(half, cache)
-
-
 async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, PostedWeights]:
     """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
     Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError for what the engine cannot run."""
@@ -135,8 +127,6 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
 
     vllm = config.generation.engine == "vllm"
     message["form"] = _form_for_vllm(sampler, context, routes) if vllm else _form(sampler)
-
-    message["needs"] = _needs(policy, message["kv_positions"]) if policy.device.type == "cuda" else 0
 
     def setup(number: int) -> Setup:
         return Setup(

@@ -25,8 +25,8 @@ from asyncrl.models.policy import DTYPES
 from asyncrl.models.routing import EXPERTS, describe_routes
 
 # Numbers kept for backward, and taken by one layer's backward, for each number that a matrix product of a layer gives.
-_KEPT = {"fused": 1.1, "packed": 1.9, "plain": 2.15}
-_TAKEN = {"fused": 1.35, "packed": 0.6, "plain": 0.55}
+_KEPT = {"fused": 1.1, "packed": 2.0, "plain": 2.15}
+_TAKEN = {"fused": 1.35, "packed": 0.5, "plain": 0.55}
 # Of experts: kept for each number of their inner width, and hidden states that a backward takes for each choice of a token.
 _KEPT_INNER, _TAKEN_CHOICE = 1.8, 3
 # Of a selective scan: tensors [tokens, channels, state] kept, and taken by a backward.
@@ -146,10 +146,16 @@ def _measure_widths(described: PreTrainedModel) -> _Widths:
 
 def _guess_path(text: PretrainedConfig, widths: _Widths) -> ModelPath:
     """The gate decides when the model is loaded (runtime/gate.py)."""
-    if widths.state or getattr(text, "kv_lora_rank", None):
+    if widths.state or _latent(text):
         return PLAIN[0]
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     return FUSED if act in ("silu", "gelu_pytorch_tanh") and hasattr(text, "num_key_value_heads") else PACKED
+
+
+def _latent(text: PretrainedConfig) -> int:
+    """Numbers that latent attention caches of a token; 0 of other attention."""
+    rank = getattr(text, "kv_lora_rank", None)
+    return int(rank) + int(text.qk_rope_head_dim) if rank else 0
 
 
 def _attending(text: PretrainedConfig) -> list[bool]:
@@ -170,14 +176,17 @@ def _activation_bytes(
     heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(narrow, 4)
     span, held, score = float(lengths.context), float(tokens), heads * narrow
     if path.name == "plain":
-        # Rows of their own, each with its prompt. Eager attention keeps its weights, and their softmax in float32.
+        # Rows of their own, each with its prompt. Eager attention keeps its weights, and their softmax in float32; so does torch's
+        # where keys are wider than values.
         members = max(1, min(lengths.members, (tokens - lengths.prompt) // lengths.completion))
         groups = max(tokens / (lengths.prompt + members * lengths.completion), 1.0)
         held = groups * members * lengths.context
-        score = 0 if path.attention == "sdpa" else heads * (narrow if narrow >= wide else narrow + wide)
+        by_kernel = path.attention == "sdpa" and _latent(text) == 0
+        score = 0 if by_kernel else heads * (narrow if narrow >= wide else narrow + wide)
     else:
-        # Longer rows keep no weights of their attention (models/attention/rows.py).
+        # Longer rows keep no weights of their attention (models/attention/rows.py), nor do those whose scores are capped.
         span = min(span, math.sqrt(ROW_BYTES / (4 * heads)))
+        score = 0 if getattr(text, "attn_logit_softcapping", None) else score
     token = narrow * (_KEPT[path.name] * widths.dense + widths.experts) + _KEPT_SCAN * wide * widths.scan
     kept = held * (token + score * span * len(_attending(text)))
     taken = held * (
@@ -243,8 +252,8 @@ def _cache_bytes(
     """Of the engine's own cache, or on the plain path of transformers', where a window holds no more than itself."""
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    key = int(getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
-    position = kv_heads * (key + int(getattr(text, "v_head_dim", None) or key)) * narrow
+    head_size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
+    position = (_latent(text) or 2 * kv_heads * head_size) * narrow
     if path.name != "plain":
         return int(text.num_hidden_layers) * position * positions
     window = min(positions, max_sequences * int(getattr(text, "sliding_window", None) or positions))

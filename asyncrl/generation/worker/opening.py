@@ -10,7 +10,6 @@ import torch
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.engine import Choose, Made, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
@@ -26,24 +25,11 @@ from asyncrl.transport.memory.halves import Passing
 
 from .serving import EmbeddedServing
 
-_GIB = 1 << 30
-
 
 async def passed(passing: Passing) -> None:
     """Wait for a device, on a thread: lane and loop go on."""
     if passing is not None:
         await offload(passing, "device")
-
-
-def require_room(device: torch.device, needed: int) -> None:
-    """Of a GPU that the trainer does not predict the memory of. Errors: ConfigError with figures."""
-    free, _ = torch.cuda.mem_get_info(device)
-    if needed > free:
-        raise ConfigError(
-            f"a worker on {device} needs about {needed / _GIB:.1f} GiB for two versions of the weights and its cache, and "
-            f"{free / _GIB:.1f} GiB are free there; make engine.kv_positions or engine.max_sequences smaller, name another GPU in "
-            "generation.devices, or set generation.placement=shared"
-        )
 
 
 async def open_serving(
@@ -60,8 +46,6 @@ async def open_serving(
     numbers["kv_after_update"] = config.engine.kv_after_update or "keep"
     if config.generation.engine == "vllm":
         return await _open_vllm(setup, config, lane, recorder, say, numbers)
-    if setup["copies"] and device.type == "cuda":
-        await lane.run(lambda: require_room(device, setup["needs"]), name="engine/memory")
     say("building the model")
     path, form = ModelPath(**setup["path"]), setup["form"]
     outline = await lane.run(lambda: Outline(config.model), name="engine/outline")

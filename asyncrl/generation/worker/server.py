@@ -12,7 +12,7 @@ a closure runs.
     {"bound": v}                worker -> node    every token from now on is sampled with them
     {"report": ...}             worker -> node    every `_REPORT_S`: statistics, what the lane does, what was recorded
     {"failed": n, "error": e}   worker -> node    request n cannot be served
-    {"refused": text}           worker -> node    its engine cannot run this model or configuration: a ConfigError of the node
+    {"refused": text}           worker -> node    its engine cannot run this model, or has no memory: a ConfigError of the node
     {"wrong": text}             worker -> node    its weights are not those of the board: the run has to end
 """
 
@@ -36,7 +36,7 @@ from asyncrl.concurrency import awake
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import schema_of
-from asyncrl.errors import ConfigError, GenerationError, RingFull
+from asyncrl.errors import ConfigError, GenerationError, OutOfMemory, RingFull
 from asyncrl.models.outputs import Comparisons
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
@@ -238,7 +238,7 @@ async def serve(control: ControlLine) -> None:
             engine, board = await open_serving(
                 setup, config, device, lane, recorder, lambda text: control.send({"stage": text})
             )
-        except ConfigError as error:
+        except (ConfigError, OutOfMemory) as error:
             traceback.print_exc()  # the sentence is for the node, the rest for the log
             control.send({"refused": str(error)})
             await control.drain()
