@@ -6,7 +6,8 @@
     python tools/attack_runs.py --warm --minutes 8 --seed 3 --tally kills.json   # a part of many, which add up in that file
 
 A life starts (or goes on from the checkpoint of the one before), commits steps, and is ended by a signal: SIGTERM or SIGINT to
-the launcher, SIGKILL to the launcher, to one rank or to all of them. One in five is ended while it starts. Then this must hold:
+the launcher or to all of the job at once, SIGKILL to the launcher, to one rank or to all of them. One in five is ended while it
+starts. Then this must hold:
 
     ended       within torchrun's 30 s and a little, nobody by the watchdog; nothing is left: no process, nothing in /dev/shm
     saved       after a signal to the launcher the last committed version, SIGKILL included (the ranks hear of it), and no save
@@ -57,7 +58,7 @@ ENDED_S = 45.0
 START_S = 5.0  # until the first steps, about; measured by each life that gets there
 EARLY = 0.2  # of all lives are ended while they start
 KINDS = {"1": (1, "replicate"), "2": (2, "replicate"), "2-fsdp": (2, "fsdp")}
-TO_LAUNCHER = ("TERM", "INT", "KILL launcher")
+TO_LAUNCHER = ("TERM", "INT", "TERM job", "INT job", "KILL launcher")
 SIGNALS = (*TO_LAUNCHER, "KILL one", "KILL all")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -192,8 +193,11 @@ class Life:
             chosen = random.choice(ranks or family)
             self.first_killed = self.ranks == 1 or len(ranks) < self.ranks or rank_of(chosen, ranks) == 0
             family = [chosen]
-        if self.how in ("TERM", "INT"):
-            self.process.send_signal(getattr(signal, f"SIG{self.how}"))
+        if self.how.startswith(("TERM", "INT")):  # a service manager signals all of a job at once
+            name, _, job = self.how.partition(" ")
+            for each in [self.process, *filter(is_rank, family)] if job else [self.process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(getattr(signal, f"SIG{name}"))
         elif self.how == "KILL launcher":
             self.process.kill()
         else:
