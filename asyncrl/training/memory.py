@@ -28,7 +28,7 @@ from asyncrl.models.routing import EXPERTS, describe_routes
 _KEPT = {"fused": 1.1, "packed": 2.0, "plain": 2.15}
 _TAKEN = {"fused": 1.35, "packed": 0.5, "plain": 0.55}
 # Of experts: kept for each number of their inner width, and hidden states that a backward takes for each choice of a token.
-_KEPT_INNER, _TAKEN_CHOICE = 1.8, 3
+_KEPT_INNER, _TAKEN_CHOICE = 1.9, 3
 # Of a selective scan: tensors [tokens, channels, state] kept, and taken by a backward.
 _KEPT_SCAN, _TAKEN_SCAN = 3, 4
 # Of a bin of rows in the backward of our attention: scores, their gradient, gathered rows.
@@ -59,7 +59,7 @@ class Lengths:
 class _Widths:
     """Numbers a token, summed over all layers: what products give (`dense`), what the experts that it goes to hold (`experts`),
     `scan` of a selective scan. `choices`: experts of a token in all layers. `experts_numel`: the experts' parameters. `state`:
-    numbers that a cache holds of a sequence in recurrent layers."""
+    numbers that a cache holds of a sequence in recurrent layers. `sinks`: attention has them."""
 
     dense: int = 0
     experts: float = 0.0
@@ -67,6 +67,7 @@ class _Widths:
     scan: int = 0
     experts_numel: int = 0
     state: int = 0
+    sinks: bool = False
 
 
 def predict_memory(
@@ -139,6 +140,7 @@ def _measure_widths(described: PreTrainedModel) -> _Widths:
             found.dense += int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
         if isinstance(module, nn.Conv1d):
             found.state += module.out_channels * (module.kernel_size[0] + state)
+        found.sinks |= hasattr(module, "sinks")
         matrix = getattr(module, "A_log", None)
         found.scan += matrix.numel() if matrix is not None and matrix.ndim == 2 else 0
     return found
@@ -184,17 +186,15 @@ def _activation_bytes(
         by_kernel = path.attention == "sdpa" and _latent(text) == 0
         score = 0 if by_kernel else heads * (narrow if narrow >= wide else narrow + wide)
     else:
-        # Longer rows keep no weights of their attention (models/attention/rows.py), nor do those whose scores are capped.
+        # Longer rows keep no weights of their attention (models/attention/rows.py), nor does one with capped scores or sinks.
         span = min(span, math.sqrt(ROW_BYTES / (4 * heads)))
-        score = 0 if getattr(text, "attn_logit_softcapping", None) else score
+        score = 0 if widths.sinks or getattr(text, "attn_logit_softcapping", None) else score
     token = narrow * (_KEPT[path.name] * widths.dense + widths.experts) + _KEPT_SCAN * wide * widths.scan
     kept = held * (token + score * span * len(_attending(text)))
-    taken = held * (
-        narrow * _TAKEN[path.name] * widths.dense
-        + _TAKEN_CHOICE * hidden * widths.choices
-        + _TAKEN_SCAN * wide * widths.scan
-    )
-    taken = taken / layers + (0 if path.name == "plain" else _BINS)
+    # A layer's backward goes through its products and through its experts one after the other.
+    products = held * (narrow * _TAKEN[path.name] * widths.dense + _TAKEN_SCAN * wide * widths.scan) / layers
+    products += 0 if path.name == "plain" else _BINS
+    taken = max(products, held * _TAKEN_CHOICE * hidden * widths.choices / layers)
     if train.gradient_checkpointing:
         taken += kept / layers
         kept = layers * held * hidden
