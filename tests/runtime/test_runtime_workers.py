@@ -225,18 +225,6 @@ def changed(sink: Any, tell: Tell) -> Tell:
     return update_weights
 
 
-def repacked(sink: Any, tell: Tell) -> Tell:
-    """The same of the packed weights, where the trainer packs them for the workers."""
-    if sink._copies is None:
-        pytest.skip("no weights are packed here that others could read")
-
-    async def update_weights(version: int, half: int, outputs: Any) -> None:
-        sink._copies.board.half(half)[5] ^= 1
-        await tell(version, half, outputs)
-
-    return update_weights
-
-
 def skipped(sink: Any, tell: Tell) -> Tell:
     """Nothing was written, but the workers are told that it was."""
 
@@ -260,7 +248,6 @@ def misread(sink: Any, tell: Tell) -> Tell:
     ("wrong", "text"),
     [
         (changed, r"worker \d: bucket 0 of the weights of version \d+ is not what the trainer wrote"),
-        (repacked, r"worker \d: bucket 0 of the packed weights of version \d+ is not what the trainer wrote"),
         (skipped, r"worker \d: the board holds version \d+ where version \d+ was announced"),
         (misread, r"worker \d: with the weights of version \d+ it computes log-probs .* 0\.01 nats off"),
     ],
