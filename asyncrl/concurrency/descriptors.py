@@ -28,7 +28,10 @@ class Reserve:
 
 def none_left(error: BaseException | None) -> bool:
     """Whether an error, or what it came from, is that of a process without a free descriptor."""
-    while error is not None:
+    seen = set[int]()
+    # A chain may run in a circle: an error that was raised again while one was handled that came from it.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "oo many open files" in str(error):
             return True
         error = error.__cause__ or error.__context__
