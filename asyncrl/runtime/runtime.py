@@ -136,15 +136,16 @@ class Runtime:
         return await self._unwind(error)
 
     async def _unwind(self, error: BaseException | None) -> bool | None:
-        """Close everything. The first error comes out: what closing raises over it becomes a note of it."""
+        """Close everything. The first error comes out: what closing raises over it becomes a note of it. Where that is what the
+        first one came from (a part that failed, and somebody who met that), it comes out itself."""
         try:
             return await self._stack.__aexit__(
                 type(error) if error else None, error, error.__traceback__ if error else None
             )
         except BaseException as last:
             first = error if self._run is None else self._run.ended_by
-            if first is None or isinstance(first, asyncio.CancelledError):
-                first = last
+            if first is None or isinstance(first, asyncio.CancelledError) or first.__cause__ is last:
+                raise
             told: BaseException | None = last
             while told is not None and told is not first:
                 if isinstance(told, AsyncrlError) or told is last:

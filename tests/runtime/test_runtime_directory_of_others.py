@@ -214,4 +214,4 @@ def test_a_directory_that_is_gone_ends_the_run_and_costs_no_checkpoint(
     again = load_config([place / "config.yaml"], [f"run.dir={place.parent}", f"run.name={place.name}", "resume=true"])
     assert SavedRun.latest(RunDirectory(again)).version == trained
     left = {each.name for each in (runs / "run").iterdir()} if (runs / "run").exists() else set()
-    assert left <= {".lock", "config.yaml", "checkpoints"} and not any((runs / "run").glob("checkpoints/*"))
+    assert left <= {".lock", "config.yaml", "job.json", "checkpoints"} and not any((runs / "run").glob("checkpoints/*"))
