@@ -63,7 +63,7 @@ CONFIG: dict[str, Any] = {
     "threads": 1,
     "model": {"path": f"{MODEL}:build", "dtype": "float32"},
     "data": {"max_prompt_tokens": 12},
-    "reward": f"{MODEL}:share",
+    "reward": f"{MODEL.with_name('runtime_rewards.py')}:share",
     "rollout": {"group_size": 4, "groups_per_step": 2, "max_tokens": 8, "max_staleness": 16},
     "train": {"lr": 1e-4, "tokens_per_microbatch": 128},
     "algorithm": {"mismatch_gate": None},  # log-probs are made up

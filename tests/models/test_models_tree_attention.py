@@ -129,7 +129,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: list) -> None:
 
 
 def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.models.attention.rows._ROW_BYTES", 1)
+    monkeypatch.setattr("asyncrl.models.attention.rows.ROW_BYTES", 1)
     plan, mask = build(TREES["one long tree"])
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
     out = plan.attend(0, *qkv, 0.25)

@@ -63,12 +63,12 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> Tensor:
     """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4), in `out` or
     in a fresh tensor. An offset of 1 is Gemma's."""
-    if fuses(x, weight, offset):
-        fused: Tensor = _norm(x, [x.shape[-1]], weight, eps)[0]
-        return fused
     if native.takes(x, weight, out, size=x.shape[-1]):
         native.rms_norm(x, weight, eps, out, offset)
         return out
+    if fuses(x, weight, offset):
+        fused: Tensor = _norm(x, [x.shape[-1]], weight, eps)[0]
+        return fused
     dtype = wide(x.dtype)
     weight = shifted(weight, offset, dtype)
     for rows in blocks(x):
@@ -85,6 +85,9 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor, offset: float = 0.0
 ) -> None:
     """`out` [N, E] += gradient of the input; `grad_weight` [E] (accumulation dtype) += that of the weight, if trained."""
+    if native.takes(grad, x, weight, out, size=x.shape[-1]):
+        native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
+        return
     if fuses(x, weight, offset):
         shape = [x.shape[-1]]
         scale = _norm(x, shape, weight, eps)[1]
@@ -93,9 +96,6 @@ def rms_norm_backward(
         out.add_(of_input)
         if grad_weight is not None:
             grad_weight.add_(of_weight)
-        return
-    if native.takes(grad, x, weight, out, size=x.shape[-1]):
-        native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
         return
     dtype = wide(x.dtype)
     total = torch.zeros_like(weight, dtype=dtype)
