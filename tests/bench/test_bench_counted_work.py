@@ -19,7 +19,8 @@ MORE = 1.02  # products beyond the needed ones: a matrix has to be a little padd
 # (allocations, bytes allocated, bytes copied); in bfloat16 attention gathers its rows, which is faster for short ones
 TRAIN = {"float32": (750, 14_500_000, 9_000_000), "bfloat16": (1_000, 21_500_000, 11_700_000)}
 DECODE_ALLOCATIONS = 95  # of a step with two layers
-CALLS, CALLS_PER_LAYER = 100, 52  # a layer is asked for norms behind its halves, its multiplier and its terms
+# A step draws and reads apart, and hands arrays to its device. A layer is asked for norms behind its halves and its terms.
+CALLS, CALLS_PER_LAYER = 106, 52
 
 
 def train_work(training: Training) -> Work:
@@ -132,4 +133,4 @@ def test_python_runs_per_step_and_layer_but_never_per_sequence() -> None:
     assert decode_calls(16, 2) == two, "the same for fewer sequences"
     assert six - four == four - two <= 2 * CALLS_PER_LAYER
     assert two <= CALLS + 2 * CALLS_PER_LAYER
-    assert two / 64 <= 3.2
+    assert two / 64 <= 3.3
