@@ -14,7 +14,7 @@ from asyncrl_bench.app import main
 from asyncrl_bench.child_weights import STEPS, seen
 from asyncrl_bench.weights import report, summarise
 
-TOOL = ("weights", "--quick", "--max-tokens", "160")
+TOOL = ("weights", "--quick", "--max-tokens", "320")
 
 
 def ran(tmp_path: Path, *more: str) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def ran(tmp_path: Path, *more: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_whole_tool_on_short_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -250,7 +250,7 @@ def test_ranks_whose_launcher_is_killed_end_in_good_order(tmp_path: Path) -> Non
     assert last_checkpoint(run, process) >= metrics_of(run)[-1]["step"] >= 3
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_named_by_the_other(tmp_path: Path, stopped: int) -> None:
     """The first one holds the ranks' store, which then answers nobody."""
     limits = {"interval_s": 0.2, "lane_timeout_s": 9.0, "stall_timeout_s": 15.0, "abort_grace_s": 2.0}
