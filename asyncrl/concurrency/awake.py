@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-GAP_S = 1.0  # of a gap counts: a thread that gets no processor for a moment is no suspension
+# Of a gap counts: a thread that gets no processor for a moment is no suspension.
+GAP_S = 1.0
 
 _lock = threading.Lock()
 _loops: Counter[asyncio.AbstractEventLoop] = Counter()  # that are on it, and how often

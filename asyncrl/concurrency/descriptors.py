@@ -6,7 +6,8 @@ import errno
 import os
 import resource
 
-SPARE = 16  # a checkpoint is written with a few open files at a time, and modules are loaded for it
+# A checkpoint is written with a few open files at a time, and modules are loaded for it.
+SPARE = 16
 
 
 class Reserve:

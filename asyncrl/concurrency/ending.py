@@ -35,9 +35,11 @@ class _Deadline:
 
     def run(self) -> None:
         self.begun.wait()
-        from .describe import describe_tasks, place_of  # a tenth of a second, which the start of a command does without
+        # It takes a tenth of a second, which the start of a command does without.
+        from .describe import describe_tasks, place_of
 
-        for _ in range(20):  # in parts: time in which the process was stopped does not count
+        # In parts: time in which the process was stopped does not count.
+        for _ in range(20):
             time.sleep(self.within_s / 20)
         left, tasks = left_behind(), asyncio.all_tasks(self.loop) if self.loop else set()
         names = [*left.values(), *describe_tasks(tasks)] or [place_of(threading.main_thread())]

@@ -151,7 +151,8 @@ def _load_file(address: str, place: str) -> ModuleType:
 def _module_name(path: Path) -> str:
     """The name under which another module has imported the file, or would as its neighbour; else one of ours."""
     specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())} | {"__main__": None}
-    importlib.invalidate_caches()  # the file may be younger than what Python remembers of its folder
+    # The file may be younger than what Python remembers of its folder.
+    importlib.invalidate_caches()
     if path.stem.isidentifier() and path.stem not in specs:
         specs[path.stem] = importlib.util.find_spec(path.stem)
     for name, spec in specs.items():
