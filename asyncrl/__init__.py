@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from asyncrl.data.tokenizing import encode_text
     from asyncrl.ports import Environment
     from asyncrl.pumps.hooks import Hooks
-    from asyncrl.runtime.notebook import NotebookRuntime
-    from asyncrl.runtime.runtime import Runtime
+    from asyncrl.runtime.runtime import NotebookRuntime, Runtime
     from asyncrl.types import Generation, GenerationRequest, Group, Normaliser, Prompt, SamplingParams, Trajectory
 
 __version__ = "0.1.0"
@@ -38,8 +37,7 @@ _NAMES = {
     "asyncrl.data.tokenizing": "encode_text",
     "asyncrl.ports": "Environment",
     "asyncrl.pumps.hooks": "Hooks",
-    "asyncrl.runtime.notebook": "NotebookRuntime",
-    "asyncrl.runtime.runtime": "Runtime",
+    "asyncrl.runtime.runtime": "NotebookRuntime Runtime",
     "asyncrl.types": "Generation GenerationRequest Group Normaliser Prompt SamplingParams Trajectory",
 }
 _PLACES = {name: place for place, names in _NAMES.items() for name in names.split()}

@@ -42,7 +42,7 @@ from asyncrl.training.dry_run import DryRunTrainer
 from .dry import ByteTokenizer, OwnWeights
 from .inputs import check_components, columns_of, import_code, known_columns
 from .parts import Parts, Site
-from .rates import Rates
+from .performance import DeviceRates
 
 if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
@@ -69,7 +69,7 @@ class Built:
     tokenizer: Any
     policy: PolicyModel | None
     core: TorchTrainer | None
-    rates: Rates | None
+    rates: DeviceRates | None
     verdict: Verdict | None
     placed: str
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import resource
 import shutil
 import sys
@@ -37,11 +36,10 @@ from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
 
 from .directory import RunDirectory, unusable
-from .history import History
-from .rates import Rates
 
 logger = logging.getLogger("asyncrl.runtime")
 
+HISTORY = 2_000  # lines
 _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")  # 0 where none was
 
 
@@ -55,8 +53,6 @@ class Journal:
         self._config = config
         self._directory = directory
         self._recorder = recorder
-        # Known once the model is there. Rates of this rank's device, for `perf/limit_share` and `perf/mfu`: None leaves them out.
-        self.rates: Rates | None = None
         self.known: list[str] = []  # why completions do not end, as it was said at the start
         self._said: set[str] = set()  # metrics of what texts lack
         self.reserve = 0  # bytes of disk that no rollouts are written into: the next checkpoint needs them
@@ -66,7 +62,9 @@ class Journal:
         )
         self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
-        self.history = History()
+        # (version, metrics) of the lines: of a long run every second one, every fourth, and so on, and the last one
+        self.history: list[tuple[int, dict[str, float]]] = []
+        self._added, self._every = 0, 1
         start = max(0, since or 0)
         self.live = LiveView(config.telemetry.live if directory else "off", config.train.max_steps, start=start)
         self._newest = since  # the version of the last line
@@ -141,9 +139,6 @@ class Journal:
             "time/accounted": window.end - window.start,
             **extra,
         }
-        flops = metrics.pop("perf/needed_flop", math.nan)
-        if self.rates is not None and metrics.get("time/step"):
-            metrics.update(self.rates.metrics(flops, metrics["time/step"]))
         metrics.update(self._signal.step(metrics))
         metrics["perf/peak_memory_gib"] = peak_memory_gib()
         self._pending[report.version] = (report, metrics)
@@ -160,7 +155,7 @@ class Journal:
         if report is not None:
             await self._write_rollouts(report)  # before the line: a step that has one has its rollouts too
         self._pending.pop(version, None)
-        self.history.add(version, line)
+        self._remember(version, line)
         with self._without(f"the metrics of version {version}"):
             if version != self._newest:
                 self._sinks.write(version, line)
@@ -174,6 +169,20 @@ class Journal:
             self.warn(self._waits.step(line))
         else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
+
+    def _remember(self, version: int, line: dict[str, float]) -> None:
+        """Add to the history. A run of a million steps takes no more memory than one of `HISTORY`."""
+        line = {sys.intern(name): value for name, value in line.items()}  # the names are made anew for each step
+        if self.history and self.history[-1][0] == version:
+            self.history[-1] = (version, self.history[-1][1] | line)
+            return
+        if self._added and (self._added - 1) % self._every:
+            self.history.pop()  # it was kept for being the last
+        self.history.append((version, line))
+        self._added += 1
+        if len(self.history) > HISTORY:
+            last = [] if len(self.history) % 2 else self.history[-1:]
+            self.history, self._every = self.history[::2] + last, 2 * self._every
 
     def warn(self, text: str | None) -> None:
         """A line that is seen with the live view and without, where anything is written."""

@@ -30,8 +30,7 @@ from asyncrl.types import Prompt
 from .build import Built, any_rank, check_books
 from .directory import RunDirectory
 from .journal import Journal
-from .profiling import StepProfiler
-from .rates import needed_flop
+from .performance import StepProfiler, needed_flop
 from .saving import Checkpointer, SavedRun
 from .stages import Stages
 from .starting import show_first_step
@@ -84,6 +83,7 @@ class OpenRun:
         self._stop_agreed = False
         self.stopped_by: str | None = None  # a signal
         self.ended_by: BaseException | None = None  # what ended the pumps
+        self.collect_garbage: Callable[[], None] = lambda: None
         self._ran = False
         self._at_a_version = False  # evaluation, metrics, checkpoint: also before the first step
 
@@ -115,7 +115,7 @@ class OpenRun:
             reasons=dict(self.ports.book.reasons),
             seconds=time.perf_counter() - self.base.began,
             shares=self.journal.idle(),
-            history=self.journal.history.copy(),
+            history=self.journal.history[:],
         )
 
     def standing(self) -> Standing | None:
@@ -139,11 +139,15 @@ class OpenRun:
     # -- steps and versions ------------------------------------------------------------------------------------------
 
     def _on_step(self, report: StepReport) -> None:
-        extra = {"perf/needed_flop": needed_flop(report, self.built.policy, self.config)}
+        extra: dict[str, float] = {}
+        rates, policy, seconds = self.built.rates, self.built.policy, report.metrics.get("time/step")
+        if rates is not None and policy is not None and seconds:
+            extra |= rates.shares(needed_flop(report, policy, self.config), seconds)
         if self.prompts is not None:
             counts = self.prompts.statistics()
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
         self.base.listeners.push(self.journal.committed(report, extra))
+        self.collect_garbage()
 
     async def _at_version(self, version: int, first: bool = False) -> None:
         """What is due at a version, before its slots are released: evaluation, its line of metrics, checkpoint.

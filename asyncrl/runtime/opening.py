@@ -6,7 +6,10 @@ Everything that has to be closed goes on one exit stack, so that the run is clos
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +32,11 @@ from asyncrl.telemetry.recorder import Recorder
 from .build import Builder, Built, Overrides
 from .device import Settled, meet, settle
 from .directory import RunDirectory
-from .garbage import Collector
 from .inputs import check_code, check_inputs
 from .journal import Journal
 from .opened import Foundation, OpenRun
 from .parts import Site
-from .profiling import StepProfiler
+from .performance import StepProfiler
 from .prompts import load_prompts
 from .saving import Checkpointer, SavedRun
 from .stages import Stages
@@ -67,7 +69,6 @@ async def open_run(
     built = await _build(given, base, saved, stack, rows)
     stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
     stages.lanes.extend(built.lanes)  # only now: loading a model may take longer than any closure may later
-    base.journal.rates = built.rates
     checkpointer = Checkpointer(base.config, base.directory, built, base.world, recorder)
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
@@ -91,15 +92,50 @@ async def open_run(
         notes = [*notes, *base.journal.known, *lacking]
     for line in notes:
         note(f"note: {line}")
-    profiler = StepProfiler(base.config, built.lanes[0], base.device, base.directory, base.world.rank, note)
+    folder = None if base.directory is None else base.directory.path
+    profiler = StepProfiler(base.config, built.lanes[0], base.device, folder, base.world.rank, note)
     await profiler.at(built.ports.trainer.version)
     run = OpenRun(base, built, checkpointer, profiler, prompts, held_out, saved)
-    listeners.add(stack.enter_context(Collector(recorder)))  # start-up ends here
+    # Start-up ends here.
+    run.collect_garbage = stack.enter_context(collections_between_steps(recorder))
     stack.push_async_exit(run.finalize)
     await stack.enter_async_context(run.supervisor)
     run.start()
     stages.end()
     return run
+
+
+@contextlib.contextmanager
+def collections_between_steps(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Freeze what start-up made, and yield a function that makes a full collection where one is due: call it between two steps.
+
+    A full collection holds the GIL, once transformers is loaded for 0.2 to 0.4 s, and Python makes one wherever an allocation
+    happens to make it due. It takes at most a hundredth of the time here. A program that disabled the collector, or froze its own
+    objects, keeps that; nothing is changed then.
+    """
+    found, due = gc.get_threshold(), 0.0
+    if not gc.isenabled() or gc.get_freeze_count():
+        yield lambda: None
+        return
+
+    def collect() -> None:
+        nonlocal due
+        began = time.perf_counter()
+        if gc.isenabled() and gc.get_count()[2] > found[2] and began > due:
+            with recorder.work("event loop", "collect garbage"):
+                gc.collect()
+            due = time.perf_counter() + 100 * (time.perf_counter() - began)
+
+    # Else garbage would be frozen, too, and the memory that it holds.
+    gc.collect()
+    gc.freeze()
+    # Without steps, as in a program that only generates, Python collects by itself, later.
+    gc.set_threshold(found[0], found[1], 100 * found[2])
+    try:
+        yield collect
+    finally:
+        gc.set_threshold(*found)
+        gc.unfreeze()
 
 
 async def _found(

@@ -18,7 +18,7 @@ from asyncrl.pumps.rounds import Round
 from asyncrl.rewards.models import TextModel
 from asyncrl.telemetry.recorder import Recorder
 
-from .rates import Rates
+from .performance import DeviceRates
 from .starting import Say
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Parts:
     tokenizer: Any
     policy: PolicyModel | None = None
     core: TorchTrainer | None = None
-    rates: Rates | None = None
+    rates: DeviceRates | None = None
     round: Round | None = None
     verdict: Verdict | None = None
     reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane

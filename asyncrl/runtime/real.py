@@ -30,9 +30,9 @@ from asyncrl.weights.shared import SharedWeights
 from .gate import Verdict, check_for
 from .memory import GIB, batch_tokens, check_memory, kv_positions
 from .parts import Parts, Site
+from .performance import DeviceRates, measure_rates
 from .placement import place
 from .prompts import measure_prompts
-from .rates import Rates, measure_rates
 from .starting import Say
 from .workers import Sampler, open_workers
 
@@ -99,7 +99,7 @@ def _load_reward_models(config: Config, device: torch.device) -> list[RewardMode
 
 def _load(
     config: Config, world: World, device: torch.device, say: Say
-) -> tuple[PolicyModel, Any, TorchTrainer, Rates, Verdict]:
+) -> tuple[PolicyModel, Any, TorchTrainer, DeviceRates, Verdict]:
     found: list[Verdict] = []
 
     def choose(module: PreTrainedModel) -> ModelPath:

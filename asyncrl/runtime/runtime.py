@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -373,6 +374,52 @@ class Runtime:
     def _misused(self, what: str) -> LifecycleError:
         state = "not open yet" if self._state is State.OPEN else self._state.value
         return LifecycleError(f"Runtime.{what}: the Runtime is {state}; call it inside `async with Runtime(...)`")
+
+
+class NotebookRuntime(Runtime):
+    """`rt = await NotebookRuntime(config).open()` in one cell of a notebook, `await rt.close()` in another. A program uses
+    `async with Runtime`.
+
+    Each cell is a task, and a Runtime is closed by the task that opened it: so a task of its own holds it open in between.
+    """
+
+    _holder: asyncio.Task[None] | None = None
+
+    async def open(self) -> Self:
+        """Errors: those of opening a Runtime, LifecycleError."""
+        if self._holder is not None:
+            raise LifecycleError("NotebookRuntime.open was called twice; make a new one")
+        self._close_asked, opened = asyncio.Event(), asyncio.Event()
+        self._holder = asyncio.create_task(self._hold(opened), name="asyncrl notebook")
+        self._holder.add_done_callback(lambda _: opened.set())
+        try:
+            await opened.wait()
+        except asyncio.CancelledError:
+            # The cell was interrupted: what it began is ended.
+            self._holder.cancel()
+            await asyncio.wait([self._holder])
+            raise
+        if self._holder.done():
+            await self._holder  # raises what went wrong
+        self._holder.add_done_callback(self._say_end)
+        return self
+
+    async def close(self) -> None:
+        """Trains what was submitted, and closes. Errors: what ended the training, also where that was long before."""
+        if self._holder is None:
+            raise LifecycleError("NotebookRuntime.close: it was never opened")
+        self._close_asked.set()
+        await asyncio.shield(self._holder)
+
+    async def _hold(self, opened: asyncio.Event) -> None:
+        async with self:
+            opened.set()
+            await self._close_asked.wait()
+
+    def _say_end(self, holder: asyncio.Task[None]) -> None:
+        error = None if holder.cancelled() else holder.exception()
+        if error is not None and not self._close_asked.is_set():
+            print(f"asyncrl: the training ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _name_left(before: Mapping[Any, str]) -> None:

@@ -72,7 +72,9 @@ class RunSummary:
     reasons: Mapping[str, int]  # why groups were dropped or failed, counted
     seconds: float
     shares: Mapping[str, float]  # busy/* and idle/* of the whole run
-    history: Sequence[tuple[int, Mapping[str, float]]]  # (version, metrics) of the lines written: see `History`
+    history: Sequence[
+        tuple[int, Mapping[str, float]]
+    ]  # (version, metrics) of the lines written; of more than 2,000 an even part
 
 
 class StepStream(Generic[T]):

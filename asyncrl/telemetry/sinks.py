@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -257,19 +256,20 @@ class MlflowSink:
                 + (f"; without {life.run_dir / IDS} a new run is made there" if life.id else "")
             ) from error
         self._waiting: queue.Queue[tuple[int, Mapping[str, float], int] | None] = queue.Queue(_MLFLOW_WAITING)
-        self._left_out = 0  # steps that it will never get
-        self._failed = self._closed = False
+        self._lacks, self._closed = 0, False  # steps
         # A daemon: where the store hangs, the process must still be able to end.
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand over to the thread, or leave the step out."""
+        if not self._thread.is_alive():
+            return  # it said why
         try:
             self._waiting.put_nowait((step, dict(metrics), int(time.time() * 1000)))
         except queue.Full:
-            self._left_out += 1
-            if self._left_out == 1:
+            self._lacks += 1
+            if self._lacks == 1:
                 logger.warning(
                     "mlflow's store is slower than the steps: %d of them wait for it, and step %d is left out there, as each "
                     "that finds no room; metrics.jsonl has them all",
@@ -280,43 +280,33 @@ class MlflowSink:
     def _work(self) -> None:
         from mlflow.entities import Metric
 
-        while (item := self._waiting.get()) is not None:
-            step, metrics, now = item
-            batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
-            self._try(partial(self._client.log_batch, self.id, metrics=batch), f"no metrics from step {step} on")
-        self._try(partial(self._client.set_terminated, self.id), "no end of the run")
-
-    def _try(self, call: Callable[[], object], lost: str) -> None:
-        if self._failed:
-            return
+        # MLflow tries for minutes before it raises: one failure is the last call.
+        what = "metrics"
         try:
-            call()
+            while (item := self._waiting.get()) is not None:
+                step, metrics, now = item
+                what = f"metrics from step {step} on"
+                batch = [Metric(key.replace("@", "_at_"), float(value), now, step) for key, value in metrics.items()]
+                self._client.log_batch(self.id, metrics=batch)
+            what = "end of the run"
+            self._client.set_terminated(self.id)
         except Exception as error:
-            self._failed = True  # MLflow has tried for minutes: the end of the run must not wait for each further step
-            logger.warning("mlflow gets %s: %s: %s", lost, type(error).__name__, error)
+            logger.warning("mlflow gets no %s: %s: %s", what, type(error).__name__, error)
 
     def close(self) -> None:
         """Wait for the thread, for at most 15 s; the last that it sends is that the run is over."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, thread = True, self._thread
         until = time.monotonic() + _MLFLOW_CLOSE_S
+        # Without room for it the store hangs, or an error has ended the thread.
         with suppress(queue.Full):
-            self._waiting.put(None, timeout=_MLFLOW_CLOSE_S)
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            self._abandon()
-        if self._left_out:
-            logger.warning("mlflow lacks %d steps, for which its store was too slow", self._left_out)
-
-    def _abandon(self) -> None:
-        """The thread waits for the store: it sends nothing after that, and ends."""
-        self._failed = True
-        self._left_out += 1  # what it is about
-        with suppress(queue.Empty):
-            while self._waiting.get_nowait() is not None:
-                self._left_out += 1
-        self._waiting.put(None)
+            self._waiting.put(None, timeout=_MLFLOW_CLOSE_S if thread.is_alive() else 0.0)
+        thread.join(max(0.0, until - time.monotonic()))
+        # The end is in the queue in the place of the step that the thread has in hand.
+        lacks = self._lacks + (self._waiting.qsize() if thread.is_alive() else 0)
+        if lacks:
+            logger.warning("mlflow lacks %d steps, for which its store was too slow", lacks)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -89,7 +89,6 @@ MADE_OF = {
     "idle/{}": [f"idle/{cause}" for cause in (*CAUSES, "unexplained")],
     "store/{}_{}": ["store/put_error"],
     "filter/{}": ["filter/kept"],  # the others are in the books alone
-    "perf/needed_flop": [],  # taken out again before a line is written
 }
 
 

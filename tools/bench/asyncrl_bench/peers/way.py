@@ -37,7 +37,7 @@ from asyncrl.pumps.wiring import Ports
 from asyncrl.records.check import Limits
 from asyncrl.runtime.dry import ByteTokenizer
 from asyncrl.runtime.embedding import as_group
-from asyncrl.runtime.garbage import Collector
+from asyncrl.runtime.opening import collections_between_steps
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Microbatch, StepResult, Trajectory
 
@@ -119,7 +119,7 @@ class Way:
             limits=self.limits,
         )
         self._graph = Graph(ports, None, [], self._at_version, self._on_step, self._at_version)
-        self._listeners.append(self._stack.enter_context(Collector(self.recorder)))
+        self._collect = self._stack.enter_context(collections_between_steps(self.recorder))
         supervisor = await self._stack.enter_async_context(Supervisor())
         self._graph.start(supervisor)
         self._supervisor = supervisor
@@ -200,6 +200,7 @@ class Way:
     def _on_step(self, report: StepReport) -> None:
         for listener in self._listeners:
             listener.push(report)
+        self._collect()
         self.recorder.drain()
         self.recorder.take_window()
         for _ in report.groups:
