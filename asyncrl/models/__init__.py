@@ -3,7 +3,7 @@
 Start reading in `policy.py` and `paths.py`.
 
     loading, parameters/    weights: where they come from, one buffer for all, adapters
-    fused/                  the decoder written out, and the proof that it may be used
+    fused/                  the decoder written out, for layers of known parts
     attention/              attention over packed prefix trees
     plain                   transformers' own forward, for everything else
     head/                   from hidden states to log-probs, without the logits of all tokens at once

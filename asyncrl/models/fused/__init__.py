@@ -1,1 +1,1 @@
-"""The decoder written out, and the proof that it computes what the model does. Start in `decoder.py`."""
+"""The decoder written out, for layers that consist of known parts. Start in `decoder.py`."""

@@ -9,8 +9,8 @@ some thirty nodes a layer. Here a layer is one autograd node: it keeps the input
 output and gate/up, computes again what is cheap, and adds weight gradients straight into the flat buffer. Sampling and
 training run the same code. Of a layer with experts the node ends with the norm before them.
 
-`FusedDecoder.of` takes a model only if its layers consist of known parts alone (layers.py) *and* one of each kind was
-proved to compute the same numbers (proof.py); every other architecture goes on through transformers, correct if
+`FusedDecoder.of` takes a model only if its layers consist of known parts alone (layers.py) *and* each repeats a recorded
+call of the model's own layer (tracing.py); every other architecture goes on through transformers, correct if
 slower. The modules stay what they are: weights, names and files are untouched.
 
 Shape legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head size, F size of the MLP.
@@ -35,8 +35,8 @@ from ..native.norms import FusedRMSNorm, rms_norm
 from ..parameters.flat import FlatWeights
 from ..parameters.packed import JoinedLinear, packing_works
 from ..routing import Routing
-from .layers import Layer, Mlp, Norm, Rotation, RotationKind, kind_of, make_rotation, read_layer
-from .proof import listen, prove, repeats
+from .layers import Layer, Mlp, Norm, Rotation, RotationKind, make_rotation, read_layer
+from .tracing import matches, trace
 
 
 class _Kept(NamedTuple):
@@ -68,33 +68,30 @@ class FusedDecoder:
 
     @classmethod
     def of(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
-        """None where the architecture is another. Runs the model's own decoder once, and a copy of one layer of
-        each kind."""
+        """None where the architecture is another. Runs the model's own decoder once, and each layer once more."""
         decoder: Any = decoder_of(module)
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
         if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
             return None
-        heard = listen(module)
-        if heard is None:
+        calls = trace(module)
+        if calls is None:
             return None
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
         trial = cls([], norm, rotary, 1.0)
-        layers, proved = [], dict[Any, RotationKind | None]()
-        for number, (block, call) in enumerate(zip(blocks, heard.layers, strict=True)):
+        layers = []
+        for number, (block, call) in enumerate(zip(blocks, calls.layers, strict=True)):
             layer = read_layer(number, block, call, flat, index, pack)
             if layer is None:
                 return None
-            kind = kind_of(block, module.config.get_text_config(), layer)
-            if kind not in proved:
-                proved[kind] = prove(block, layer, call, heard.positions_T, trial.compute)
-            rotation = proved[kind]
-            if rotation is None or not repeats(
-                layer, call, trial._rotation(rotation, call.x[0], heard.positions_T), trial.compute
-            ):
+            # A decoder may compute rotary tables for all layers, and some layers leave theirs unread (SmolLM3).
+            for rotation in dict.fromkeys((layer.rotation, layer.rotation._replace(rotary=None))):
+                if matches(layer, call, trial._rotation(rotation, call.x[0], calls.positions_T), trial.compute):
+                    layers.append(replace(layer, rotation=rotation))
+                    break
+            else:
                 return None
-            layers.append(replace(layer, rotation=rotation))
-        return cls(layers, norm, rotary, heard.multiplier)
+        return cls(layers, norm, rotary, calls.multiplier)
 
     def products(self) -> list[JoinedLinear]:
         """Of all layers."""

@@ -1,7 +1,8 @@
 """What the fused decoder knows of a layer, and how it is read from transformers' modules.
 
 Names say which part is which; they prove nothing. `read_layer` answers only where every module, parameter and setting of a
-layer is one that is known here, and what it answers is a hypothesis, which `fused_proof` compares with the layer itself.
+layer is one that is known here. Its answer is a hypothesis: `tracing.matches` compares it with a recorded call of the layer, and
+the gate (runtime/gate.py) compares the whole model.
 
     parts              which families
     two norms          before attention and before the MLP: Llama, Qwen, Mistral, Granite, SmolLM3, Phi-3, Gemma;
@@ -24,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from ..attention.interface import PLAIN, AttentionTerms
 from ..native import kernels
@@ -44,7 +44,6 @@ _KNOWN_SETTINGS = {
     },
     "mlp": {"config", "hidden_size", "intermediate_size"},
 }  # fmt: skip
-_OWN_NUMBER = {"config", "layer_idx"}  # settings that differ between layers that compute the same
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Names of the norms of a layer: before attention, behind it, before the MLP, behind it.
 _NORMS = (
@@ -157,13 +156,14 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """How the model ran one layer: what it gave the layer, and what the layer gave to attention."""
+class LayerCall:
+    """How the model ran one layer (tracing.py): input and output, and what the layer gave to attention."""
 
     x: Tensor  # [1, T, E]
-    named: dict[str, Any]
     out: Tensor  # [1, T, E]
     rotary: RotaryCall | None
+    query: Tensor  # [T, H, D]
+    key: Tensor  # [T, K, D]
     scaling: float
     terms: AttentionTerms
 
@@ -190,12 +190,12 @@ class _Parts(NamedTuple):
 
 
 def read_layer(
-    number: int, block: nn.Module, heard: Heard, flat: FlatWeights, index: dict[int, int], pack: bool
+    number: int, block: nn.Module, call: LayerCall, flat: FlatWeights, index: dict[int, int], pack: bool
 ) -> Layer | None:
     """None where anything is missing or over. `index`: id of a parameter -> its place in `flat`; `pack`: see packed.py."""
     parts = _find_parts(block)
-    sinks = heard.terms.sinks
-    if parts is None or settings_of(block) is None or not _accounts_for(block, parts, sinks, index):
+    sinks = call.terms.sinks
+    if parts is None or not _knows_settings(block) or not _accounts_for(block, parts, sinks, index):
         return None
     mlp = parts.mlp
     attention: Any = block.self_attn
@@ -230,10 +230,10 @@ def read_layer(
         heads=heads,
         kv_heads=kv_heads,
         head_size=size,
-        scaling=heard.scaling,
-        terms=PLAIN if heard.terms.plain else heard.terms,  # asked by identity in every decode step
+        scaling=call.scaling,
+        terms=PLAIN if call.terms.plain else call.terms,  # asked by identity in every decode step
         sinks_gradient=None if sinks is None else gradient(sinks),
-        rotation=RotationKind(heard.rotary, _query_scaling(attention)),
+        rotation=RotationKind(call.rotary, _query_scaling(attention)),
     )
 
 
@@ -286,21 +286,15 @@ def _are_linear(*products: list[Any]) -> bool:
     )
 
 
-def settings_of(block: nn.Module) -> tuple[tuple[str, str], ...] | None:
-    """Every setting of a layer's modules as text, less its own number; None where one is not known here. Experts have their own,
-    which they heed themselves."""
-    found = []
+def _knows_settings(block: nn.Module) -> bool:
+    """Whether every setting of a layer's modules is one that is known here. Experts have their own, which they heed themselves."""
     places = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
-    for place, part in places.items():
-        for name, value in vars(part).items():
-            if name in _OF_MODULES or name.startswith("_"):
-                continue
-            known = not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[place]
-            if not known:
-                return None
-            if name not in _OWN_NUMBER:
-                found.append((f"{place}.{name}", repr(value)))
-    return tuple(found)
+    return all(
+        not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[place]
+        for place, part in places.items()
+        for name, value in vars(part).items()
+        if name not in _OF_MODULES and not name.startswith("_")
+    )
 
 
 def _present(room: nn.Module, *names: str) -> list[Any]:
@@ -366,33 +360,3 @@ def _query_scaling(attention: Any) -> tuple[float, float] | None:
     rope = getattr(getattr(attention, "config", None), "rope_parameters", None) or {}
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return None if not beta or not length else (float(beta), float(length))
-
-
-def kind_of(block: nn.Module, config: PretrainedConfig, layer: Layer) -> tuple[Any, ...]:
-    """Equal for layers that compute the same with other weights."""
-    norms = (
-        layer.input_norm, layer.query_norm, layer.key_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm,
-    )  # fmt: skip
-    return (
-        settings_of(block),
-        _lists_of(config, layer.number),
-        tuple(None if norm is None else (norm.eps, norm.offset, norm.weight.numel()) for norm in norms),
-        tuple((product.inputs, tuple(product.sizes), len(product.biases)) for product in layer.products),
-        (
-            layer.mlp.activation if isinstance(layer.mlp, Mlp) else type(layer.mlp),
-            layer.multiplier,
-            layer.heads,
-            layer.kv_heads,
-            layer.head_size,
-            layer.scaling,
-            layer.rotation,
-        ),
-        (layer.terms.window, layer.terms.softcap, layer.terms.sinks is None),
-    )
-
-
-def _lists_of(config: PretrainedConfig, number: int) -> tuple[str, ...]:
-    """What the configuration says of layer `number` in lists with an entry for each layer."""
-    total = config.num_hidden_layers
-    lists = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == total]
-    return tuple(str(values[number]) for values in lists)
