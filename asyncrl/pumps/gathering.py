@@ -82,6 +82,11 @@ class Gathering:
         self._changed = anyio.Event()
         self._failed: str | None = None  # the first group whose rewards could not be computed
 
+    def close(self) -> None:
+        """End the queue of whole groups, once nobody calls `add` or `submit` any more."""
+        self._whole_in.close()
+        self._whole.close()
+
     # -- what the door calls
 
     def own_id(self, epoch: int, group: int) -> int:

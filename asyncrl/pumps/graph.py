@@ -74,15 +74,13 @@ class Graph:
         """`catch_up(last)`: what is due before the first step, or is missing after the `last`; `evaluated`: of `EvaluatePump`."""
         self._ports = ports
         self._prompts = prompts
-        publications: Edge[Publication] = open_queue("publications", 1, ports.recorder)
-        publications_in, publications_out = publications
         reroll = make_reroll(ports, prompts)
         self.intake = make_intake(ports, reroll)
         self._catch_up = catch_up
-        self._publish = PublishPump(publish_parts(ports), publications_out, at_version, partial(catch_up, False))
+        self._publish = PublishPump(publish_parts(ports), at_version, partial(catch_up, False))
         self._claims = make_claims(ports)
         self._trained_out = False  # no step can come any more, and that is right
-        self._train = make_train(ports, self._claims, reroll, publications_in, self._publish.published, on_step)
+        self._train = make_train(ports, self._claims, reroll, self._publish.published, on_step)
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
         evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment, evaluated) if held_out else None
         self.evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
@@ -111,20 +109,22 @@ class Graph:
         self._fed = fed
 
     async def _training(self) -> None:
+        edge: Edge[Publication] = open_queue("publications", 1, self._ports.recorder)
+        publications_in, publications_out = edge
         try:
-            async with anyio.create_task_group() as pumps:
+            async with publications_in, publications_out, anyio.create_task_group() as pumps:
                 self._training_tasks = pumps
-                spawn(pumps, "train pump", self._train_to_the_end)
-                spawn(pumps, "publish pump", self._publish.run)
+                spawn(pumps, "train pump", self._train_to_the_end, publications_in)
+                spawn(pumps, "publish pump", self._publish.run, publications_out)
             await self._catch_up(True)
         finally:
             self._finished.set()
             for callback in self._callbacks:
                 callback()
 
-    async def _train_to_the_end(self) -> None:
+    async def _train_to_the_end(self, publications: QueueSender[Publication]) -> None:
         try:
-            await self._train.run()
+            await self._train.run(publications)
             self._trained_out = True
         finally:
             self._feed(False)
@@ -182,7 +182,7 @@ class Graph:
         scoring_in, scoring_out = edge
         try:
             with self._generation_scope:
-                async with anyio.create_task_group() as pumps:
+                async with scoring_in, scoring_out, anyio.create_task_group() as pumps:
                     self._pumps = pumps.cancel_scope
                     self._rollout = rollout = RolloutPump(rollout_parts(self._ports), self._prompts, scoring_in)
                     score = ScorePump(self.intake, scoring_out, calls)

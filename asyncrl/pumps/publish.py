@@ -43,13 +43,11 @@ class PublishPump:
     def __init__(
         self,
         parts: PublishParts,
-        publications: QueueReceiver[Publication],
         at_version: Callable[[int], Awaitable[None]],
         first: Callable[[], Awaitable[None]],
     ) -> None:
         """`at_version(version)` does what is due at that version: evaluation, checkpoint; `first()`, before the first step, too."""
         self._parts = parts
-        self._publications = publications
         self._at_version = at_version
         self._first = first
         self._done_turn = parts.ledger.turn - 1  # turns below this one are published; and `first` is to come
@@ -62,12 +60,12 @@ class PublishPump:
         while self._done_turn < turn:
             await self._advanced.wait()
 
-    async def run(self) -> None:
+    async def run(self, publications: QueueReceiver[Publication]) -> None:
         """Ends after the last publication; `published` stays answered."""
-        async with self._publications:
+        async with publications:
             await self._first()
             self._advance(self._done_turn + 1)
-            async for publication in self._publications:
+            async for publication in publications:
                 await self._publish(publication)
             if self._owed is not None:
                 last = self._owed

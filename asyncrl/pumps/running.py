@@ -59,7 +59,6 @@ class Running:
         rounds: Rounds,
         replaying: Replaying,
         reroll: Reroll,
-        publications: QueueSender[Publication],
         on_step: Callable[[StepReport], None],
     ) -> None:
         self._parts = parts
@@ -67,7 +66,6 @@ class Running:
         self._rounds = rounds
         self._replaying = replaying
         self._reroll = reroll
-        self._publications = publications
         self._on_step = on_step
 
     def new_step(self) -> Step:
@@ -98,7 +96,7 @@ class Running:
         the next optimizer step must not come before; and it may have a collective, in the same order on every rank."""
         await self._parts.published()
 
-    async def finish(self, step: Step) -> None:
+    async def finish(self, step: Step, publications: QueueSender[Publication]) -> None:
         """The optimizer steps of the batch, the commit, the report, and the new version to the publish pump."""
         parts = self._parts
         turn = parts.ledger.turn
@@ -122,7 +120,7 @@ class Running:
                     every = await self._parts.gather(every[0])
                 finally:  # also where another rank is gone: a step that is committed has its line, of this rank's groups
                     self._tell(step, groups, every)
-        await hand_on(self._publications, Publication(turn=turn, version=step.results[-1].version))
+        await hand_on(publications, Publication(turn=turn, version=step.results[-1].version))
 
     async def close(self, step: Step) -> None:
         """A step that was not finished: committed and told of where it was applied, aborted where it was not."""

@@ -43,7 +43,6 @@ class TrainPump:
         running: Running,
         rounds: Rounds,
         failing: Failing,
-        publications: QueueSender[Publication],
         *,
         streams_from: int | None,
     ) -> None:
@@ -53,25 +52,24 @@ class TrainPump:
         self._running = running
         self._rounds = rounds
         self._failing = failing
-        self._publications = publications
         self._streams_from = streams_from
 
-    async def run(self) -> None:
+    async def run(self, publications: QueueSender[Publication]) -> None:
         """Step after step, until there is none any more; then the publish pump's edge is closed."""
-        async with self._publications, anyio.create_task_group() as tasks:
+        async with publications, anyio.create_task_group() as tasks:
             spawn(tasks, "watch of the claims", self._claims.watch, self._claims.seen)
-            while not self._claims.finished and await self._step():
+            while not self._claims.finished and await self._step(publications):
                 pass
             tasks.cancel_scope.cancel()
 
-    async def _step(self) -> bool:
+    async def _step(self, publications: QueueSender[Publication]) -> bool:
         """False if nothing can come any more."""
         step = self._running.new_step()
         failure: GroupsFailed | DivergenceError | None = None
         try:
             if not await self._fill(step):
                 return False
-            await self._running.finish(step)
+            await self._running.finish(step, publications)
         except (GroupsFailed, DivergenceError) as error:
             if step.applied:  # it is committed: whose fault it was is no longer the question
                 raise (error.cause if isinstance(error, GroupsFailed) else error) from None

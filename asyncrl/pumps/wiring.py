@@ -21,7 +21,6 @@ from asyncrl.data.store import Store
 from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSink
 from asyncrl.records.check import Limits
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.queues.queue import QueueSender
 
 from .book import GroupBook
 from .building import Building, BuildingParts
@@ -32,7 +31,7 @@ from .failing import Failing
 from .hooks import Hooks, StoreWatch
 from .intake import GroupIds, Intake, IntakeParts
 from .metrics import Gather, alone
-from .pipeline import Publication, StepReport
+from .pipeline import StepReport
 from .publish import PublishParts
 from .reference import ReferenceAhead
 from .replaying import Replaying
@@ -201,7 +200,6 @@ def make_train(
     ports: Ports,
     claims: Claims,
     reroll: Reroll,
-    publications: QueueSender[Publication],
     published: Callable[[int], Awaitable[None]],
     on_step: Callable[[StepReport], None],
 ) -> TrainPump:
@@ -235,9 +233,8 @@ def make_train(
     return TrainPump(
         claims,
         Building(building_parts(ports), replaying, last_published, surveys=surveys),
-        Running(running, claims, rounds, replaying, reroll, publications, on_step),
+        Running(running, claims, rounds, replaying, reroll, on_step),
         rounds,
         Failing(ports.book, ports.recorder, ports.note, alone=ports.ranks == 1),
-        publications,
         streams_from=rollout.streaming_min_groups if streams else None,
     )

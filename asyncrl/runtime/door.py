@@ -84,7 +84,7 @@ class _Door:
         self._gathering.gone(producer)
 
     async def run(self) -> None:
-        with self.scope:
+        with self.scope, contextlib.closing(self._gathering):
             async with plain_task_group() as tasks:
                 for task in (self._gathering.submit, self._gathering.expire, self._gathering.end_epochs):
                     tasks.start_soon(task)

@@ -1,9 +1,9 @@
-"""The queue's contract: ends by closing, backpressure, and cancellation that loses and doubles nothing."""
+"""The queue in a process: it ends by closing, pushes back, and a cancel scope loses and doubles nothing."""
 
 from __future__ import annotations
 
-import asyncio
 import random
+from collections.abc import Awaitable, Callable
 
 import anyio
 import pytest
@@ -13,7 +13,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 
 
-async def test_order_and_end() -> None:
+async def test_items_come_in_order_then_the_end_and_the_send_end_stays_closed() -> None:
     sender: QueueSender[int]
     sender, receiver = open_queue("q", 2)
     got: list[int] = []
@@ -29,110 +29,79 @@ async def test_order_and_end() -> None:
             for i in range(10):
                 await sender.put(i)
     assert got == [*range(10), -1]
-
-
-async def test_backpressure() -> None:
-    sender: QueueSender[int]
-    sender, receiver = open_queue("q", 2)
-    await sender.put(0)
-    await sender.put(1)
-    with pytest.raises(anyio.WouldBlock):
-        sender.put_nowait(2)
-    with anyio.move_on_after(0.01) as scope:
-        await sender.put(2)
-    assert scope.cancelled_caught
-    assert receiver.get_nowait() == 0
-    await sender.put(3)
-    assert [receiver.get_nowait(), receiver.get_nowait()] == [1, 3]
-    with pytest.raises(anyio.WouldBlock):
-        receiver.get_nowait()
-
-
-async def test_the_last_clone_ends_the_queue_and_what_is_left_is_delivered() -> None:
-    sender: QueueSender[str]
-    sender, receiver = open_queue("q", 5)
-    clone = sender.clone()
-    await sender.put("a")
-    sender.close()
-    sender.close()
-    await clone.put("b")
-    clone.close()
-    assert await receiver.get() == "a"
-    assert receiver.get_nowait() == "b"
+    with pytest.raises(anyio.ClosedResourceError):
+        await sender.put(10)
     with pytest.raises(anyio.EndOfStream):
         await receiver.get()
-    with pytest.raises(anyio.ClosedResourceError):
-        await sender.put("c")
-    with pytest.raises(anyio.ClosedResourceError):
-        sender.clone()
+    receiver.close()
+
+
+async def test_a_full_queue_makes_its_producer_wait() -> None:
+    sender: QueueSender[int]
+    sender, receiver = open_queue("q", 2)
+    async with sender, receiver:
+        await sender.put(0)
+        await sender.put(1)
+        with pytest.raises(anyio.WouldBlock):
+            sender.put_nowait(2)
+        with anyio.move_on_after(0.01) as scope:
+            await sender.put(2)
+        assert scope.cancelled_caught
+        assert await receiver.get() == 0
+        await sender.put(3)
+        assert [await receiver.get(), await receiver.get()] == [1, 3]
 
 
 async def test_closing_wakes_whoever_waits() -> None:
     heard: list[str] = []
 
-    async def getter(receiver: QueueReceiver[int]) -> None:
-        with pytest.raises(anyio.EndOfStream):
-            await receiver.get()
-        heard.append("end")
+    async def hear(what: str, call: Callable[[], Awaitable[object]], error: type[Exception]) -> None:
+        with pytest.raises(error):
+            await call()
+        heard.append(what)
 
-    async def closed_getter(receiver: QueueReceiver[int]) -> None:
-        with pytest.raises(anyio.ClosedResourceError):
-            await receiver.get()
-        heard.append("closed getter")
-
-    async def putter(sender: QueueSender[int]) -> None:
-        with pytest.raises(anyio.BrokenResourceError):
-            await sender.put(2)
-        heard.append("broken")
-
+    first: tuple[QueueSender[int], QueueReceiver[int]] = open_queue("first", 1)
+    second: tuple[QueueSender[int], QueueReceiver[int]] = open_queue("second", 1)
     async with anyio.create_task_group() as group:
-        s1: QueueSender[int]
-        s1, r1 = open_queue("one", 1)
-        group.start_soon(getter, r1)
-        s2: QueueSender[int]
-        s2, r2 = open_queue("two", 1)
-        group.start_soon(closed_getter, r2)
-        s3: QueueSender[int]
-        s3, r3 = open_queue("three", 1)
-        await s3.put(1)
-        group.start_soon(putter, s3)
+        group.start_soon(hear, "end", first[1].get, anyio.EndOfStream)
+        await second[0].put(1)
+        group.start_soon(hear, "broken", lambda: second[0].put(2), anyio.BrokenResourceError)
         await anyio.wait_all_tasks_blocked()
-        s1.close()
-        r2.close()
-        r3.close()
-    assert sorted(heard) == ["broken", "closed getter", "end"]
+        first[0].close()
+        second[1].close()
+    assert sorted(heard) == ["broken", "end"]
     with pytest.raises(anyio.BrokenResourceError):
-        s2.put_nowait(1)
+        second[0].put_nowait(3)
+    first[1].close()
+    second[0].close()
 
 
 @pytest.mark.parametrize("side", ["get", "put"])
-async def test_a_cancel_at_the_moment_of_the_wake_up_loses_nothing(side: str) -> None:
+async def test_a_scope_that_is_cancelled_after_the_hand_over_loses_nothing(side: str) -> None:
     sender: QueueSender[int]
     sender, receiver = open_queue("q", 1)
-    async with asyncio.TaskGroup() as group:
-        if side == "get":
-            victim: asyncio.Task[object] = group.create_task(receiver.get())
-            other: asyncio.Task[object] = group.create_task(receiver.get())
-            await anyio.wait_all_tasks_blocked()
-            sender.put_nowait(7)  # wakes the victim ...
-            victim.cancel()  # ... which is cancelled before it runs
-            assert await other == 7
-        else:
+    kept: list[object] = []
+
+    async def victim(call: Callable[[], Awaitable[object]], scope: anyio.CancelScope) -> None:
+        with scope:
+            kept.append(await call())
+
+    async with sender, receiver, anyio.create_task_group() as group:
+        scope = anyio.CancelScope()
+        if side == "put":
             sender.put_nowait(0)
-            victim = group.create_task(sender.put(1))
-            other = group.create_task(sender.put(2))
-            await anyio.wait_all_tasks_blocked()
-            assert receiver.get_nowait() == 0
-            victim.cancel()
-            await other
-            assert receiver.get_nowait() == 2
-    assert victim.cancelled()
-    s = receiver.statistics()
-    assert s.depth == 0 and s.puts == s.gets and s.waiting_gets == s.waiting_puts == 0
+        group.start_soon(victim, receiver.get if side == "get" else lambda: sender.put(7), scope)
+        await anyio.wait_all_tasks_blocked()
+        if side == "get":
+            sender.put_nowait(7)
+        else:
+            assert await receiver.get() == 0
+        scope.cancel()
+    assert kept == [7] if side == "get" else kept == [None]
 
 
-def test_random_cancellations_deliver_exactly_what_was_put() -> None:
-    """1000 schedules: an item is delivered once iff its `put` returned; producers' orders are kept."""
+def test_random_cancellations_lose_and_double_nothing() -> None:
+    """300 schedules: an item whose `put` returned is delivered, no item twice; producers' orders are kept."""
 
     def one(seed: int) -> None:
         rng = random.Random(seed)
@@ -140,63 +109,54 @@ def test_random_cancellations_deliver_exactly_what_was_put() -> None:
         got: list[tuple[int, int]] = []
 
         async def produce(sender: QueueSender[tuple[int, int]], who: int) -> None:
-            async with sender:
-                for i in range(6):
-                    try:
-                        async with asyncio.timeout(rng.choice([0.0, 1.0, 2.0, 50.0])):
-                            await sender.put((who, i))
-                            put.append((who, i))
-                    except TimeoutError:
-                        pass
-                    await asyncio.sleep(rng.choice([0, 0, 1.0]))
+            for i in range(6):
+                with anyio.move_on_after(rng.choice([0.0, 1.0, 2.0, 50.0])):
+                    await sender.put((who, i))
+                    put.append((who, i))
+                await anyio.sleep(rng.choice([0, 0, 1.0]))
 
         async def consume(receiver: QueueReceiver[tuple[int, int]]) -> None:
             while True:
                 try:
-                    async with asyncio.timeout(rng.choice([0.0, 1.0, 2.0, 50.0])):
+                    with anyio.move_on_after(rng.choice([0.0, 1.0, 2.0, 50.0])):
                         got.append(await receiver.get())
-                except TimeoutError:
-                    pass
                 except anyio.EndOfStream:
                     return
-                await asyncio.sleep(rng.choice([0, 1.0, 1.0]))
+                await anyio.sleep(rng.choice([0, 1.0, 1.0]))
 
         async def main() -> None:
             sender: QueueSender[tuple[int, int]]
             sender, receiver = open_queue("q", rng.choice([1, 2, 3]))
-            async with anyio.create_task_group() as group:
-                for who in range(3):
-                    group.start_soon(produce, sender.clone(), who)
-                sender.close()
+            async with receiver, anyio.create_task_group() as consumers:
                 for _ in range(2):
-                    group.start_soon(consume, receiver)
+                    consumers.start_soon(consume, receiver)
+                async with sender, anyio.create_task_group() as producers:
+                    for who in range(3):
+                        producers.start_soon(produce, sender, who)
 
         run_virtual(main)
-        assert sorted(got) == sorted(put)
+        assert len(set(got)) == len(got) and set(put) <= set(got)
         for who in range(3):
             mine = [i for w, i in put if w == who]
             assert mine == sorted(mine)
 
-    for seed in range(1000):
+    for seed in range(300):
         one(seed)
 
 
-async def test_statistics_gauge_and_waits_are_recorded() -> None:
+async def test_the_depth_and_who_waits_are_recorded() -> None:
     recorder = Recorder(nvtx=False)
     sender: QueueSender[int]
     sender, receiver = open_queue("scored", 2, recorder)
-    await sender.put(1)
-    await sender.put(2)
-    assert recorder.drain()["queue/scored/depth"] == 2
-    s = sender.statistics()
-    assert (s.depth, s.capacity, s.most_depth, s.puts, s.gets, s.open_senders) == (2, 2, 2, 2, 0, 1)
-    async with anyio.create_task_group() as group:
+    async with sender, receiver, anyio.create_task_group() as group:
+        await sender.put(1)
+        await sender.put(2)
+        assert recorder.drain()["queue/scored/depth"] == 2
         group.start_soon(sender.put, 3, name="score pump")
         await anyio.wait_all_tasks_blocked()
-        (wait,) = recorder.active_waits()
+        [wait] = recorder.active_waits()
         assert (wait.who, wait.what, wait.cause) == ("score pump", "room", "group")
-        assert "queue scored" in wait.on
-        assert sender.statistics().waiting_puts == 1
+        assert wait.on == "the receiver of queue scored"
         await receiver.get()
     assert recorder.active_waits() == []
 

@@ -1,4 +1,4 @@
-"""One contract for every queue of tensors: in this process, through shared memory, through a slab. asyncio and uvloop."""
+"""One contract for every queue of tensors: through shared memory, and through a slab. asyncio and uvloop."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ import uvloop
 
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.device_queue import attach_device_queue, share_device_queue
-from asyncrl.transport.queues.tensor_queue import ReceiveEnd, SendEnd, attach_queue, open_queue, share_queue
+from asyncrl.transport.queues.tensor_queue import TensorReceiver, TensorSender, attach_queue, share_queue
 
-Ends: TypeAlias = tuple[Any, Any]  # SendEnd, ReceiveEnd
+Ends: TypeAlias = tuple[Any, Any]  # TensorSender, TensorReceiver
 Open: TypeAlias = Callable[..., AbstractAsyncContextManager[Ends]]
-
-
-@asynccontextmanager
-async def in_process(name: str, capacity: int, recorder: Recorder | None = None) -> AsyncIterator[Ends]:
-    ends: Ends = open_queue(name, capacity, recorder)
-    yield ends
 
 
 @asynccontextmanager
@@ -50,7 +44,6 @@ async def through_a_slab(
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 QUEUES = [
-    pytest.param(in_process, id="in process"),
     pytest.param(through_shared_memory, id="shared memory"),
     pytest.param(through_a_slab, id="slab"),
     pytest.param(partial(through_a_slab, device="cuda"), id="CUDA", marks=GPU),
@@ -91,7 +84,7 @@ def number(received: Any) -> int:
 async def test_items_arrive_whole_and_in_order_and_the_last_clone_ends_the_queue(queue: Open, name: str) -> None:
     got: list[int] = []
 
-    async def consume(receiver: ReceiveEnd) -> None:
+    async def consume(receiver: TensorReceiver) -> None:
         async for received in receiver:
             got.append(number(received))
         got.append(-1)
@@ -235,13 +228,13 @@ async def test_random_cancellations_deliver_exactly_what_was_put(queue: Open, na
                 task.cancel()
             return None if task.cancelled() else task
 
-        async def produce(sender: SendEnd, who: int, rng: random.Random, put: list[int]) -> None:
+        async def produce(sender: TensorSender, who: int, rng: random.Random, put: list[int]) -> None:
             for i in range(6):
                 if await patiently(partial(sender.put, item(10 * who + i)), rng) is not None:
                     put.append(10 * who + i)
             sender.close()
 
-        async def consume(receiver: ReceiveEnd, rng: random.Random, got: list[int]) -> None:
+        async def consume(receiver: TensorReceiver, rng: random.Random, got: list[int]) -> None:
             while True:
                 task = await patiently(receiver.get, rng)
                 if task is not None and task.result() is anyio.EndOfStream:

@@ -1,16 +1,17 @@
-"""The in-process tensor queue: the contract that the queues between processes share.
+"""Queues: the one between two tasks of a process, and the contract of those between processes (`tensor_queue`).
 
     sender, receiver = open_queue("scored", capacity=16)
-    producer:  async with sender.clone() as out: await out.put(item)         consumer:  async for item in receiver: ...
+    producers:  async with sender: await sender.put(item)         consumers:  async for item in receiver: ...
 
 Guarantees
-* It ends by closing: when the last clone of the send end is closed, the receiver gets what is left and then the end
-  (`anyio.EndOfStream` from `get`, the end of `async for`). When the receiver is closed, `put` raises
-  `anyio.BrokenResourceError`: nobody would ever take the item. A closed end raises `anyio.ClosedResourceError`.
-* Cancellation loses and doubles nothing, at any await: a cancelled `put` did not put, a cancelled `get` did not take.
-  (anyio's own memory stream hands an item over before the receiver runs again, and loses it to a `Task.cancel` in
-  between; here a waiter is only woken, and takes for itself.)
-* Items are objects or handles: the queue moves references, never bytes. Order is kept per producer.
+* It ends by closing. When the send end is closed, the receivers get the items that are left and then the end
+  (`anyio.EndOfStream` from `get`, the end of `async for`). When the receive end is closed, `put` raises
+  `anyio.BrokenResourceError`. A closed end raises `anyio.ClosedResourceError`.
+* A cancelled `get` did not take. A cancelled `put` did not put between processes; in a process its item may have been taken
+  in the same moment, so nobody puts it again. In a process this holds for the cancel scopes of anyio, which do not interrupt
+  a task whose item was handed over. `asyncio.Task.cancel` does, and the item is lost: no task of a run is cancelled that way
+  by itself.
+* A queue in a process moves references, never bytes. Order is kept per producer.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
@@ -55,26 +57,11 @@ def waiting(recorder: Recorder | None, what: str, on: str, cause: Cause) -> Abst
 
 
 class QueueEnd(ABC):
-    """What each end of a queue has: `async with` closes it. `shared`: what its clones share."""
-
-    _closed = False
-
-    def __init__(self, shared: Any) -> None:
-        self._shared = shared
-
-    def clone(self) -> Self:
-        """Another end of this side, to be closed by itself. Errors: anyio.ClosedResourceError."""
-        if self._closed:
-            raise anyio.ClosedResourceError
-        return type(self)(self._shared)
+    """One end of a queue, in a process or between two: `async with` closes it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closing the last clone lets the other side end. Twice is fine."""
-
-    @abstractmethod
-    def statistics(self) -> QueueStatistics:
-        """A snapshot, as this end knows it."""
+        """End this side of the queue. Closing twice is fine."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -83,41 +70,65 @@ class QueueEnd(ABC):
         self.close()
 
 
-class SendEnd(QueueEnd, Generic[T]):
-    """The send end of any queue, in a process or between two. One per producer: `clone` it, and close every clone."""
+class _LocalEnd(QueueEnd, Generic[T]):
+    """What both ends in a process share: the name, the gauge of the depth, and what the recorder shows of a wait."""
 
-    @abstractmethod
+    def __init__(
+        self,
+        name: str,
+        stream: MemoryObjectSendStream[T] | MemoryObjectReceiveStream[T],
+        recorder: Recorder | None,
+    ) -> None:
+        self._name = name
+        self._stream = stream
+        self._recorder = recorder
+
+    def _record_depth(self) -> None:
+        if self._recorder is not None:
+            self._recorder.gauge(f"queue/{self._name}/depth", self._stream.statistics().current_buffer_used)
+
+    def _waiting(self, what: str, on: str) -> AbstractContextManager[object]:
+        return waiting(self._recorder, what, f"{on} of queue {self._name}", "group")
+
+    def close(self) -> None:
+        """As `QueueEnd.close`; one end serves all tasks of its side."""
+        self._stream.close()
+
+
+class QueueSender(_LocalEnd[T]):
+    """The send end in a process. Every producer uses the same one; whoever opened the queue closes it after the last."""
+
+    _stream: MemoryObjectSendStream[T]
+
     def put_nowait(self, item: T) -> None:
-        """Put, or raise anyio.WouldBlock. Other errors: anyio.BrokenResourceError without a receiver,
-        anyio.ClosedResourceError."""
+        """Put the item, or raise anyio.WouldBlock. Other errors: those of the module docstring."""
+        self._stream.send_nowait(item)
+        self._record_depth()
 
-    @abstractmethod
     async def put(self, item: T) -> None:
-        """Wait for room, then put. Errors: as `put_nowait`, also while it waits. A `put` that is cancelled did not put."""
+        """Wait for room, then put the item. Does not yield where there is room. Errors: those of the module docstring."""
+        try:
+            self._stream.send_nowait(item)
+        except anyio.WouldBlock:
+            with self._waiting("room", "the receiver"):
+                await self._stream.send(item)
+        self._record_depth()
 
 
-class ReceiveEnd(QueueEnd, Generic[T]):
-    """The receive end of any queue: `async for`, until the last sender is closed. Clones share the items: each goes to one."""
+class QueueReceiver(_LocalEnd[T]):
+    """The receive end in a process. Each item goes to one of the tasks that iterate over it."""
 
-    @abstractmethod
-    def get_nowait(self) -> T:
-        """The next item, or anyio.WouldBlock. Other errors: anyio.EndOfStream after the last item, anyio.BrokenResourceError
-        where the sender died, anyio.ClosedResourceError."""
-
-    @abstractmethod
-    def _waiting(self) -> tuple[deque[asyncio.Future[None]], AbstractContextManager[object]]:
-        """Who waits for an item, and what is told meanwhile."""
+    _stream: MemoryObjectReceiveStream[T]
 
     async def get(self) -> T:
-        """Wait for an item. Errors: as `get_nowait`, also while it waits. A `get` that is cancelled did not take."""
-        while True:
-            try:
-                return self.get_nowait()
-            except anyio.WouldBlock:
-                pass
-            waiters, told = self._waiting()
-            with told:
-                await wait_in(waiters)
+        """Wait for an item. Does not yield where there is one. Errors: those of the module docstring."""
+        try:
+            item = self._stream.receive_nowait()
+        except anyio.WouldBlock:
+            with self._waiting("an item", "a sender"):
+                item = await self._stream.receive()
+        self._record_depth()
+        return item
 
     def __aiter__(self) -> Self:
         return self
@@ -129,137 +140,12 @@ class ReceiveEnd(QueueEnd, Generic[T]):
             raise StopAsyncIteration from None
 
 
-@dataclass(slots=True, eq=False)
-class _State(Generic[T]):
-    name: str
-    capacity: int
-    recorder: Recorder | None
-    items: deque[T] = field(default_factory=deque)
-    senders: int = 0
-    receivers: int = 0
-    puts: int = 0
-    gets: int = 0
-    most_depth: int = 0
-    putters: deque[asyncio.Future[None]] = field(default_factory=deque)
-    getters: deque[asyncio.Future[None]] = field(default_factory=deque)
-
-    def moved(self) -> None:
-        self.most_depth = max(self.most_depth, len(self.items))
-        if self.recorder is not None:
-            self.recorder.gauge(f"queue/{self.name}/depth", len(self.items))
-
-    def waiting(self, what: str, on: str) -> AbstractContextManager[object]:
-        return waiting(self.recorder, what, f"{on} of queue {self.name}", "group")
-
-    def statistics(self) -> QueueStatistics:
-        return QueueStatistics(
-            depth=len(self.items),
-            capacity=self.capacity,
-            most_depth=self.most_depth,
-            puts=self.puts,
-            gets=self.gets,
-            open_senders=self.senders,
-            open_receivers=self.receivers,
-            waiting_puts=sum(not f.done() for f in self.putters),
-            waiting_gets=sum(not f.done() for f in self.getters),
-        )
-
-
 def open_queue(name: str, capacity: int, recorder: Recorder | None = None) -> tuple[QueueSender[T], QueueReceiver[T]]:
-    """Both ends of a new queue for at most `capacity` >= 1 items."""
+    """Both ends of a new queue in this process for at most `capacity` >= 1 items."""
     if capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
-    state: _State[T] = _State(name, capacity, recorder)
-    return QueueSender(state), QueueReceiver(state)
-
-
-class QueueSender(SendEnd[T]):
-    """See `SendEnd` and the module docstring."""
-
-    _shared: _State[T]
-
-    def __init__(self, state: _State[T]) -> None:
-        super().__init__(state)
-        state.senders += 1
-
-    def put_nowait(self, item: T) -> None:
-        """As `SendEnd.put_nowait`."""
-        state = self._shared
-        self._check_open()
-        if len(state.items) >= state.capacity:
-            raise anyio.WouldBlock
-        state.items.append(item)
-        state.puts += 1
-        state.moved()
-        wake_one(state.getters)
-
-    async def put(self, item: T) -> None:
-        """As `SendEnd.put`."""
-        state = self._shared
-        while True:
-            self._check_open()
-            if len(state.items) < state.capacity:
-                return self.put_nowait(item)
-            with state.waiting("room", "the receiver"):
-                await wait_in(state.putters)
-
-    def close(self) -> None:
-        """As `QueueEnd.close`."""
-        if not self._closed:
-            self._closed = True
-            self._shared.senders -= 1
-            if not self._shared.senders:
-                wake_all(self._shared.getters)
-            wake_all(self._shared.putters)  # those who wait on this very end must hear that it is closed
-
-    def statistics(self) -> QueueStatistics:
-        """A snapshot, the same from either end."""
-        return self._shared.statistics()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise anyio.ClosedResourceError
-        if not self._shared.receivers:
-            raise anyio.BrokenResourceError
-
-
-class QueueReceiver(ReceiveEnd[T]):
-    """See `ReceiveEnd` and the module docstring."""
-
-    _shared: _State[T]
-
-    def __init__(self, state: _State[T]) -> None:
-        super().__init__(state)
-        state.receivers += 1
-
-    def get_nowait(self) -> T:
-        """As `ReceiveEnd.get_nowait`."""
-        state = self._shared
-        if self._closed:
-            raise anyio.ClosedResourceError
-        if not state.items:
-            raise anyio.EndOfStream if not state.senders else anyio.WouldBlock
-        item = state.items.popleft()
-        state.gets += 1
-        state.moved()
-        wake_one(state.putters)
-        return item
-
-    def _waiting(self) -> tuple[deque[asyncio.Future[None]], AbstractContextManager[object]]:
-        return self._shared.getters, self._shared.waiting("an item", "a sender")
-
-    def close(self) -> None:
-        """Closing twice is fine. Items left in the queue stay with it and are dropped with it."""
-        if not self._closed:
-            self._closed = True
-            self._shared.receivers -= 1
-            if not self._shared.receivers:
-                wake_all(self._shared.putters)
-            wake_all(self._shared.getters)
-
-    def statistics(self) -> QueueStatistics:
-        """A snapshot, the same from either end."""
-        return self._shared.statistics()
+    send, receive = anyio.create_memory_object_stream[T](capacity)
+    return QueueSender(name, send, recorder), QueueReceiver(name, receive, recorder)
 
 
 async def wait_in(waiters: deque[asyncio.Future[None]]) -> None:

@@ -23,17 +23,13 @@ The same for CUDA tensors, through CUDA IPC: `device_queue`.
 
 from __future__ import annotations
 
-from .queue import ReceiveEnd, SendEnd, open_queue
 from .tensor_receive import Received, TensorReceiver, attach_queue
 from .tensor_send import TensorSender, share_queue
 
 __all__ = [
-    "ReceiveEnd",
     "Received",
-    "SendEnd",
     "TensorReceiver",
     "TensorSender",
     "attach_queue",
-    "open_queue",
     "share_queue",
 ]

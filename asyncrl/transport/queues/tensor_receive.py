@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,7 +15,7 @@ from ...errors import RingDetached, TransportError
 from .. import rendezvous
 from ..memory.arena import Arena
 from ..memory.handles import BFLOAT16, Handle
-from .queue import QueueStatistics, ReceiveEnd, wait_in, wake_all
+from .queue import QueueEnd, QueueStatistics, wait_in, wake_all
 from .tensor_wire import ARENA, END, HELLO, SLAB, Line, Side, handles_of, number_of, release_message
 
 if TYPE_CHECKING:
@@ -150,17 +148,23 @@ class Inbox(Side):
         self.lender.close()  # arrays that are still held keep the mapping
 
 
-class TensorReceiver(ReceiveEnd[Received]):
-    """See `ReceiveEnd` and `tensor_queue`."""
-
-    _shared: Inbox
+class TensorReceiver(QueueEnd):
+    """The receive end: see `tensor_queue`. `async for` until the last sender is closed; each item goes to one clone."""
 
     def __init__(self, box: Inbox) -> None:
-        super().__init__(box)
+        self._shared = box
+        self._closed = False
         box.ends += 1
 
+    def clone(self) -> TensorReceiver:
+        """Another receive end, to be closed by itself. Errors: anyio.ClosedResourceError."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return TensorReceiver(self._shared)
+
     def get_nowait(self) -> Received:
-        """As `ReceiveEnd.get_nowait`."""
+        """The next item, or anyio.WouldBlock. Other errors: anyio.EndOfStream after the last item,
+        anyio.BrokenResourceError where the sender died, anyio.ClosedResourceError."""
         box = self._shared
         if self._closed:
             raise anyio.ClosedResourceError
@@ -172,8 +176,24 @@ class TensorReceiver(ReceiveEnd[Received]):
             raise anyio.EndOfStream if box.ended else anyio.WouldBlock
         return box.take()
 
-    def _waiting(self) -> tuple[deque[asyncio.Future[None]], AbstractContextManager[object]]:
-        return self._shared.waiters, self._shared.waiting("an item", "a sender")
+    async def get(self) -> Received:
+        """Wait for an item. A cancelled `get` did not take. Errors: as `get_nowait`, also while it waits."""
+        while True:
+            try:
+                return self.get_nowait()
+            except anyio.WouldBlock:
+                pass
+            with self._shared.waiting("an item", "a sender"):
+                await wait_in(self._shared.waiters)
+
+    def __aiter__(self) -> TensorReceiver:
+        return self
+
+    async def __anext__(self) -> Received:
+        try:
+            return await self.get()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
 
     def close(self) -> None:
         """Closing twice is fine. Closing the last clone ends the sender's puts; items left are dropped."""

@@ -19,7 +19,7 @@ from ..memory.arena import Arena, Lease
 from ..memory.blocks import SLAB, Block, BlockLease
 from ..memory.handles import BFLOAT16
 from ..memory.segment import Segment
-from .queue import QueueStatistics, SendEnd, wait_in, wake_all
+from .queue import QueueEnd, QueueStatistics, wait_in, wake_all
 from .tensor_wire import ARENA, END, HELLO, Line, Side, item_message, lay_out, number_of
 
 if TYPE_CHECKING:
@@ -180,14 +180,19 @@ class Outbox(Side):
         """Until the memory may go: shared memory stays for whoever has it mapped."""
 
 
-class TensorSender(SendEnd[Mapping[str, Any]]):
-    """See `SendEnd` and `tensor_queue`."""
-
-    _shared: Outbox
+class TensorSender(QueueEnd):
+    """The send end: see `tensor_queue`. One for each producer: `clone` it, and close every clone."""
 
     def __init__(self, box: Outbox) -> None:
-        super().__init__(box)
+        self._shared = box
+        self._closed = False
         box.ends += 1
+
+    def clone(self) -> TensorSender:
+        """Another send end, to be closed by itself. Errors: anyio.ClosedResourceError."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return TensorSender(self._shared)
 
     def put_nowait(self, item: Mapping[str, Any]) -> None:
         """Errors: anyio.WouldBlock without a credit or room; OutOfMemory for an item that can never fit; TypeError and
@@ -198,7 +203,8 @@ class TensorSender(SendEnd[Mapping[str, Any]]):
         self._shared.put(item)
 
     async def put(self, item: Mapping[str, Any]) -> None:
-        """Wait for a credit and for room, then put. Errors: as `put_nowait`, also while it waits."""
+        """Wait for a credit and for room, then put. A cancelled `put` did not put. Errors: as `put_nowait`, also while it
+        waits."""
         while True:
             try:
                 return self.put_nowait(item)
