@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Of a gap counts: a thread that gets no processor for a moment is no suspension.
 GAP_S = 1.0
@@ -59,3 +59,21 @@ def on_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
             _loops[loop] -= 1
             if not _loops[loop]:
                 del _loops[loop], loop.time
+
+
+def call_later(loop: asyncio.AbstractEventLoop, seconds: float, act: Callable[[], object]) -> Callable[[], None]:
+    """As `loop.call_later`, in seconds of `loop.time`: uvloop fires its timers by a clock that no suspension stops. Returns what
+    cancels it."""
+    end = loop.time() + seconds
+    timer: asyncio.TimerHandle
+
+    def fire() -> None:
+        nonlocal timer
+        left = end - loop.time()
+        if left > 0.0:
+            timer = loop.call_later(left, fire)
+        else:
+            act()
+
+    timer = loop.call_later(seconds, fire)
+    return lambda: timer.cancel()

@@ -114,9 +114,9 @@ class ThreadLane:
             assert self._thread is not None
             if not self._thread.is_alive():
                 _resolve(ended, True)
-        timer = loop.call_later(self._close_timeout_s, _resolve, ended, False)
+        cancel_timer = awake.call_later(loop, self._close_timeout_s, lambda: _resolve(ended, False))
         cancelled = await wait_shielded(ended)
-        timer.cancel()
+        cancel_timer()
         self.state = LaneState.CLOSED
         atexit.unregister(self._end_with_interpreter)
         if not ended.result():

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from asyncrl.telemetry.lag import top_user_frame
 
-from .shield import wait_shielded
+from .shield import call_soon, wait_shielded
 
 T = TypeVar("T")
 _running: dict[int, str] = {}  # threads and what they do, for the watchdog
@@ -59,8 +59,11 @@ def standing_by() -> Iterator[None]:
         yield
 
 
-async def offload(function: Callable[[], T], name: str) -> T:
-    """The result of `function`, run on another thread. A cancelled caller waits for its end; an error of it is raised first."""
+async def offload(function: Callable[[], T], name: str, *, abandon: bool = False) -> T:
+    """The result of `function`, run on another thread. A cancelled caller waits for its end; an error of it is raised first.
+
+    With `abandon` a cancelled caller leaves at once, and nobody learns how `function` ended: for waits that may never end.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
     results: list[T] = []
@@ -74,11 +77,18 @@ async def offload(function: Callable[[], T], name: str) -> T:
             errors.append(error)
         finally:
             del _running[threading.get_ident()]
-        loop.call_soon_threadsafe(done.set_result, None)
+        call_soon(loop, done.set_result, None)
 
-    thread, fresh = _thread_for(loop, name)
+    thread, fresh = _thread_for(loop, name, fresh=abandon)
     thread.jobs += 1
     thread.work.put(work)
+    if abandon and fresh:
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError:
+            # The thread is a daemon. It ends with its work.
+            thread.work.put(None)
+            raise
     cancelled = await wait_shielded(done)
     thread.jobs -= 1
     if fresh:
@@ -93,10 +103,10 @@ async def offload(function: Callable[[], T], name: str) -> T:
     return results[0]
 
 
-def _thread_for(loop: Any, name: str) -> tuple[StandbyThread, bool]:
-    """And whether it is a fresh one."""
+def _thread_for(loop: Any, name: str, *, fresh: bool) -> tuple[StandbyThread, bool]:
+    """A thread, and whether it was started for this work. `fresh` asks for such a one, which there may not be."""
     idlest = min(_standing.get(loop, []), key=lambda each: each.jobs, default=None)
-    if idlest is None or idlest.jobs:
+    if idlest is None or idlest.jobs or fresh:
         try:
             return StandbyThread(f"asyncrl-{name}"), True
         except RuntimeError:  # no thread can be started

@@ -235,10 +235,11 @@ class Watchdog:
             if self._deadline is None or awake.now() < self._deadline:
                 return None
             return f"shutdown ({self._why_ending}) did not end within {self._config.abort_grace_s:g} s"
+        # Other ranks before lanes: a lane that waits in a collective for a rank that stands still is not the cause.
         return (
             self._look_at_loop()
-            or self._look_at_lanes()
             or next(iter(self._silent(self._config.loop_timeout_s)), None)
+            or self._look_at_lanes()
             or self._look_at_progress()
         )
 

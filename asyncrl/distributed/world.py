@@ -110,6 +110,8 @@ class World:
             self.notes += self._ranks.notes
             self._ranks.meet(timeout_s)
             self._ranks.store.set_timeout(_PATIENT)
+            if self._closed:
+                raise RuntimeError("this rank was stopped while it waited for the others")
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=dist.PrefixStore("group", self._ranks.plain),

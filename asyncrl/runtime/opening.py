@@ -167,7 +167,8 @@ async def _found(
 
     stack.push_async_exit(close)
     stages.begin("meeting the other ranks")
-    await offload(lambda: meet(world, settled), "rendezvous")
+    # The others may never come. A run that is stopped meanwhile holds nothing yet that it would have to save.
+    await offload(lambda: meet(world, settled), "rendezvous", abandon=True)
     for line in world.notes:
         journal.live.note(line)
     if world.world_size > 1:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import anyio
 import pytest
+import uvloop
 
 from asyncrl.concurrency import awake
 from asyncrl.concurrency.lane import ThreadLane
@@ -342,6 +343,35 @@ async def test_what_befalls_the_watchdog_ends_no_watch(
 
 def no_thread(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_a_timer_does_not_count_time_in_which_the_job_was_suspended() -> None:
+    async def main() -> float:
+        loop, fired = asyncio.get_running_loop(), asyncio.Event()
+        time_of, away = loop.time, 0.0
+        loop.time = lambda: time_of() - away  # type: ignore[method-assign]  # of this loop alone
+        began = loop.time()
+        awake.call_later(loop, 0.05, fired.set)
+        awake.call_later(loop, 0.02, lambda: pytest.fail("it was cancelled"))()
+        away = 0.04  # the clock of uvloop's own timers runs on
+        await fired.wait()
+        return loop.time() - began
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(main()) > 0.0499  # sums of floats round
+
+
+async def test_work_that_may_never_end_is_left_by_who_is_cancelled() -> None:
+    before, go_on = threading.active_count(), threading.Event()
+    with standing_by():
+        with anyio.move_on_after(0.01) as scope:
+            await offload(go_on.wait, "work", abandon=True)
+        assert scope.cancelled_caught and threading.active_count() == before + 3
+        assert await offload(lambda: 5, "work", abandon=True) == 5
+        [left] = [each for each in threading.enumerate() if each.name == "asyncrl-work"]
+        go_on.set()
+        left.join(10)
+        assert not left.is_alive()
 
 
 async def test_work_waits_for_the_threads_that_stand_by_where_no_other_can_be_had(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -135,6 +136,27 @@ def test_who_stops_a_whole_job_signals_everybody_and_the_checkpoint_is_there(tmp
     process.wait()
     assert "SIGTERM: aborting the open step" in process.output
     assert last_checkpoint(run, process) >= 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_others_never_come_ends_at_a_signal(tmp_path: Path, rank: int) -> None:
+    """Nothing is held yet that it would have to save. The other one may have died while it started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launchers = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank else None
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    variables = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    process = Process(tmp_path, str(write_yaml(tmp_path, endless())), **variables)
+
+    def waits() -> bool:
+        found = psutil.Process(process.pid).net_connections("tcp")
+        return any(each.status == "ESTABLISHED" and port in (each.laddr.port, each.raddr.port) for each in found)
+
+    process.wait_until(waits, "connection to the ranks' store")
+    assert stop(process, signal.SIGTERM) == 143, process.output
+    assert "watchdog" not in process.output
+    del launchers
 
 
 def test_a_shutdown_that_hangs_is_ended_by_the_watchdog(tmp_path: Path) -> None:
