@@ -41,7 +41,7 @@ LOG_CLAMP = 20.0  # nats, where `clamp` is set
 
 
 def k1(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """`logp - ref`."""
+    """The unbiased estimator `logp - ref`, which may be negative."""
     return logp_S - reference_logp_S
 
 
@@ -61,7 +61,7 @@ def k3(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
 
 
 def absolute(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """`|logp - ref|`."""
+    """The absolute difference `|logp - ref|`."""
     return (logp_S - reference_logp_S).abs()
 
 

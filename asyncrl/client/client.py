@@ -92,7 +92,6 @@ class AsyncClient(_Numbering):
 
     @classmethod
     async def attach(cls, name: str, *, timeout: float = 30.0, epoch: int | None = None) -> AsyncClient:
-        """As `Client.attach`."""
         return cls(await AsyncProducer.attach(name, timeout=timeout), epoch)
 
     async def push(

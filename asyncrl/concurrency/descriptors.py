@@ -22,7 +22,6 @@ class Reserve:
             self._held.append(os.open(os.devnull, os.O_RDONLY))
 
     def spend(self) -> None:
-        """Twice is fine."""
         while self._held:
             os.close(self._held.pop())
 

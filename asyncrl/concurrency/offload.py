@@ -32,7 +32,6 @@ class StandbyThread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Of the thread."""
         while (work := self.work.get()) is not None:
             work()
             del work  # else an idle thread would keep what it worked on

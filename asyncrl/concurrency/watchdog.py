@@ -201,7 +201,6 @@ class Watchdog:
         self._thread = thread
 
     def _look_after_thread(self) -> None:
-        """On the loop."""
         assert self._loop is not None and self._thread is not None
         if self._stop.is_set():
             return

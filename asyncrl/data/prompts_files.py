@@ -38,7 +38,7 @@ class Rows(Protocol):
 
 
 class ListRows:
-    """Rows in memory."""
+    """Rows that were given as a list in memory."""
 
     def __init__(self, rows: Sequence[Row], source: str = "the list of rows") -> None:
         self.source = source

@@ -318,7 +318,6 @@ class Stash(Generic[C]):
         return None
 
     def statistics(self) -> StashStatistics:
-        """A snapshot."""
         return StashStatistics(
             waiting_groups=len(self._waiting),
             waiting_trajectories=sum(len(entry.members) for entry in self._waiting.values()),

@@ -230,11 +230,10 @@ class Store:
         return group_id in self._held
 
     def rows(self, group_id: int) -> Rows:
-        """Errors: KeyError."""
+        """Raises KeyError where the store does not hold that group."""
         return self._of(group_id)
 
     def statistics(self) -> StoreStatistics:
-        """A snapshot."""
         claimed = sum(len(rows.group.trajectories) for rows in self._held.values() if rows.claimed)
         return StoreStatistics(self._rows, self._bytes, claimed, self._observer_failures, self._observer_failure)
 

@@ -81,12 +81,10 @@ class LocalLedger:
 
     @property
     def turn(self) -> int:
-        """As `Ledger.turn`."""
         return self._books.turn
 
     @property
     def changes(self) -> int:
-        """As `Ledger.changes`."""
         return self._changes.number
 
     @property
@@ -153,7 +151,6 @@ class LocalLedger:
         return turn
 
     async def rollback(self) -> list[Ticket]:
-        """As `Ledger.rollback`."""
         tickets = self._books.rollback()
         if tickets:
             self._changed()
@@ -181,11 +178,9 @@ class LocalLedger:
         return 0
 
     def last_step(self, rank: int) -> list[int]:
-        """As `Ledger.last_step`."""
         return [group_id for group_id, of in self._books.last_step.items() if of == rank]
 
     def statistics(self) -> LedgerStatistics:
-        """As `Ledger.statistics`."""
         return self._books.statistics()
 
     def describe(self) -> str:

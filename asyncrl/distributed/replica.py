@@ -63,7 +63,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.dp * self.tp * self.cp * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -144,7 +144,7 @@ class Reservation:
         return self.claimed > 0 and self._live_count() == 0 and all(self.exhausted)
 
     def statistics(self) -> LedgerStatistics:
-        """Of all ranks."""
+        """Counts of all ranks together."""
         held = sum(self.held.values())
         return LedgerStatistics(
             turn=self.turn,

@@ -213,7 +213,6 @@ class StoreLedger:
         return await self._changes.wait(seen)
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
-        """As `LocalLedger.end`."""
         await self._run(lambda b: b.end(ticket, outcome), "end")
         if self._recorder is not None:
             self._recorder.count(f"groups/{outcome}/{reason}")
@@ -278,7 +277,6 @@ class StoreLedger:
         return self._books.describe()
 
     def elsewhere(self) -> str | None:
-        """As `Ledger.elsewhere`."""
         first = self._books.first_live()
         if first is None or first.rank == self._rank:
             return None

@@ -51,7 +51,6 @@ class Watch:
         self._thread = threading.Thread(None, self._run, "ledger-watch", daemon=True)
 
     def start(self) -> None:
-        """Once."""
         self._thread.start()
 
     def end(self) -> None:

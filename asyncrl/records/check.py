@@ -63,7 +63,7 @@ def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
 
 
 def check_temperature(temperature: float, who: str) -> None:
-    """Errors: DataError."""
+    """Raises DataError where log-probs could not be compared at that temperature."""
     if not _is_number(temperature) or not _LEAST <= temperature <= HIGHEST_TEMPERATURE:  # also NaN
         raise DataError(
             f"{who}: temperature is {temperature}; log-probs are compared at the temperature of sampling, which is a number "

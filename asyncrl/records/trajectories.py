@@ -125,7 +125,6 @@ def _reasons(array: Any) -> list[FinishReason]:
 
 
 def _texts(record: Record, section: int, *kinds: type) -> list[Any]:
-    """Of every member."""
     return [_json(record.row_bytes(section, position) or b"", section, *kinds) for position in range(record.size)]
 
 

@@ -31,7 +31,6 @@ class Lossy:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Each by `write`."""
         for line in lines:
             self.write(line)
 

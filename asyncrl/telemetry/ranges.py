@@ -18,7 +18,7 @@ class Ranges:
         self._attributes: dict[str, Any] = {}
 
     def open(self, name: str) -> Any:
-        """What `close` takes."""
+        """Begin a range. `close` takes what this returns."""
         if self._domain is None:
             return None
         attributes = self._attributes.get(name)

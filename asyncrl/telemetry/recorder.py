@@ -257,7 +257,7 @@ class Recorder:
     # ---- metrics of the step
 
     def count(self, name: str, by: float = 1) -> None:
-        """Summed until `drain`."""
+        """Add to a counter, which `drain` reads and sets to 0."""
         with self._lock:
             self._counts[name] = self._counts.get(name, 0.0) + by
 

@@ -24,7 +24,6 @@ class Samples:
         self._last: deque[float] | None = deque(maxlen=_KEPT) if reduce == "p99" else None
 
     def add(self, value: float) -> None:
-        """One more sample."""
         self._count += 1
         self._sum += value
         if self._last is not None:

@@ -79,7 +79,6 @@ class JsonlSink:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -41,7 +41,6 @@ class DryRunTrainer:
 
     @property
     def version(self) -> int:
-        """As `Trainer.version`."""
         return self._version
 
     async def begin_train_step(self, loss: Any) -> None:

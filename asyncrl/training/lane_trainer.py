@@ -39,25 +39,20 @@ class LaneTrainer:
         return self.core.version
 
     async def begin_train_step(self, loss: Any) -> None:
-        """As `Trainer.begin_train_step`."""
         await self._run(lambda: self.core.begin_train_step(loss), "begin")
 
     async def train_microbatch(self, batch: Microbatch) -> None:
-        """As `Trainer.train_microbatch`."""
         await self._run(lambda: self.core.train_microbatch(batch), "microbatch", tokens=int(batch.tokens.size))
 
     async def finish_train_step(self) -> StepResult:
-        """As `Trainer.finish_train_step`."""
         return await self._run(self.core.finish_train_step, "finish")
 
     async def abort_train_step(self) -> None:
-        """As `Trainer.abort_train_step`."""
         await self._run(self.core.abort_train_step, "abort")
 
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
     ) -> Float32Array:
-        """As `Trainer.compute_logprobs`."""
         return await self._run(
             lambda: self.core.compute_logprobs(batch, model), "logprobs", metric="time/logprobs", model=model
         )

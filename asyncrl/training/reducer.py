@@ -30,11 +30,9 @@ class OneRank:
     world_size = 1
 
     def all_reduce_sum_(self, tensor: Tensor) -> None:
-        """Nothing."""
         return None
 
     def reduce_gradients_(self, flat: Tensor) -> None:
-        """Nothing."""
         return None
 
 

@@ -255,7 +255,6 @@ class ShardedTrainer(TorchTrainer):
         self._broken = False
 
     def train_round(self) -> None:
-        """One whole round."""
         for _ in range(self.agree_on_round(finishing=False)):
             self.run_agreed()
 

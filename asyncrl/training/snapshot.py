@@ -46,7 +46,7 @@ class Snapshot:
 
 
 def take(core: TorchTrainer) -> Snapshot:
-    """On the lane."""
+    """Copy the state of the trainer. Runs on the lane."""
     return Snapshot(
         version=core.version,
         model=core.policy.host_state(),

@@ -62,7 +62,7 @@ class StepState(Enum):
 
 @dataclass(slots=True)
 class TrainStep:
-    """The open step."""
+    """What is summed up and counted in the step that is open."""
 
     loss: Loss
     metrics: Metrics

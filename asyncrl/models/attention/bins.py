@@ -31,7 +31,7 @@ class RowBin:
 
     @property
     def scores(self) -> int:
-        """Of one head."""
+        """How many scores one attention head computes."""
         return self.rows * self.length * self.width
 
     def queries_of(self, tensor: Tensor, kv_heads: int, zero_padding: bool = False) -> Tensor:
@@ -63,5 +63,5 @@ class RowBin:
 
 
 def index_tensor(array: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
-    """Flat and int64."""
+    """The array as a flat int64 tensor on the device."""
     return to_device(np.ascontiguousarray(array.reshape(-1), np.int64), torch.device(device))

@@ -44,12 +44,12 @@ class Block:
 
     @property
     def length(self) -> int:
-        """Queries."""
+        """The number of queries."""
         return self.end - self.first
 
     @property
     def width(self) -> int:
-        """Keys."""
+        """The number of keys."""
         return self.end - self.low
 
 

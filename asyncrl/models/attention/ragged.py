@@ -73,17 +73,15 @@ class Kernel(Protocol):
 
 
 class FlashKernel:
-    """torch's own."""
+    """The kernel of torch: its variable-length FlashAttention."""
 
     def forward(self, qkv: Sequence[Tensor], rows: Geometry, scaling: float) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`."""
         found = torch.ops.aten._flash_attention_forward(
             *qkv, *_sizes(rows), 0.0, rows.causal, False, scale=scaling, window_size_left=_left(rows.window)
         )
         return found[0], found[1]
 
     def cached(self, qkv: Sequence[Tensor], rows: Geometry, used_N: Tensor, scaling: float) -> Tensor:
-        """As `Kernel.cached`."""
         found: Tensor = torch.ops.aten._flash_attention_forward(
             *qkv, *_sizes(rows), 0.0, rows.causal, False,
             scale=scaling, window_size_left=_left(rows.window), seqused_k=used_N,
@@ -93,7 +91,6 @@ class FlashKernel:
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: Geometry, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Kernel.backward`."""
         nothing = torch.empty(2, dtype=torch.uint64, device=grad.device)  # the state of a dropout that there is not
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad, *qkv, out, lse, *_sizes(rows), 0.0, rows.causal, nothing, nothing,
@@ -248,13 +245,11 @@ class RaggedWindow:
         self.seen = to_device(np.concatenate([np.arange(*span) for span in spans]), device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """As `RaggedTree.forward`."""
         return self.kernel.forward(self._with_keys(query, key, value), self.rows, scaling)
 
     def backward(
         self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """As `RaggedTree.backward`."""
         query, key, value, out, lse = saved
         found = self.kernel.backward(grad, self._with_keys(query, key, value), out, lse, self.rows, scaling)
         gradients[0].copy_(found[0])

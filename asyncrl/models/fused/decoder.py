@@ -94,7 +94,7 @@ class FusedDecoder:
         return cls(layers, norm, rotary, calls.multiplier)
 
     def products(self) -> list[JoinedLinear]:
-        """Of all layers."""
+        """The matrix products of all layers."""
         return [product for layer in self.layers for product in layer.products]
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:

@@ -119,7 +119,7 @@ def make_rotation(
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """`down(activation(gate) * up)`."""
+    """A gated feed-forward layer: `down(activation(gate) * up)`."""
 
     gate_up: JoinedLinear
     activation: str

@@ -232,7 +232,6 @@ class NativePasses:
     """Two passes of a native kernel over each row. float32 or bfloat16 on a CPU."""
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
-        """As `HeadPasses.statistics`."""
         here = slice(first, first + logits.shape[0])
         out = logp[here], columns.lse[here], columns.entropy[here]
         native.head_statistics(logits, columns.inverse[here], columns.target[here], *out)
@@ -240,7 +239,6 @@ class NativePasses:
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
-        """As `HeadPasses.gradient_`."""
         here = slice(first, first + logits.shape[0])
         inverse, lse = columns.inverse[here], columns.lse[here]
         bend = None if grad_entropy is None else (grad_entropy[here] * inverse, columns.entropy[here])
@@ -257,7 +255,6 @@ class TorchPasses:
         self._scratch = torch.empty(2, rows, vocabulary, dtype=wide, device=hidden.device)
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
-        """As `HeadPasses.statistics`."""
         for start, end in _ranges(logits.shape[0], self._block):
             here = slice(first + start, first + end)
             _statistics(
@@ -268,7 +265,6 @@ class TorchPasses:
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
-        """As `HeadPasses.gradient_`."""
         for start, end in _ranges(logits.shape[0], self._block):
             here = slice(first + start, first + end)
             inverse = columns.inverse[here]

@@ -234,7 +234,6 @@ class ServedParameters(FlatParameters):
         return self.view(self.working if buffer is None else buffer, self._index[name])
 
     def move_to(self, buffer: Tensor) -> None:
-        """See FlatWeights."""
         super().move_to(buffer)
         self.master = buffer
 

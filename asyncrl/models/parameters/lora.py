@@ -104,7 +104,7 @@ class Target:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, O, I)."""
+        """Experts, rows out and rows in: (E, O, I)."""
         sizes = (1, *self.weight.shape)[-3:]
         return (sizes[0], sizes[2], sizes[1]) if self.transposed else (sizes[0], sizes[1], sizes[2])
 
