@@ -178,7 +178,8 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
             launcher.untie()  # its end must not cut short what has a deadline of its own
         runtime.expect_end(received.name)
         if ring is not None:
-            ring.end_intake()  # now, and not behind the checkpoint: producers that wait hear it
+            # Now, and not behind the checkpoint: producers that wait hear it.
+            ring.end_intake()
         scope.cancel()
         why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
         print(
@@ -197,7 +198,8 @@ async def _run(config: Config, launcher: Launcher | None) -> int:
                 if ring is not None:
                     runtime.start("door", open_doors, runtime, ring)
                 summary = await runtime.run()
-        except RankLost as lost:  # the other ranks are being stopped, too, and one of them was faster
+        except RankLost as lost:
+            # The other ranks are being stopped, too, and one of them was faster.
             if not stopped and lost.stopped_by is None:
                 raise
             if not stopped and lost.stopped_by is not None:
@@ -268,7 +270,8 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
             if door.http_key == "":
                 runtime.note('WARNING: door.http_key is "": every program of this machine may post there')
     finally:
-        ring.end_intake()  # the training is over: producers hear it before the last checkpoint is written
+        # The training is over: producers hear it before the last checkpoint is written.
+        ring.end_intake()
 
 
 def _print_summary(summary: RunSummary, runtime: Runtime) -> None:

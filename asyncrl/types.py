@@ -44,7 +44,8 @@ class Normaliser(StrEnum):
     TOKENS = "tokens"  # tokens with loss mask 1
     SEQUENCES = "sequences"  # sequences, fully masked ones included
     SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # sequences times the configured max completion length
-    MICROBATCHES = "microbatches"  # of all ranks; for sums that were divided inside a microbatch (bnpo): never streamed
+    # Of all ranks; for sums that were divided inside a microbatch (bnpo): never streamed.
+    MICROBATCHES = "microbatches"
     NONE = "none"  # a plain sum
 
 
@@ -94,7 +95,8 @@ class GenerationRequest:
     seed: int
     prefix_key: str | None = None
     priority: int = 0
-    group: int | None = None  # id of the group whose episode asks; in `preset: sync` it chooses the worker
+    # Id of the group whose episode asks; in `preset: sync` it chooses the worker.
+    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,14 @@ class Generation:
     """What an engine answers. `token_ids` ends with the stop token where one was sampled."""
 
     token_ids: Int32Array  # [C]
-    logprobs: Float32Array  # [C] nats, at the sampling temperature over the whole vocabulary
-    sampled_logprobs: Float32Array  # [C] nats, as really sampled (after bias, penalties, bans and filters)
+    # [C] nats, at the sampling temperature over the whole vocabulary.
+    logprobs: Float32Array
+    # [C] nats, as really sampled (after bias, penalties, bans and filters).
+    sampled_logprobs: Float32Array
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason
-    routed_experts: RoutesArray | None = None  # of [P + C], the prompt's too; -1 for the last token, which ran nowhere
+    # Of [P + C], the prompt's too; -1 for the last token, which ran nowhere.
+    routed_experts: RoutesArray | None = None
     stop: str | None = None  # the stop string that ended it
 
 
@@ -133,7 +138,8 @@ class Trajectory:
     group_size: int
     prompt_length: int  # the first P tokens, shared by the whole group
     tokens: Int32Array  # [L]
-    mask: BoolArray  # [L] True where the policy sampled the token and the loss may train it
+    # [L] True where the policy sampled the token and the loss may train it.
+    mask: BoolArray
     logprobs: Float32Array  # [L] sampler, whole vocabulary, at `temperature`
     sampled_logprobs: Float32Array  # [L] sampler, as really sampled
     versions: Int32Array  # [L] sampling version; -1 where mask is 0
@@ -144,7 +150,8 @@ class Trajectory:
     components: Mapping[str, float | None] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)  # by `FUNCTION/name`, what reward functions logged of it
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    routed_experts: RoutesArray | None = None  # [L, layers, k] where the sampler sent each token; None: not recorded
+    # [L, layers, k] where the sampler sent each token; None: not recorded.
+    routed_experts: RoutesArray | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -174,8 +181,10 @@ class Ticket:
     """Permission for one group to exist: a slot, with the deadline that the ledger stamped on it at admission."""
 
     group_id: int
-    admitted: int  # ledger turn (the policy version, where a batch is one optimizer step) of the admission
-    deadline: int  # admitted + max_staleness: the last turn at which the group may be trained
+    # Ledger turn (the policy version, where a batch is one optimizer step) of the admission.
+    admitted: int
+    # Admitted + max_staleness: the last turn at which the group may be trained.
+    deadline: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +236,10 @@ class Microbatch:
     reference_logprobs: Float32Array | None = None  # [S]
     # [T, layers, k] experts that each packed token is sent to; None: the routers choose.
     routes: RoutesArray | None = None
-    keep: BoolArray | None = None  # [S] tokens that the surrogate acts on; None: all. A dropped token still counts in N
-    skipped_tokens: int = (
-        0  # of groups that are not here because they cannot move a weight: they count in N all the same
-    )
+    # [S] tokens that the surrogate acts on; None: all. A dropped token still counts in N.
+    keep: BoolArray | None = None
+    # Of groups that are not here because they cannot move a weight: they count in N all the same.
+    skipped_tokens: int = 0
     skipped_sequences: int = 0
 
     @property
@@ -271,7 +280,8 @@ class ClaimState(StrEnum):
     """The ledger's answer to a claim."""
 
     GRANTED = "granted"  # the group has a place in the open step
-    WAIT = "wait"  # not this one now: the place is reserved for a group that must go first
+    # Not this one now: the place is reserved for a group that must go first.
+    WAIT = "wait"
     FULL = "full"  # the step has no place left
 
 

@@ -96,7 +96,8 @@ def read_tensors(path: Path, *, lazily: bool = False) -> dict[str, Any]:
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-    except Exception as error:  # torch raises OSError, RuntimeError, EOFError and UnpicklingError here
+    except Exception as error:
+        # Torch raises OSError, RuntimeError, EOFError and UnpicklingError here.
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a dictionary")

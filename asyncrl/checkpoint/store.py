@@ -54,7 +54,8 @@ class Saved:
     files: int  # the manifest included
     bytes: int
     removed: tuple[int, ...] = ()  # versions that retention removed
-    not_removed: tuple[str, ...] = ()  # old directories that could not be removed, and why; the save is complete
+    # Old directories that could not be removed, and why; the save is complete.
+    not_removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--lora-rank", type=int, default=0, help="model.lora.rank")
     parser.add_argument("--fsdp", action="store_true", help="distributed.sharding=fsdp")
     given = parser.parse_args(list(arguments))
-
     say_early(f"looking for {given.path}")
     from asyncrl.config.schema import LoraConfig, ModelConfig
     from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
@@ -63,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         module, _ = load_module(config)
-        head_transform(module)  # of the whole model: of layers that are not compared, weights may not be finite
+        # Refuses weights that are not finite in any layer: not every layer is compared.
+        head_transform(module)
         context = original_context(module.config)
         if context is not None:
             print(f"rows of up to {context} tokens:")
@@ -71,14 +71,15 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, CheckpointError) as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2
-    if context is not None:  # each choice of rotary frequencies is compared: a run may stay with either
+    # Each choice of rotary frequencies is compared: a run may stay with either.
+    if context is not None:
         try:
             past = compare(context + 1)
         except ConfigError as error:
             print(f"rows past {context} tokens: {str(error).removeprefix('model.path: ')}")
-        else:
-            print(f"rows past {context} tokens:")
-            _show(past)
+            return 0
+        print(f"rows past {context} tokens:")
+        _show(past)
     return 0
 
 

@@ -36,15 +36,20 @@ class Scored:
 
     tokens: Any  # [L] ids
     reward: float | None = None  # None: the run scores it
-    mask: Any = None  # [L] 1 where the loss may train the token; default: everything behind the prompt
+    # [L] 1 where the loss may train the token; default: everything behind the prompt.
+    mask: Any = None
     # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0; None: not known, ratio 1.
     logprobs: Any = None
-    sampled_logprobs: Any = None  # [L] nats, as really sampled (after top-p, top-k); default: logprobs
-    versions: Any = None  # [L] policy version of each token, -1 where mask is 0; default: the pushed version
+    # [L] nats, as really sampled (after top-p, top-k); default: logprobs.
+    sampled_logprobs: Any = None
+    # [L] policy version of each token, -1 where mask is 0; default: the pushed version.
+    versions: Any = None
     advantages: Any = None  # [L]
     reference_logprobs: Any = None  # [L] nats
-    routed_experts: Any = None  # [L, layers, k] signed integers, -1: not known; of a run with algorithm.router_replay
-    prompt_length: int | None = None  # at least 1; default: the tokens before the first that `mask` trains
+    # [L, layers, k] signed integers, -1: not known; of a run with algorithm.router_replay.
+    routed_experts: Any = None
+    # At least 1; default: the tokens before the first that `mask` trains.
+    prompt_length: int | None = None
     temperature: float = 1.0  # of sampling, 1e-6 to 1e6
     finish_reason: str = "stop"  # stop, length, abort
     components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward

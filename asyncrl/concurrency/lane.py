@@ -126,7 +126,8 @@ class ThreadLane:
                 f"running for {awake.now() - since:.1f} s, {len(self._queue)} more are queued; "
                 "its thread is left behind"
             )
-        self._thread.join(timeout=1.0)  # it has left its loop: only the interpreter's own bookkeeping is left
+        # It has left its loop: only the interpreter's own bookkeeping is left.
+        self._thread.join(timeout=1.0)
         if cancelled is not None:
             raise cancelled
 
@@ -175,7 +176,8 @@ class ThreadLane:
             try:
                 raise job.error
             finally:
-                del job  # the exception's frame would hold the job that holds the exception
+                # The exception's frame would hold the job that holds the exception.
+                del job
         return job.result  # type: ignore[no-any-return]  # set by its closure, a T
 
     def _submit(self, fn: Callable[[], Any], name: str, priority: int) -> Job:
@@ -234,7 +236,8 @@ class ThreadLane:
                         job.result = job.fn()
                 finally:
                     job.finished_at = span.ended
-        except BaseException as exc:  # carried to the caller, who decides; the lane itself survives everything
+        except BaseException as exc:
+            # Carried to the caller, who decides; the lane itself survives everything.
             job.error = name_shortage(exc, f"{job.name} on {self.name}")
         self._current = None
         call_soon(job.loop, job.notify)

@@ -96,7 +96,8 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
         try:
             raise errors[0]
         finally:
-            errors.clear()  # the exception's traceback holds this frame, which must not hold the exception
+            # The exception's traceback holds this frame, which must not hold the exception.
+            errors.clear()
     if cancelled is not None:
         raise cancelled
     return results[0]

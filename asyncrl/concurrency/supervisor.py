@@ -171,7 +171,8 @@ async def plain_task_group() -> AsyncIterator[TaskGroup]:
         for other in others:
             first.add_note(f"and also: {type(other).__name__}: {other}")
         failure = first
-    if failure is not None:  # outside of the handler, which would give it the group as its context
+    # Outside of the handler, which would give it the group as its context.
+    if failure is not None:
         raise failure
 
 

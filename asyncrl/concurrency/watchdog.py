@@ -55,8 +55,10 @@ class Standing:
 
     counters: tuple[Any, ...]  # some change whenever it moves
     limit_s: float
-    sentence: str  # what did not happen if none of them changes: "nothing was generated"
-    where: Callable[[], str | None] | None = None  # who holds it up, where that is not one who waits for another
+    # What did not happen if none of them changes: "nothing was generated".
+    sentence: str
+    # Who holds it up, where that is not one who waits for another.
+    where: Callable[[], str | None] | None = None
     elsewhere: Callable[[], str | None] | None = None  # what of another rank it waits for
 
 
@@ -65,7 +67,8 @@ class WatchdogState(Enum):
 
     NEW = "new"
     WATCHING = "watching"
-    ENDING = "ending"  # the run was asked to end, or a shutdown was ordered: only the deadline counts
+    # The run was asked to end, or a shutdown was ordered: only the deadline counts.
+    ENDING = "ending"
     CLOSED = "closed"
 
 
@@ -217,7 +220,8 @@ class Watchdog:
             self._beat()
             try:
                 trouble = self._look()
-            except Exception as exc:  # a broken counter must end the run by name, not silence the watch
+            except Exception as exc:
+                # A broken counter must end the run by name, not silence the watch.
                 trouble = f"the watchdog's own questions failed: {type(exc).__name__}: {exc}"
             if trouble is not None:
                 self._raise_alarm(self._name + "; ".join([trouble, *self._silent(None)]))
@@ -250,7 +254,8 @@ class Watchdog:
             self._ping_sent = now
             try:
                 self._loop.call_soon_threadsafe(self._answer, self._pinged)
-            except RuntimeError:  # the loop is closed: nobody will answer, and closing is up to its owner
+            except RuntimeError:
+                # The loop is closed: nobody will answer, and closing is up to its owner.
                 self._answered = self._pinged
             return None
         silent = now - self._ping_sent
@@ -301,7 +306,8 @@ class Watchdog:
             # end and did not, so cleanup code is what hangs. Any exception or sys.exit would wait for the same thing.
             os._exit(StallError.exit_code)
         if last:
-            self._stop.set()  # embedded: said once, and ending the process is for its owner
+            # Embedded: said once, and ending the process is for its owner.
+            self._stop.set()
         with self._lock:
             if self.state is WatchdogState.WATCHING:
                 self.state = WatchdogState.ENDING
@@ -311,4 +317,5 @@ class Watchdog:
         try:
             self._loop.call_soon_threadsafe(self._on_stall, StallError(trouble))
         except RuntimeError:
-            return  # the loop is closed: there is nobody to tell, the deadline does the rest
+            # The loop is closed: there is nobody to tell, the deadline does the rest.
+            return

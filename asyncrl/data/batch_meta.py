@@ -69,7 +69,8 @@ class BatchMeta:
     def __post_init__(self) -> None:
         if isinstance(self.ids, str) or isinstance(self.fields, str):
             raise DataError("batch: ids and fields are sequences of names; found a single string")
-        put = object.__setattr__  # the one moment at which a frozen value may settle its own form
+        # The one moment at which a frozen value may settle its own form.
+        put = object.__setattr__
         put(self, "ids", tuple(self.ids))
         put(self, "fields", tuple(dict.fromkeys(self.fields)))
         if len(set(self.ids)) != len(self.ids):

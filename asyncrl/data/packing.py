@@ -55,7 +55,8 @@ class _Tree:
     """A prompt and the completions that share it in one microbatch. `prefix` is empty where no token is scored."""
 
     prefix: npt.NDArray[Any]
-    routes: npt.NDArray[Any] | None = None  # [L, layers, k] of the member that gave the prefix, where it has some
+    # [L, layers, k] of the member that gave the prefix, where it has some.
+    routes: npt.NDArray[Any] | None = None
     rows: list[_Row] = field(default_factory=list)
 
     def takes(self, row: _Row, prefix: npt.NDArray[Any]) -> bool:
@@ -169,7 +170,8 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
         lay(first.trajectory, 0, prompt)
         for row in tree.rows:
             suffixes.append((cursor, row.forward, index))
-            offset = row.scored - prompt - 1  # of the predicting token inside the suffix; -1: the last prompt token
+            # Of the predicting token inside the suffix; -1: the last prompt token.
+            offset = row.scored - prompt - 1
             last = prefix_start + prompt - 1
             source[scored : scored + offset.size] = np.where(offset >= 0, cursor + offset, last)
             scored += offset.size

@@ -29,13 +29,18 @@ from .prompts_files import ListRows, Row, Rows, digest, open_rows
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
-EMBEDDED_GROUPS = 1 << 40  # from here on: ids of groups that no prompt of the stream names
-REROLLS = 1 << 44  # far above every ordinal, and above the ids that an embedding program gets
+# From here on: ids of groups that no prompt of the stream names.
+EMBEDDED_GROUPS = 1 << 40
+# Far above every ordinal, and above the ids that an embedding program gets.
+REROLLS = 1 << 44
 MAX_FAILED = 4096  # failed prompts that wait; the oldest gives way
 _MASK = (1 << 64) - 1
-_SAMPLE_ROWS, _SAMPLE_TOKENS = 1000, 1_000_000  # of which the longest prompt is told: about a second of tokenizing
-_SAMPLE_MADE = 200  # the same of rows that code makes anew at each access, which may take it milliseconds a row
-_CACHED_TOKENS = 4_000_000  # 16 MB of token ids; later rows are tokenized again each epoch
+# Of which the longest prompt is told: about a second of tokenizing.
+_SAMPLE_ROWS, _SAMPLE_TOKENS = 1000, 1_000_000
+# The same of rows that code makes anew at each access, which may take it milliseconds a row.
+_SAMPLE_MADE = 200
+# 16 MB of token ids; later rows are tokenized again each epoch.
+_CACHED_TOKENS = 4_000_000
 
 
 def attempt_of(group_id: int) -> int:

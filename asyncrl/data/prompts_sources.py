@@ -207,7 +207,8 @@ def _open_hub(source: str) -> Rows:
     name, *rest = source.split(":")
     try:
         found = datasets.load_dataset(name, rest[0] if len(rest) == 2 else None, split=rest[-1] if rest else None)
-    except Exception as error:  # network, unknown name, configuration or split: each package version has its own types
+    except Exception as error:
+        # Network, unknown name, configuration or split: each package version has its own types.
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise DataError(
             f"{_WANTED.format(name, Path.cwd())} {source!r} cannot be loaded: {said}; expected "

@@ -252,7 +252,8 @@ def _lengths(meta: BatchMeta, ranks: int) -> tuple[int, ...]:
 
 def _build(meta: BatchMeta, bins: list[Bins], loads: list[list[int]], round_to: int) -> Sharding:
     shards = []
-    order: list[int] = []  # the row of the batch at each place of the shards laid end to end
+    # The row of the batch at each place of the shards laid end to end.
+    order: list[int] = []
     for of_rank, tokens in zip(bins, loads, strict=True):
         rows = [index for members in of_rank for index in members]
         ends = np.cumsum([0, *(len(members) for members in of_rank)]).tolist()

@@ -35,7 +35,8 @@ from .store import nbytes
 
 C = TypeVar("C")
 MIN_PARTIAL = 2  # members of a group that is trained without the others
-TOMBSTONES = 65_536  # ended groups remembered; more than any pipeline holds at once
+# Ended groups remembered; more than any pipeline holds at once.
+TOMBSTONES = 65_536
 
 
 class GroupKey(NamedTuple):
@@ -164,7 +165,8 @@ class Stash(Generic[C]):
         self._bytes = self._accepted = self._duplicates = self._late = self._stale = 0
         self._refused: Counter[Refusal] = Counter()
         self._endings: Counter[Ending] = Counter()
-        self._together = 0  # WHOLE endings of `add_whole`; in `statistics` with the others
+        # WHOLE endings of `add_whole`; in `statistics` with the others.
+        self._together = 0
         self._arrived = anyio.Event()
 
     # -- in ------------------------------------------------------------------------------------------------------

@@ -40,10 +40,13 @@ TOKEN_DTYPES = {
     "sampled_logprobs": np.float32,
     "versions": np.int32,
 }
-REWARDS = "rewards"  # [G] float or None; there once the group is scored, shaped and through the filters
+# [G] float or None; there once the group is scored, shaped and through the filters.
+REWARDS = "rewards"
 ADVANTAGES = "advantages"  # [G] float64
-REFERENCE = "reference_logprobs"  # [G] of [s] float32: of the scored tokens, under the reference
-OLD = "old_logprobs"  # [G] of [s] float32: of the scored tokens, under the policy before the batch's first update
+# [G] of [s] float32: of the scored tokens, under the reference.
+REFERENCE = "reference_logprobs"
+# [G] of [s] float32: of the scored tokens, under the policy before the batch's first update.
+OLD = "old_logprobs"
 Column: TypeAlias = Sequence[Any] | npt.NDArray[Any]  # one value a member
 Status: TypeAlias = Literal["ok", "error"]
 
@@ -64,7 +67,8 @@ class Rows:
     columns: dict[str, Column] = field(default_factory=dict)
     leases: tuple[Lease, ...] = ()
     claimed: bool = False
-    bytes: int = 0  # of the per-token columns of the trajectories, and of what was written; the store keeps it
+    # Of the per-token columns of the trajectories, and of what was written; the store keeps it.
+    bytes: int = 0
 
     @property
     def group_id(self) -> int:

@@ -19,7 +19,8 @@ from asyncrl.config.schema import Config
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-_TAIL = 512  # tokens at the end of a prompt in which the assistant's turn begins
+# Tokens at the end of a prompt in which the assistant's turn begins.
+_TAIL = 512
 _THINKS = r"<(?:think|thinking|thought|reasoning)>"
 _ASKED, _SAID, _AGAIN = "Qk7", "Qk8", "Qk9"  # texts that no template writes
 
@@ -62,7 +63,8 @@ class Turn:
             try:
                 bare, ready = render(_ASKED, parts=parts), render(_ASKED, parts=parts, ready=True)
                 before, _, behind = render(_ASKED, _SAID, _AGAIN, parts=parts).partition(_SAID)
-            except Exception:  # jinja's errors, and whatever a template raises: nothing is known of such a one
+            except Exception:
+                # jinja's errors, and whatever a template raises: nothing is known of such a one.
                 continue
             if not behind or _ASKED not in bare:
                 continue

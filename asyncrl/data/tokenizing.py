@@ -95,10 +95,12 @@ class PromptEncoder:
         self._template = _template_of(tokenizer)
         self._words = set(re.findall(r"\w+", self._template))
         self._special: re.Pattern[str] | None = None  # texts of special tokens
-        self._control: re.Pattern[str] | None = None  # of those, and of other added tokens that the template writes
+        # Of those, and of other added tokens that the template writes.
+        self._control: re.Pattern[str] | None = None
         # Whether the template shows content that is a text; a list of parts.
         self._forms: tuple[bool, bool] | None = None
-        self._openings: set[str] | None = None  # what renderings begin with, BOS and the control token behind it
+        # What renderings begin with, BOS and the control token behind it.
+        self._openings: set[str] | None = None
         self._before: list[int] | None = None  # what the tokenizer puts before a text
 
     @property
@@ -276,7 +278,8 @@ class PromptEncoder:
                 day = self._day
                 options["chat_template"] = _STRFTIME.sub(lambda found: json.dumps(day.strftime(found[2])), template)
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # jinja's errors, and whatever a template raises by raise_exception()
+        except Exception as error:
+            # jinja's errors, and whatever a template raises by raise_exception().
             raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
 
     def _encode_messages(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:

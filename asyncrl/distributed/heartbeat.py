@@ -27,7 +27,8 @@ class Heartbeat:
         self._others = [each for each in range(ranks) if each != rank]
         self._every_s = every_s
         self._heard: dict[int, bytes] = {}  # rank -> what it set
-        self._missed: dict[int, int] = {}  # rank -> how often this one has looked since, and found the same
+        # Rank -> how often this one has looked since, and found the same.
+        self._missed: dict[int, int] = {}
         self._answered = awake.now()  # when the store did so
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="asyncrl-heartbeat", daemon=True)
@@ -61,7 +62,8 @@ class Heartbeat:
     def _beat(self) -> None:
         keys = [str(rank) for rank in self._others]
         beats = 0
-        complete = False  # every rank has set its key: before that, reading one would block
+        # Every rank has set its key: before that, reading one would block.
+        complete = False
         try:
             while True:
                 beats += 1

@@ -109,7 +109,8 @@ def open_store(place: Place, timeout: timedelta, environ: Mapping[str, str] | No
 def _launchers_store(place: Place, timeout: timedelta) -> dist.Store:
     """torchrun's. Without it the first of the ranks has to hold one at the port that all were given."""
     if place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        with contextlib.suppress(OSError):  # not this machine's address: torch's own way, which listens everywhere
+        # Not this machine's address: torch's own way, which listens everywhere.
+        with contextlib.suppress(OSError):
             return _listening(_own_address(place), place.port, timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.ranks, timeout=timeout))
     return store  # type: ignore[no-any-return]  # rendezvous is not typed

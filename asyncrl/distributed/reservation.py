@@ -113,7 +113,8 @@ class Reservation:
         if not claim:
             counts[deadline] = counts.get(deadline, 0) + 1
         live = 0
-        for d in sorted(counts):  # the left side only changes at deadlines, and between them the right side grows
+        # The left side only changes at deadlines, and between them the right side grows.
+        for d in sorted(counts):
             live += counts[d]
             if claim and d >= deadline:
                 return True

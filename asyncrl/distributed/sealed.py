@@ -74,7 +74,8 @@ class SealedStore:
         while not self.check(keys):
             if awake.now() >= deadline:
                 return False
-            time.sleep(_LOOK_S)  # callers are threads; torch's only other way to wait is the one that prints
+            # Callers are threads; torch's only other way to wait is the one that prints.
+            time.sleep(_LOOK_S)
         return True
 
     def delete_key(self, key: str) -> None:

@@ -33,7 +33,8 @@ R = TypeVar("R")
 Hear = Callable[[int, Reservation], None]  # (number of the change, the books after it)
 
 BOOKS = "books"
-_REMOVED = 8  # announcements at most that one change removes: its caller waits, and one a change is all that comes
+# Announcements at most that one change removes: its caller waits, and one a change is all that comes.
+_REMOVED = 8
 _AWAITED, _WROTE = 0, 1
 
 
@@ -114,7 +115,8 @@ class SharedBooks:
             self._hear(state["change"], Reservation.from_state(state["books"]))
             result = change(books)
             if not force and books.to_state() == state["books"]:
-                return result  # nothing to announce: else ranks that wait would wake each other for ever
+                # Nothing to announce: else ranks that wait would wake each other for ever.
+                return result
             head = self._head_after(state)
             written = self._encode(head, books)
             answer = self._compare_set(found, written)
@@ -123,7 +125,8 @@ class SharedBooks:
                 self._announce(state, head)
                 self._hear(head["change"], books)
                 return result
-            if answer == found:  # what the store answers where there is nothing under that key
+            # What the store answers where there is nothing under that key.
+            if answer == found:
                 raise LedgerError("the shared ledger was removed: somebody else deletes keys in the ranks' store")
             found = answer
             if awake.now() > deadline:

@@ -57,7 +57,8 @@ class StoreLedger:
         self._recorder = recorder
         self.first_turn = books.turn
         self._turn = books.turn  # of this rank: the steps that it has committed itself
-        self._open: dict[int, Ticket] = {}  # of this rank, in the step that it has not committed: another one may have
+        # Of this rank, in the step that it has not committed: another one may have.
+        self._open: dict[int, Ticket] = {}
         self._books = books  # as last heard; replaced, never changed
         self._changes = Changes()
         self._shared = SharedBooks(store, rank, timeout_s, lambda: self._awaited, self._tell)
@@ -137,7 +138,8 @@ class StoreLedger:
                 self._broken = self._broken or error
             finally:
                 if (await asyncio.wait([self._watch_ended], timeout=5.0))[0]:  # else: it is a daemon
-                    self._watch.join()  # it has only to return, and must not do so while the interpreter ends
+                    # It has only to return, and must not do so while the interpreter ends.
+                    self._watch.join()
                 await self._lane.aclose()
 
     # -- the port ----------------------------------------------------------------------------------------------------
@@ -227,7 +229,8 @@ class StoreLedger:
 
         def closure() -> int:
             self._shared.transact(change)
-            self._turn += 1  # here and not after the await: a cancelled caller has committed all the same
+            # Here and not after the await: a cancelled caller has committed all the same.
+            self._turn += 1
             self._open.clear()
             return self._turn
 

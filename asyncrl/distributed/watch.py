@@ -21,9 +21,8 @@ from .sealed import SealedStore
 from .shared_books import BOOKS, Hear, announcement, lost, read
 
 LATE_S = 1.0  # from when on a change was heard late
-_LOOK_AGAIN_S = (
-    60.0  # at the latest; only a writer that died before it announced its change lets somebody wait for this
-)
+# At the latest; only a writer that died before it announced its change lets somebody wait for this.
+_LOOK_AGAIN_S = 60.0
 
 
 class Watch:
@@ -42,7 +41,8 @@ class Watch:
         late: Callable[[int, int, float], None],
         ended: Callable[[BaseException | None], None],
     ) -> None:
-        self.awaited = seen + 1  # the change whose announcement it waits for; only ever grows
+        # The change whose announcement it waits for; only ever grows.
+        self.awaited = seen + 1
         self._store, self._rank = store, rank
         self._hear, self._late, self._ended = hear, late, ended
         self._ending = False
@@ -64,7 +64,8 @@ class Watch:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            while not self._ending:  # asked after `awaited` was set: who ends it reads that afterwards
+            # Asked after `awaited` was set: who ends it reads that afterwards.
+            while not self._ending:
                 number, books = self._next()
                 if books is not None:
                     self._hear(number, books)
@@ -80,7 +81,8 @@ class Watch:
         key, away = announcement(self.awaited), awake.lost()
         try:
             self._store.wait([key], timedelta(seconds=_LOOK_AGAIN_S))
-        except RuntimeError:  # after a time-out too: its writer may have died before it announced it
+        except RuntimeError:
+            # After a time-out too: its writer may have died before it announced it.
             state = read(self._store.get(BOOKS), self.awaited - 1)
             made = state["by"], state["at"]
         else:

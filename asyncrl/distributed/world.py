@@ -39,7 +39,8 @@ class World:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    restart: int = 0  # torchrun's restart count: keys in the shared store are never read by a later attempt
+    # torchrun's restart count: keys in the shared store are never read by a later attempt.
+    restart: int = 0
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, once it is open
     _ranks: RanksStore | None = field(default=None, repr=False)
     _opened: bool = field(default=False, repr=False)

@@ -199,7 +199,8 @@ def _describe_built(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
         try:
             with torch.device("meta"):
                 return _call_builder(config, 0)
-        except ConfigError:  # whatever user code raises there; if it is wrong, the call below says how
+        except ConfigError:
+            # Whatever user code raises there; if it is wrong, the call below says how.
             module, tokenizer = _call_builder(config, 0)
         nn.Module.to(module, "meta")
         _called[builder] = module, tokenizer
@@ -256,7 +257,8 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             module = _of_config(config, load_model_config(config))
         if not config.random_init:
-            with contextlib.suppress(OSError):  # most have one; else it is made of the model's configuration
+            # Most have one; else it is made of the model's configuration.
+            with contextlib.suppress(OSError):
                 module.generation_config = GenerationConfig.from_pretrained(model_source(config))
     module.tie_weights()
     return module
@@ -307,7 +309,8 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
         )
     _repair(module.config)
     if config.gguf_file:
-        module.hf_quantizer = None  # the weights are dequantized: with it, transformers would refuse to save them
+        # The weights are dequantized: with it, transformers would refuse to save them.
+        module.hf_quantizer = None
     return module  # type: ignore[no-any-return]  # transformers: Any
 
 
@@ -398,6 +401,7 @@ def _check_tied(module: PreTrainedModel) -> None:
         raise ConfigError(
             f"model.path: {type(module).__name__} says tie_word_embeddings, but head and embedding are two tensors"
         )
-    for part in module.modules():  # the repaired epsilon must reach the modules, which copied it when they were built
+    # The repaired epsilon must reach the modules, which copied it when they were built.
+    for part in module.modules():
         if isinstance(getattr(part, "variance_epsilon", None), float):
             part.variance_epsilon = float(f"{part.variance_epsilon:.6g}")  # type: ignore[assignment]  # an attribute of Module: Tensor or Module

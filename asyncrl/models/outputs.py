@@ -18,9 +18,8 @@ from .attention.tree import TreePlan
 from .policy import PolicyModel
 
 TOKENS = 16
-DECODED = (
-    5  # the last of them: an engine whose decode steps are other kernels than its prefill's computes them one by one
-)
+# The last of them: an engine whose decode steps are other kernels than its prefill's computes them one by one.
+DECODED = 5
 IN_A_ROW = 3  # comparisons of different weights
 
 

@@ -149,7 +149,8 @@ class PolicyModel:
         else:
             rows_TE = self._embedding(tokens_T) if self.fused is not None else None
             if rows_TE is not None and gradient is None and torch.is_grad_enabled():
-                rows_TE.requires_grad_()  # a layer's gradients are its own business: without this none would be asked for
+                # A layer's gradients are its own business: without this none would be asked for.
+                rows_TE.requires_grad_()
         if self.fused is not None and rows_TE is not None:
             return self.fused.hidden(rows_TE, positions_T, plan)
         return self._transformers_hidden(tokens_T, rows_TE, positions_T, plan)

@@ -29,12 +29,14 @@ from .rotary import depends_on_length, rope_parts
 WINDOW = 8  # tokens that a window of the probe spans
 CONTEXT = 16  # "original" context of the probe's rotary scaling
 VOCABULARY = 256
-_WINDOWS = (  # and the chunks in which layers with a state go through a row
+# And the chunks in which layers with a state go through a row.
+_WINDOWS = (
     "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
     "chunk_size", "mamba_chunk_size", "block_size",
 )  # fmt: skip
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # rows of a table of positions, where a class has one
-_WIDTHS = (  # of an MLP's hidden layer: a number of equal units, of which a part computes what all do
+# Of an MLP's hidden layer: a number of equal units, of which a part computes what all do.
+_WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size",
 )  # fmt: skip
 # Of a layer, what says nothing of its kind: its own number, and the workings of nn.Module, which are many.

@@ -97,7 +97,8 @@ def open_reader(
     try:
         policy = outline.complete(half, rest, path, longest)
     except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
-        policy = None  # its modules need more than was said of them: whatever they raise, they are loaded
+        # Its modules need more than was said of them: whatever they raise, they are loaded.
+        policy = None
         logger.warning("the weights are loaded, though the board has them: %s", first_line(error))
     return policy or load_reader(outline.config, half.device, seed, path, longest)
 

@@ -86,7 +86,8 @@ class RewardModel:
             return list(self._tokenizer.encode(prompt + completion))
         try:
             rendered = self._tokenizer.apply_chat_template(_conversation(prompt, completion), tokenize=False)
-        except Exception as error:  # jinja's errors, and whatever a template raises by raise_exception()
+        except Exception as error:
+            # jinja's errors, and whatever a template raises by raise_exception().
             raise RewardError(
                 f"reward model {self.name!r}: its chat template refused the conversation: {type(error).__name__}: {error}"
             ) from error

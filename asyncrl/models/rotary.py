@@ -23,7 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-HELD = "held"  # as `rope_type`: transformers changes the frequencies of `longrope` and dynamic ones alone
+# As `rope_type`: transformers changes the frequencies of `longrope` and dynamic ones alone.
+HELD = "held"
 
 
 def depends_on_length(kind: Any) -> bool:
@@ -143,7 +144,8 @@ def _hold(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
     `kinds`: what its `rope_type` becomes."""
     before: Any = part.rope_type
     try:
-        _cos_and_sin(part, 0, layer)  # else what the module ran before would choose, see `forget_lengths`
+        # Else what the module ran before would choose, see `forget_lengths`.
+        _cos_and_sin(part, 0, layer)
         expected = _cos_and_sin(part, longest - 1, layer)
         part.rope_type = kinds
         found = [_cos_and_sin(part, last, layer) for last in (0, longest - 1, 4 * longest)]

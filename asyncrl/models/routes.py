@@ -27,7 +27,8 @@ class Routes:
         self._layers = layers
         self._given_TLk = given_TLk
         self._experts = experts
-        self.outside = torch.tensor(False)  # whether something was given that is no expert: another ran instead
+        # Whether something was given that is no expert: another ran instead.
+        self.outside = torch.tensor(False)
         self._keep_logits = keep_logits
         self.chosen: dict[int, Tensor] = {}  # [T, k] int64, by layer, in the router's order
         self.logits: dict[int, Tensor] = {}  # [T, E], by layer, where they are kept

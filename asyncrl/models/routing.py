@@ -114,7 +114,8 @@ class Routing:
         return None if found is None else cls(module, *found)
 
     def _enter(self, child: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if PLAN_ARGUMENT in kwargs:  # else it is no attention, and may lie between that and the router
+        # Else it is no attention, and may lie between that and the router.
+        if PLAN_ARGUMENT in kwargs:
             self.current = kwargs[PLAN_ARGUMENT].routes
 
     def _clear(self, *_: Any) -> None:

@@ -17,13 +17,17 @@ from ..errors import DataError
 from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
 from .routes import MISSING, check_routes
 
-LOWEST_LOGPROB = -87.0  # nats; its negative is the last whole one whose exponential, a ratio, is finite in float32
-MOST_REWARD = 1e9  # either way: without a normalisation it scales the gradient, the square of whose norm is float32
+# Nats; its negative is the last whole one whose exponential, a ratio, is finite in float32.
+LOWEST_LOGPROB = -87.0
+# Either way: without a normalisation it scales the gradient, the square of whose norm is float32.
+MOST_REWARD = 1e9
 # Of all groups from outside together: each becomes metrics that sinks keep for as long as they live.
 MOST_COMPONENTS = 128
 MOST_NAME = 128  # characters of one
-SLACK = 1e-4  # nats above 0 that a sampler's rounding may leave in a log-prob
-MOST_NESTED = 64  # levels of the JSON of texts and metadata; what writes them out again gives up at a few hundred
+# Nats above 0 that a sampler's rounding may leave in a log-prob.
+SLACK = 1e-4
+# Levels of the JSON of texts and metadata; what writes them out again gives up at a few hundred.
+MOST_NESTED = 64
 # In a trajectory's metadata: its reward counts in the comparison of its group, and its own advantage is 0 afterwards. Its tokens
 # are trained and counted as those of any member whose advantage is 0; one without a trained token may say so, too.
 SILENT = "set_advantage_to_zero"
@@ -39,7 +43,8 @@ class Limits:
 
     longest: int | None = None  # tokens of one trajectory
     vocabulary: int | None = None  # token ids are below it
-    routes: tuple[int, int, int] | None = None  # layers, experts a token, experts, where routes are replayed
+    # Layers, experts a token, experts, where routes are replayed.
+    routes: tuple[int, int, int] | None = None
 
 
 def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
@@ -85,7 +90,8 @@ def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) 
     than `MOST_NESTED` levels (`extra` of which are ours), and for what no file of ours can hold."""
     level = [value]
     for _ in range(MOST_NESTED + extra + 1):
-        below: dict[int, Any] = {}  # by identity: a list that holds itself twice would double at each level
+        # By identity: a list that holds itself twice would double at each level.
+        below: dict[int, Any] = {}
         for item in level:
             if isinstance(item, str):
                 _text(item, where)

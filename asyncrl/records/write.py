@@ -186,7 +186,8 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
             f"found {[len(a) for a in data]}"
         )
     kinds = {getattr(array, "dtype", None) for array in data} if spec.inner else set()
-    if kinds and kinds <= set(spec.dtypes):  # a narrower form that holds them all, where the section allows it
+    # A narrower form that holds them all, where the section allows it.
+    if kinds and kinds <= set(spec.dtypes):
         dtype = np.result_type(*kinds)
     arrays = [conform(a, dtype, section) for a in data]
     inner = _inner(section, spec, arrays)

@@ -12,7 +12,8 @@ import numpy as np
 import orjson
 
 MOST = 4_000  # points of a curve
-MOST_NAMES = 1_000  # curves: names of metrics may be made of what environments and producers say
+# curves: names of metrics may be made of what environments and producers say.
+MOST_NAMES = 1_000
 
 
 def lines_by_step(path: Path) -> Iterator[dict[str, Any]]:
@@ -69,7 +70,8 @@ class Curves:
         self._most = most
         self.lines_per_point = 1
         self._lines = 0
-        self.unnamed: str | None = None  # the first metric that has no curve, where there are too many
+        # The first metric that has no curve, where there are too many.
+        self.unnamed: str | None = None
         self.steps: list[int] = []  # the last one of each point
         self.weights: list[float] = []  # seconds of each point
         self._sums: dict[str, array[float]] = {}

@@ -93,7 +93,8 @@ class BlockSampler:
         self._seen: Counter[str] = Counter()
         self._delays: list[
             tuple[float, float]
-        ] = []  # with each sample: when, and how long it had waited for a processor by then
+            # With each sample: when, and how long it had waited for a processor by then.
+        ] = []
         self._delay_file = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncrl-lag", daemon=True)

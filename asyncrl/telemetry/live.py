@@ -15,7 +15,8 @@ from .output import Lossy
 
 Metrics = Mapping[str, float]
 _SPARSE_S = 30.0  # between two lines of one stage where there is no terminal
-_PACE_S = 3600.0  # the time left stands on the steps of this long; rich's own 30 s would never hold two slow ones
+# The time left stands on the steps of this long; rich's own 30 s would never hold two slow ones.
+_PACE_S = 3600.0
 
 
 def describe(metrics: Metrics) -> list[str]:

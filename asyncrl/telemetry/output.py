@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-_NOBODY_READS = (errno.EPIPE, errno.EIO)  # `| head`, a `tee` that was stopped; a terminal that was closed
+# `| head`, a `tee` that was stopped; a terminal that was closed.
+_NOBODY_READS = (errno.EPIPE, errno.EIO)
 
 
 class Lossy:

@@ -6,7 +6,8 @@ from typing import Any
 
 import nvtx
 
-_NAMES = 4096  # NVTX keeps registered strings for ever: beyond this many different names no range is opened
+# NVTX keeps registered strings for ever: beyond this many different names no range is opened.
+_NAMES = 4096
 
 
 class Ranges:
@@ -26,7 +27,8 @@ class Ranges:
             if len(self._attributes) >= _NAMES:
                 return None
             attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
-            if attributes is None:  # no tool listens: the domain is a dummy, for the whole life of the process
+            # No tool listens: the domain is a dummy, for the whole life of the process.
+            if attributes is None:
                 self._domain = None
                 return None
         return self._domain.start_range(attributes)

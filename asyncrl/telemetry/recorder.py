@@ -25,9 +25,11 @@ from .records import CAUSES, Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
-LATE_S = 0.25  # more than it takes until another process has said what it did
+# More than it takes until another process has said what it did.
+LATE_S = 0.25
 _USERS = ("the environment", "the program", "hook ")  # who waits for them waits for code of the user's
-_ONE_OF = re.compile(r"\bgroup -?\d+$")  # who waits may be one group of thousands: they share a track
+# Who waits may be one group of thousands: they share a track.
+_ONE_OF = re.compile(r"\bgroup -?\d+$")
 
 
 class Span:

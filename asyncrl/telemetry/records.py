@@ -11,13 +11,17 @@ Cause: TypeAlias = Literal[
     "group",  # the train pump waits for a whole group
     "requests",  # an engine has nothing to sample
     "reward",  # somebody waits for a reward worker
-    "environment",  # environments, tools, the program or its producers have the next move, and the engine has no request
-    "publish",  # somebody waits for an engine's acknowledgement of new weights
+    # environments, tools, the program or its producers have the next move, and the engine has no request.
+    "environment",
+    # Somebody waits for an engine's acknowledgement of new weights.
+    "publish",
     "evaluate",  # training waits for an evaluation
     "checkpoint",  # training waits for a checkpoint
     "start",  # the run is starting or ending
-    "handoff",  # a closure was submitted and its idle lane had not started it yet
-    "loop",  # a closure had ended and the event loop had not yet got round to what comes next
+    # A closure was submitted and its idle lane had not started it yet.
+    "handoff",
+    # A closure had ended and the event loop had not yet got round to what comes next.
+    "loop",
 ]
 CAUSES: frozenset[str] = frozenset(get_args(Cause))
 
@@ -51,7 +55,8 @@ class Wait:
     on: str
     cause: str
     since: float  # on the recorder's clock
-    task: asyncio.Task[Any] | None = None  # who waits, where that is a task whose place is worth knowing
+    # Who waits, where that is a task whose place is worth knowing.
+    task: asyncio.Task[Any] | None = None
 
     def describe(self, now: float) -> str:
         """The sentence for error messages; `now` in seconds, on the recorder's clock."""

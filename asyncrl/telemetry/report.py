@@ -26,7 +26,8 @@ from .sinks import read_jsonl
 from .trace import read_tail
 
 _TIMELINE_STEPS = 3
-_MARKS = 10_000  # of the last lines: the timeline shows the last few that the trace covers
+# Of the last lines: the timeline shows the last few that the trace covers.
+_MARKS = 10_000
 _TIMELINE_SPANS = 12_000
 _TIMELINE_ROWS_PER_TRACK = 6
 _SAMPLED_STEPS = 10

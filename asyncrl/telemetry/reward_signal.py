@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 COUNT = "reward/steps_without_signal"
 CLIPPED = "completions/steps_clipped"
-MOST_CLIPPED = 0.9  # a larger `completions/clipped_ratio` is worth a warning, also where rewards differ
+# A larger `completions/clipped_ratio` is worth a warning, also where rewards differ.
+MOST_CLIPPED = 0.9
 # Counts of what the texts of completions lack -> (what it is, what to do). See data/texts.py.
 LACKING: Mapping[str, tuple[str, str]] = {
     "text/openings_left_out": (
@@ -25,8 +26,10 @@ LACKING: Mapping[str, tuple[str, str]] = {
     "text/ids_without_text": ("{} sampled ids that are no token of the tokenizer", "`completion_ids` has them"),
 }
 _MOST = 100
-FIRST = 3  # steps in a row that are worth a warning; then at twice as many, and so on
-WAITED = 0.25  # share of a step in which the device stood still for rewards that is worth a warning
+# Steps in a row that are worth a warning; then at twice as many, and so on.
+FIRST = 3
+# Share of a step in which the device stood still for rewards that is worth a warning.
+WAITED = 0.25
 # Rewards of groups without a difference still count with these: raw ones, those of the whole step, those of components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 Reduce: TypeAlias = Literal["mean", "min", "max", "p99"]
 
-_KEPT = 65_536  # for a percentile: the latest of a step; bounds the memory of a run that never drains
+# For a percentile: the latest of a step; bounds the memory of a run that never drains.
+_KEPT = 65_536
 
 
 class Samples:

@@ -32,7 +32,8 @@ logger = logging.getLogger("asyncrl.telemetry")
 IDS = "sinks.json"
 _MLFLOW_PARAMS = 100  # the most that one of its requests takes
 _MLFLOW_WAITING = 100  # steps; some kilobytes each
-_MLFLOW_CLOSE_S = 15.0  # less than `watchdog.abort_grace_s`, in which a run that is stopped has to end
+# Less than `watchdog.abort_grace_s`, in which a run that is stopped has to end.
+_MLFLOW_CLOSE_S = 15.0
 
 
 class Sink(Protocol):
@@ -248,7 +249,8 @@ class MlflowSink:
                 self.id = self._client.create_run(place, run_name=life.name).info.run_id
                 for start in range(0, len(params), _MLFLOW_PARAMS):
                     self._client.log_batch(self.id, params=params[start : start + _MLFLOW_PARAMS])
-        except Exception as error:  # MLflow's own, and those of the libraries of each kind of store
+        except Exception as error:
+            # MLflow's own, and those of the libraries of each kind of store.
             raise ConfigError(
                 f"telemetry.sinks has 'mlflow', and its store {own or mlflow.get_tracking_uri()} refused to start: "
                 f"{type(error).__name__}: {error}; MLFLOW_TRACKING_URI says where it is"

@@ -26,7 +26,8 @@ def layout(events: Iterable[TraceEvent]) -> dict[int, int]:
     Spans of coroutines overlap without being nested, which the format does not allow within one thread; each span goes
     to the first row where it is apart from, or nested in, what lies there.
     """
-    rows: list[list[float]] = []  # per row the ends of the spans that are open at the current start, outermost first
+    # Per row the ends of the spans that are open at the current start, outermost first.
+    rows: list[list[float]] = []
     placed: dict[int, int] = {}
     for event in sorted(events, key=lambda each: (each.start, -each.duration)):
         end = event.start + event.duration

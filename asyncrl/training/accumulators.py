@@ -64,7 +64,8 @@ class Counts:
     extra: float = 0.0  # the term with a normaliser of its own
     skipped_sequences: float = 0.0  # of `sequences`: not run, as they cannot move a weight
     skipped_tokens: float = 0.0
-    outside: float = 0.0  # microbatches with token ids that the model lacks: such a step is not applied
+    # Microbatches with token ids that the model lacks: such a step is not applied.
+    outside: float = 0.0
 
     def measured(self) -> Counts:
         """The counts of what was run: means of metrics are over those."""
@@ -99,8 +100,10 @@ class Metrics:
     values: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     extra: Tensor | None = None
-    ages: Tensor | None = None  # [AGES, 3]: tokens, k3 sum, |difference| sum by age of the token
-    current: Tensor | None = None  # [3]: tokens, |difference| sum, largest, of sequences wholly of the current version
+    # [AGES, 3]: tokens, k3 sum, |difference| sum by age of the token.
+    ages: Tensor | None = None
+    # [3]: tokens, |difference| sum, largest, of sequences wholly of the current version.
+    current: Tensor | None = None
 
     def add(self, metrics: Mapping[str, MetricSum]) -> None:
         """The metrics of one microbatch. Errors: ValueError for one that the loss does not report of an empty microbatch."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from asyncrl.models.parameters.flat import FlatParameters
 
-_BLOCK = 1 << 18  # elements that change places at a time: 1 MiB of float32 stays in cache
+# Elements that change places at a time: 1 MiB of float32 stays in cache.
+_BLOCK = 1 << 18
 
 
 class SecondBuffer:

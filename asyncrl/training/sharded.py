@@ -65,7 +65,8 @@ class _Scoring(nn.Module):
         positions_T: Tensor,
         source_S: Tensor,
         target_S: Tensor,
-        temperature_S: Float32Array,  # no tensor: FSDP2 moves those to the device, and the kernel wants it on the host
+        # No tensor: FSDP2 moves those to the device, and the kernel wants it on the host.
+        temperature_S: Float32Array,
         plan: TreePlan,
         entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -105,7 +106,8 @@ class ShardedForward:
             parameter.data = parameter.data.to(master)
         model.eval()
         for layer in enable_checkpointing(model) if checkpointing else ():
-            layer.training = True  # the layer alone, nothing inside it: see PolicyModel.set_training
+            # The layer alone, nothing inside it: see PolicyModel.set_training.
+            layer.training = True
         self._scoring = _Scoring(model, transform, kernel)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self.outside = torch.tensor(False)  # of the newest call: see `ids_of`
@@ -334,7 +336,8 @@ class ShardedTrainer(TorchTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse, of a whole state (all rows). No collective."""
         parameters, masters = self.sharded.parameters, state["masters"]
-        cut = {  # copies of the rows: views would keep every whole tensor alive
+        # Copies of the rows: views would keep every whole tensor alive.
+        cut = {
             name: {key: value if value.ndim == 0 else parameters.local(value).clone() for key, value in saved.items()}
             for name, saved in state["optimizer"].items()
         }

@@ -57,7 +57,8 @@ class StepState(Enum):
     """Where an open step stands."""
 
     OPEN = "open"
-    COMMITTED = "committed"  # the optimizer moved the weights, and what came after it failed
+    # The optimizer moved the weights, and what came after it failed.
+    COMMITTED = "committed"
 
 
 @dataclass(slots=True)
@@ -113,7 +114,8 @@ class TorchTrainer:
         self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
         self.second = SecondBuffer(policy.flat) if second_buffer else None
-        self.control: EntropyControl | None = None  # of the entropy bonus, from the first step on that asks for it
+        # Of the entropy bonus, from the first step on that asks for it.
+        self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
         self._empty: tuple[Loss, dict[str, Normaliser]] | None = None
@@ -147,7 +149,8 @@ class TorchTrainer:
         """Forward and backward; gradients and sums add up. Errors: TrainStepError; whatever the loss raises."""
         step = self._require_open()
         self._count(step, batch)
-        if batch.scored == 0:  # fully masked sequences are counted, and that is all they do
+        # Fully masked sequences are counted, and that is all they do.
+        if batch.scored == 0:
             return
         with torch.enable_grad():
             self._run(step, batch)
@@ -223,7 +226,8 @@ class TorchTrainer:
         self.parameters.zero_frozen()
         self._reduce_gradients(gradient)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the reduction runs on a stream of its own: half a gradient is no gradient
+            # The reduction runs on a stream of its own: half a gradient is no gradient.
+            torch.cuda.synchronize(device)
         grad_norm = self._clip(gradient)
         if totals.tokens > 0:
             self.optimizer.step()
@@ -262,7 +266,8 @@ class TorchTrainer:
         with torch.no_grad():
             if model == "policy":
                 logp_S, _ = self.forward(batch, routes=routes_of(batch, self.policy.routing))
-            else:  # under other weights: where the sampler sent a token says nothing about them
+            else:
+                # Under other weights: where the sampler sent a token says nothing about them.
                 if self.reference is None:
                     raise ValueError(
                         "compute_logprobs: the trainer was built without a reference (needs_reference=True)"

@@ -26,10 +26,12 @@ from ..copying import to_device
 from .bins import RowBin, index_tensor
 from .rows import Row
 
-_QUERIES = 128  # of one block at most: a block computes this many scores in vain for each query of a long row
+# Of one block at most: a block computes this many scores in vain for each query of a long row.
+_QUERIES = 128
 _FEW_QUERIES = 16  # a block is not cut below this, however many keys it sees
 _BLOCK_BYTES = 16 << 20  # float32 scores of one block
-_BIN_BYTES = 4 << 20  # of several blocks together: about what the cores' caches hold
+# Of several blocks together: about what the cores' caches hold.
+_BIN_BYTES = 4 << 20
 _PADDING = 1.25  # most padded scores per real score in a bin
 
 
@@ -57,7 +59,8 @@ class Block:
 class _Band:
     """A bin of blocks. What is as large as its keys or scores is made when it is needed: in sum it outgrows the inputs."""
 
-    members: Tensor  # [6, R, 1]: prefix start and length, own start, low, first, end
+    # [6, R, 1]: prefix start and length, own start, low, first, end.
+    members: Tensor
     length: int  # L
     width: int  # C
     queries: Tensor  # as in `RowBin`

@@ -33,7 +33,8 @@ from .rows import Row
 
 logger = logging.getLogger("asyncrl.models")
 
-_WITHIN = 0.02  # of the largest entry: bfloat16 rounds to 0.004, and gradients of keys are rounded twice
+# Of the largest entry: bfloat16 rounds to 0.004, and gradients of keys are rounded twice.
+_WITHIN = 0.02
 _WIDEST = 256  # head size
 
 

@@ -22,11 +22,14 @@ from torch import Tensor
 from ..native import library as native
 from .bins import RowBin, index_tensor
 
-_BIN_BYTES = 4 << 20  # float32 scores of one bin: about what the cores' caches hold
-ROW_BYTES = 32 << 20  # a row with more scores than this is better off with a kernel that never holds them
+# float32 scores of one bin: about what the cores' caches hold.
+_BIN_BYTES = 4 << 20
+# A row with more scores than this is better off with a kernel that never holds them.
+ROW_BYTES = 32 << 20
 _PADDING = 1.25  # most padded scores per real score in a bin
 
-Row = tuple[int, int, int, int]  # start and length of the prefix, start and length of the own tokens (at least one)
+# Start and length of the prefix, start and length of the own tokens (at least one).
+Row = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 # Measured on two cores: in bfloat16 half the kernel's time. In float32 a third less, if the softmax takes one pass; else no less
 _BY_PRODUCTS = {torch.bfloat16} | ({torch.float32} if native.available() else set())
-_SMALL_SPAN_FLOP = 1.5e6  # below this a kernel call costs more than the arithmetic: spans are padded together
+# Below this a kernel call costs more than the arithmetic: spans are padded together.
+_SMALL_SPAN_FLOP = 1.5e6
 _PADDING = 1.25  # most padded tokens per real token in such a bin
 
 
@@ -309,7 +310,8 @@ class TreePlan(Routed):
             source += [np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)]
             target += [first + np.arange(prefix), first + context + np.arange(length)]
             mask[row, :, :prefix] = True
-            mask[row, :, context:] = causal  # a padded query sees its own padding: a row of -inf would give NaN
+            # A padded query sees its own padding: a row of -inf would give NaN.
+            mask[row, :, context:] = causal
         found = (place, np.concatenate(source), np.concatenate(target), mask[:, None])
         return _PaddedRows(len(rows), longest, *(to_device(array, device) for array in found))
 

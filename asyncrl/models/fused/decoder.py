@@ -44,7 +44,8 @@ class _Kept(NamedTuple):
 
     qkv: Tensor  # [T, (H + 2K) D], rotated
     attended: Tensor  # [T, H, D]
-    lse: Tensor  # [T, H]; the weights of short rows where the plan goes by products: what `TreePlan.forward` gave
+    # [T, H]; the weights of short rows where the plan goes by products: what `TreePlan.forward` gave.
+    lse: Tensor
     middle: Tensor  # [T, E], after the attention half
     raw: Tensor | None  # [T, (H + K) D] before the norms of queries and keys
     added: Tensor | None  # [T, E] what attention adds, before its norm
@@ -273,7 +274,8 @@ class _FusedLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors  # autograd refuses a second backward, which would find them overwritten
+        # Autograd refuses a second backward, which would find them overwritten.
+        x, *saved = ctx.saved_tensors
         decoder, layer, plan, rotation = ctx.rest
         kept = _Kept(*saved) if saved else decoder.forward(layer, x, plan, rotation, keep=True)[1]
         return decoder.backward(layer, x, kept, grad.contiguous(), plan, rotation), None, None, None, None

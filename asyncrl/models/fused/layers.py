@@ -180,7 +180,8 @@ class _Parts(NamedTuple):
     mlp: _MlpParts | nn.Module
     norms: list[Any]  # as in _NORMS
     head_norms: list[Any]  # none, or of queries and of keys
-    holders: list[nn.Module]  # the layer, its halves, the activation: whatever holds no parameter itself
+    # The layer, its halves, the activation: whatever holds no parameter itself.
+    holders: list[nn.Module]
 
     def own(self) -> list[Any]:
         """All that may hold a parameter, experts left out."""

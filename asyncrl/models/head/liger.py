@@ -39,7 +39,8 @@ from .output import PLAIN_HEAD, HeadTransform
 MOST_TEMPERATURES = 8
 _MOST_ROWS = 65_535  # of one launch: rows are the second axis of Liger's grid
 _CHECKED_ROWS = 4
-_FUSION = {"enable_fp_fusion": True}  # what Triton did unasked before it began to warn that it will not
+# What Triton did unasked before it began to warn that it will not.
+_FUSION = {"enable_fp_fusion": True}
 _FORWARD = {"BLOCK_N": 2048, "num_stages": 2, "num_warps": 1, **_FUSION}  # as Liger launches them
 _BACKWARD = {"BLOCK_N": 4096, "num_stages": 1, "num_warps": 16, **_FUSION}
 _OUR_OWN = {"BLOCK_N": 4096, "num_warps": 8, **_FUSION}
@@ -67,7 +68,8 @@ def choose_head_kernel(
     try:
         kernel = LigerHead()
         reason = disagreement(kernel, device, dtype, vocabulary)
-    except Exception as error:  # what a Liger, a Triton, a compiler and a driver that do not fit each other may raise
+    except Exception as error:
+        # What a Liger, a Triton, a compiler and a driver that do not fit each other may raise.
         reason = f"they do not run here ({type(error).__name__}: {error})"
     if reason is None:
         return kernel

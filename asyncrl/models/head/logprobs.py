@@ -30,10 +30,14 @@ from ..native import library as native
 from ..parameters.flat import add_wider_
 from .output import PLAIN_HEAD, HeadTransform
 
-CHUNK_ROWS = 512  # of backward: fewer would add to the whole weight gradient more often
-KEEP_LOGITS = 2048 * 49_152  # a usual microbatch. More of them cost an eighth of what full logits would, or less
-_PRODUCT_ROWS = {torch.float32: 256}  # of one forward product; measured: 64 cost a tenth more in float32
-_FEW_ROWS = 64  # of any other dtype: in bfloat16 256 save no time and hold four times the memory
+# Of backward: fewer would add to the whole weight gradient more often.
+CHUNK_ROWS = 512
+# A usual microbatch. More of them cost an eighth of what full logits would, or less.
+KEEP_LOGITS = 2048 * 49_152
+# Of one forward product; measured: 64 cost a tenth more in float32.
+_PRODUCT_ROWS = {torch.float32: 256}
+# Of any other dtype: in bfloat16 256 save no time and hold four times the memory.
+_FEW_ROWS = 64
 _CPU_BLOCK_ROWS = 16
 _CAPPED_ROWS = 128  # on a GPU: each takes four rows of wide scratch
 _VOCABULARY_BLOCK = 4096
@@ -171,7 +175,8 @@ class _TokenLogprobs(torch.autograd.Function):
             passes.statistics(chunk, first, columns, logp)
             if kept is not None:
                 kept[first:last].copy_(chunk)
-        ctx.kept = kept  # becomes a gradient in place: one backward only, as everywhere else here
+        # Becomes a gradient in place: one backward only, as everywhere else here.
+        ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, target, inverse, lse, entropy)
         ctx.options = options
         if not options.entropy_grad:

@@ -32,7 +32,8 @@ from ..attention.tree import TreePlan
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _TOKENS = 3
-_WIDEST = 3.0  # arguments of tanh up to here: beyond it float32 tells caps apart no better
+# Arguments of tanh up to here: beyond it float32 tells caps apart no better.
+_WIDEST = 3.0
 
 
 @dataclass(frozen=True, slots=True)
