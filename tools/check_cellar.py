@@ -5,7 +5,7 @@
     ... [--root DIRECTORY]                      # for another checkout
 
 Roots are the commands, the fronts that users import (`asyncrl`, `asyncrl.client`) with all public methods of what they export,
-the programs of README.md, and examples/. Tests, tools and benchmarks are none. See `reach` for what is followed.
+the programs of README.md and docs/, and examples/. Tests, tools and benchmarks are none. See `reach` for what is followed.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ def exported(module: Module) -> list[str]:
 
 def programs(root: Path) -> Iterator[ast.Module]:
     yield from (module.tree for module in python_files(root, "examples"))
-    readme = root / "README.md"
-    for block in re.findall(
-        r"^```python\n(.*?)^```$", readme.read_text(encoding="utf-8") if readme.exists() else "", re.M | re.S
-    ):
-        yield ast.parse(block)  # `await` outside of a function, as in a notebook, is syntax enough for this
+    for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        for block in re.findall(
+            r"^```python\n(.*?)^```$", page.read_text("utf-8") if page.exists() else "", re.M | re.S
+        ):
+            # `await` outside of a function, as in a notebook, is syntax enough for this
+            yield ast.parse(block)
 
 
 def needless(house: House, reach: Reach, allowed: dict[str, str]) -> Iterator[str]:

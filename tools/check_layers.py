@@ -3,7 +3,7 @@
     python tools/check_layers.py            # exit 1 and a list of complaints, or one line that says all is well
     python tools/check_layers.py DIRECTORY  # the same for another checkout
 
-Floors are those of the README's architecture drawing. Two rooms on one floor may not import each other, and inside a room
+Floors are those of the drawing in docs/concepts.md. Two rooms on one floor may not import each other, and inside a room
 neither two files nor two folders may, by however many steps; imports that are deferred or for type checkers count too. The
 lower floors import no torch. Exceptions are listed below, each with its reason.
 """
@@ -100,7 +100,7 @@ def check_floors(module: Module) -> Iterator[str]:
     if room == "__init__":
         return
     if room not in FLOORS:
-        yield f"{where}: {room!r} has no floor; add it to FLOORS and to the README's drawing"
+        yield f"{where}: {room!r} has no floor; add it to FLOORS and to the drawing in docs/concepts.md"
         return
     for dotted, line, at_run_time in sorted({(each.dotted, each.line, each.at_run_time) for each in module.imports}):
         names = dotted.split(".")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from support.pages import blocks
 
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.algorithms.registry import build_advantage, build_loss
@@ -21,7 +21,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.inputs import check_inputs
 from asyncrl.runtime.method_trial import try_loss
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
 OTHERS = '''
 import numpy as np
 from dataclasses import dataclass
@@ -153,12 +152,11 @@ def one_only(groups):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`my.py` as the README writes it, and `others.py`."""
+    """`my.py` as docs/algorithms.md writes it, and `others.py`."""
     made = tmp_path_factory.mktemp("own")
-    section = README.partition("### Losses, advantages and environments of your own")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
-    (made / "my.py").write_text("\n\n".join(blocks))
-    (made / "x.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```$", section, re.M | re.S)[0])
+    loss, settings, rest = blocks("own methods")
+    (made / "my.py").write_text(f"{loss.text}\n\n{rest.text}")
+    (made / "x.yaml").write_text(settings.text)
     (made / "others.py").write_text(OTHERS)
     return made
 
@@ -176,7 +174,7 @@ def refusal(*overrides: str) -> str:
     return str(found.value)
 
 
-def test_the_readmes_loss_and_advantage_are_trained_with_their_numbers(folder: Path) -> None:
+def test_the_documented_loss_and_advantage_are_trained_with_their_numbers(folder: Path) -> None:
     config = made(files=(folder / "x.yaml",))  # the addresses count from the file
     loss = build_loss(config.algorithm.loss, **numbers(config.algorithm))
     logp_S = torch.tensor([-1.0, -0.5], dtype=torch.float64, requires_grad=True)

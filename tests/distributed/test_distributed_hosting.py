@@ -52,9 +52,9 @@ def test_nothing_of_a_rank_listens_on_every_interface() -> None:
 ALONE = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint")
 
 
-@pytest.mark.parametrize("kind", ["usual", "as the README says"])
+@pytest.mark.parametrize("kind", ["usual", "as documented"])
 def test_under_torchrun_too(tmp_path: Path, kind: str) -> None:
-    """Its own store does listen everywhere, unless it is started as the README says."""
+    """Its own store does listen everywhere, unless it is started as docs/design/ranks.md says."""
     script = tmp_path / "rank.py"
     script.write_text(LISTENS)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

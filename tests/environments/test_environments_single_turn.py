@@ -1,11 +1,10 @@
 """SingleTurn: the request it makes, and the alignment of the trajectory that comes of the answer."""
 
-import re
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support.pages import blocks
 
 import asyncrl
 from asyncrl.data.texts import CompletionText
@@ -126,10 +125,9 @@ def test_the_order_of_the_keys_matters(arguments):
     ) == 1
 
 
-async def test_the_readmes_environment_returns_the_same_trajectory_and_imports_no_more_than_asyncrl_exports():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    block = next(each for each in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S) if "class Once" in each)
-    exec(block, made := {})
+async def test_the_documented_environment_returns_the_same_trajectory_and_imports_no_more_than_asyncrl_exports():
+    _, _, block = blocks("own methods")
+    exec(block.text, made := {})
     sampling, text = SamplingParams(temperature=0.7), CompletionText(WordTokenizer())
     environment: asyncrl.Environment = made["Once"](sampling, 0, text)
     seen = []

@@ -1,4 +1,4 @@
-"""The examples of external producers, run as the README says."""
+"""The examples of external producers, run as docs/producers.md says."""
 
 from __future__ import annotations
 

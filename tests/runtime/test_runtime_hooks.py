@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from runtime_helpers import DRY, REAL, ROOT, Process, config_of, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import DRY, REAL, Process, config_of, metrics_of, rollouts_of, write_yaml
+from support.pages import blocks
 
 from asyncrl import Hooks, Runtime, SamplingParams, Trajectory, load_config
 from asyncrl.config.schema import Config
@@ -187,18 +187,11 @@ async def test_what_is_no_hook_is_refused(tmp_path: Path) -> None:
         await reports_of(dry(tmp_path, "hooks=no_such_file.py:f"), None)
 
 
-def readme(language: str) -> str:
-    """The example of the section on hooks."""
-    section = (ROOT / "README.md").read_text().partition("## Hooks")[2].partition("\n## ")[0]
-    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
-    assert found is not None
-    return found.group(1)
-
-
-def test_the_example_of_the_readme_trains_from_the_configuration(tmp_path: Path) -> None:
-    (tmp_path / "hooks.py").write_text(readme("python"))
+def test_the_example_of_the_page_trains_from_the_configuration(tmp_path: Path) -> None:
+    code, settings = blocks("hooks")
+    (tmp_path / "hooks.py").write_text(code.text)
     base, mine = write_yaml(tmp_path, REAL, "x.yaml"), tmp_path / "hooks.yaml"
-    mine.write_text(readme("yaml"))
+    mine.write_text(settings.text)
     assert load_config([mine]).hooks == f"{tmp_path}/hooks.py:hooks"  # counted from its own folder
     run = Process(tmp_path, str(base), str(mine), "train.max_steps=2")
     assert run.wait(200) == 0, run.output

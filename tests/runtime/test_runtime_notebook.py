@@ -1,4 +1,4 @@
-"""A Runtime that one cell opens and another one closes, in a real kernel, as README says."""
+"""A Runtime that one cell opens and another one closes, in a real kernel, as the documentation says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from runtime_helpers import DRY, ROOT
+from support.pages import blocks
 from test_runtime_embedding import embedded, feed
 
 from asyncrl import NotebookRuntime
@@ -41,10 +42,9 @@ def play(cells: list[str]) -> list[str]:
     return list(json.loads(done.stdout))
 
 
-def test_the_cells_of_the_readme_run_and_a_kernel_that_ends_with_another_runtime_open_ends_well() -> None:
-    text = (ROOT / "README.md").read_text()
-    [block] = re.findall(r"^```python\n(# the first cell\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    cells = re.split(r"^# .* cell$", block, flags=re.MULTILINE)[1:]
+def test_the_cells_of_the_page_run_and_a_kernel_that_ends_with_another_runtime_open_ends_well() -> None:
+    [block] = blocks("notebook")
+    cells = re.split(r"^# .* cell$", block.text, flags=re.MULTILINE)[1:]
     assert len(cells) == 3
     opening = """
 from asyncrl import NotebookRuntime, load_config

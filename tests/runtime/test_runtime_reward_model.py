@@ -1,4 +1,4 @@
-"""Reward models in whole runs, as the README writes them: a small random classifier on disk, and a module by its address."""
+"""Reward models in whole runs, as the documentation writes them: a small random classifier on disk, and a module by its address."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from runtime_helpers import MODEL, REAL, ROOT, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import MODEL, REAL, metrics_of, rollouts_of, write_yaml
 from runtime_model import LETTERS, make_tokenizer, seeded
+from support.pages import blocks
 
 from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.main import main
@@ -40,11 +41,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def documented() -> dict[str, Any]:
-    """The example under "Reward models" in the README."""
-    text = (ROOT / "README.md").read_text()
-    found = re.search(r"\*\*Reward models\*\*.*?```yaml\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    return dict(yaml.safe_load(found.group(1)))
+    """The example of the page."""
+    [block] = blocks("reward model")
+    return dict(yaml.safe_load(block.text))
 
 
 def run(here: Path, *overrides: str, **sections: Any) -> int:
@@ -52,7 +51,7 @@ def run(here: Path, *overrides: str, **sections: Any) -> int:
     return main([str(write_yaml(here, tree)), *overrides])
 
 
-def test_the_readmes_example_trains_on_what_the_classifier_says(here: Path) -> None:
+def test_the_documented_example_trains_on_what_the_classifier_says(here: Path) -> None:
     assert run(here, **documented()) == 0
     lines, rows = metrics_of(here / "runs/run"), rollouts_of(here / "runs/run")
     assert len(lines) == 3 and len(rows) == 3 * 16

@@ -83,7 +83,7 @@ def test_what_only_tests_reach_is_listed(tmp_path: Path) -> None:
     "change",
     [
         {"examples/more.py": "from asyncrl.rooms import unused\n\nunused()\n"},
-        {"README.md": "```python\nfrom asyncrl import rooms\n\nawait rooms.unused()\n```\n"},
+        {"docs/page.md": "```python\nfrom asyncrl import rooms\n\nawait rooms.unused()\n```\n"},
         {"asyncrl/main.py": HOUSE["asyncrl/main.py"] + "    from asyncrl import rooms\n    getattr(rooms, name)()\n"},
         {"asyncrl/main.py": HOUSE["asyncrl/main.py"] + "    from .rooms import unused as used\n    later(used)\n"},
         {"asyncrl/rooms.py": HOUSE["asyncrl/rooms.py"].replace("def unused", "@registered\ndef unused")},
