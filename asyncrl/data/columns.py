@@ -30,7 +30,7 @@ DEFAULT_PADS: dict[str, float] = {"versions": -1, "routed_experts": -1}
 NAMED_PADS = frozenset({"tokens"})
 
 
-class Form(StrEnum):
+class ColumnForm(StrEnum):
     """The form of a column; the module docstring has the table."""
 
     JAGGED = "jagged"
@@ -147,59 +147,59 @@ def materialize(
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def split(column: Any, rows: int, name: str) -> tuple[Form, list[Any]]:
+def split(column: Any, rows: int, name: str) -> tuple[ColumnForm, list[Any]]:
     """The form of a column and its rows, not yet copied. Errors: TypeError for another type, DataError for a count."""
     form = _form(column, name)
     if len(column) != rows:
         raise DataError(f"column {name!r} has {len(column)} rows for {rows} ids; one each")
-    return form, column.tolist() if form is Form.OBJECT and isinstance(column, np.ndarray) else list(column)
+    return form, column.tolist() if form is ColumnForm.OBJECT and isinstance(column, np.ndarray) else list(column)
 
 
-def _form(column: Any, name: str) -> Form:
+def _form(column: Any, name: str) -> ColumnForm:
     if isinstance(column, Jagged):
-        return Form.JAGGED
+        return ColumnForm.JAGGED
     if isinstance(column, np.ndarray):
         if column.ndim == 1 and column.dtype.kind in "OUS":
-            return Form.OBJECT
+            return ColumnForm.OBJECT
         if column.dtype.kind in "biuf" and column.ndim >= 1:
-            return Form.SCALAR if column.ndim == 1 else Form.DENSE
+            return ColumnForm.SCALAR if column.ndim == 1 else ColumnForm.DENSE
         raise TypeError(
             f"column {name!r} is an array {column.dtype}{list(column.shape)}; expected numbers, or objects [N]"
         )
     if isinstance(column, (list, tuple)):
         arrays = [row for row in column if isinstance(row, np.ndarray)]
         if not column or len(arrays) < len(column):
-            return Form.OBJECT
+            return ColumnForm.OBJECT
         if any(row.ndim < 1 or row.dtype.kind not in "biuf" for row in arrays):
             raise TypeError(
                 f"column {name!r} is a list of arrays; each row must hold numbers and have a first dimension"
             )
-        return Form.JAGGED
+        return ColumnForm.JAGGED
     raise TypeError(
         f"column {name!r} is a {type(column).__module__}.{type(column).__name__}; expected a numpy array, a Jagged column "
         "or a list (a tensor as tensor.cpu().numpy())"
     )
 
 
-def keep(form: Form, row: Any) -> Any:
+def keep(form: ColumnForm, row: Any) -> Any:
     """The row as the store keeps it: a copy of its own, arrays read-only."""
-    if form is Form.OBJECT:
+    if form is ColumnForm.OBJECT:
         return clone(row)
-    if form is Form.SCALAR:
+    if form is ColumnForm.SCALAR:
         return row  # a numpy scalar: immutable
     copy = np.array(row, order="C")
     copy.setflags(write=False)
     return copy
 
 
-def join(form: Form, rows: Sequence[Any], name: str) -> Column:
+def join(form: ColumnForm, rows: Sequence[Any], name: str) -> Column:
     """A column of rows that `keep` made; copies. Errors: DataError where dense rows have different shapes."""
-    if form is Form.OBJECT:
+    if form is ColumnForm.OBJECT:
         column = np.empty(len(rows), dtype=object)  # np.array() would look into lists and make them dimensions
         for index, row in enumerate(rows):
             column[index] = clone(row)
         return column
-    if form is Form.JAGGED:
+    if form is ColumnForm.JAGGED:
         return Jagged.from_rows(rows)
     shapes = sorted({np.shape(row) for row in rows})
     if len(shapes) > 1:

@@ -28,7 +28,7 @@ class Source(Protocol):
         ...
 
 
-class Sink(Protocol):
+class ColumnSink(Protocol):
     """Where results are written."""
 
     def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta:
@@ -64,7 +64,9 @@ def fetch(
     return {name: _column(name, arrays, objects) for name in order}
 
 
-def write_back(sink: Sink | None, meta: BatchMeta, columns: Mapping[str, Any], coordinates: Coordinates) -> BatchMeta:
+def write_back(
+    sink: ColumnSink | None, meta: BatchMeta, columns: Mapping[str, Any], coordinates: Coordinates
+) -> BatchMeta:
     """More columns for these rows: every rank of a replica calls, the one at tp = cp = pp = 0 writes.
 
     Returns the batch with these fields, on every rank. Errors: DataError, before anything is written and on every rank,

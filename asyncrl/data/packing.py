@@ -38,7 +38,7 @@ Columns: TypeAlias = Mapping[str, Column]  # of a group
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PackedRow:
     """One trajectory to be packed. `forward`: suffix tokens that run; `scored`: indices [s] into the trajectory."""
 
     trajectory: Trajectory
@@ -57,9 +57,9 @@ class _Tree:
     prefix: npt.NDArray[Any]
     # [L, layers, k] of the member that gave the prefix, where it has some.
     routes: npt.NDArray[Any] | None = None
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[_PackedRow] = field(default_factory=list)
 
-    def takes(self, row: _Row, prefix: npt.NDArray[Any]) -> bool:
+    def takes(self, row: _PackedRow, prefix: npt.NDArray[Any]) -> bool:
         """Whether `row` can stand behind the prefix, or gives the first one."""
         if not prefix.size or not self.prefix.size:
             return True
@@ -112,7 +112,7 @@ def pack_groups(
     return [_assemble(trees) for trees in microbatches]
 
 
-def _rows(group: Group, advantages: npt.ArrayLike, columns: Columns) -> list[_Row]:
+def _rows(group: Group, advantages: npt.ArrayLike, columns: Columns) -> list[_PackedRow]:
     """The group's trajectories, longest forward part first (equal lengths in member order)."""
     values = np.asarray(advantages, dtype=np.float64).reshape(-1)
     if values.size != len(group.trajectories):
@@ -128,7 +128,7 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: Columns) -> list[_Ro
                 f"prompt has {trajectory.prompt_length} tokens; only what follows a prompt can be trained"
             )
         forward = int(scored[-1]) - trajectory.prompt_length if scored.size else 0
-        rows.append(_Row(trajectory, advantage, scored, _piece(scored), forward, place, columns))
+        rows.append(_PackedRow(trajectory, advantage, scored, _piece(scored), forward, place, columns))
     return sorted(rows, key=lambda row: -row.forward)
 
 
@@ -138,7 +138,7 @@ def _piece(scored: npt.NDArray[np.int64]) -> slice | None:
     return slice(int(scored[0]), int(scored[-1]) + 1)
 
 
-def _prefix(row: _Row) -> npt.NDArray[Any]:
+def _prefix(row: _PackedRow) -> npt.NDArray[Any]:
     """A view of the prompt; nothing where no token is scored."""
     return row.trajectory.tokens[: row.trajectory.prompt_length if row.scored.size else 0]
 
@@ -201,7 +201,7 @@ def _assemble(trees: list[_Tree]) -> Microbatch:
     )
 
 
-def _empty_routes(rows: Sequence[_Row], packed: int) -> npt.NDArray[Any] | None:
+def _empty_routes(rows: Sequence[_PackedRow], packed: int) -> npt.NDArray[Any] | None:
     """[T, layers, k] of -1, where a row has routes. Errors: DataError where rows are of different models."""
     found = [row.trajectory.routed_experts for row in rows if row.trajectory.routed_experts is not None]
     if not found:
@@ -212,7 +212,7 @@ def _empty_routes(rows: Sequence[_Row], packed: int) -> npt.NDArray[Any] | None:
     return np.full((packed, *shapes[0]), MISSING, np.result_type(*found))
 
 
-def _scored(rows: Sequence[_Row], name: str, dtype: Any) -> npt.NDArray[Any]:
+def _scored(rows: Sequence[_PackedRow], name: str, dtype: Any) -> npt.NDArray[Any]:
     """[S]: the scored tokens' part of a per-token column, each number copied once."""
     joined = np.empty(sum(row.scored.size for row in rows), dtype)
     start = 0
@@ -230,7 +230,7 @@ def _scored(rows: Sequence[_Row], name: str, dtype: Any) -> npt.NDArray[Any]:
     return joined
 
 
-def _written(rows: Sequence[_Row], name: str) -> npt.NDArray[np.float32] | None:
+def _written(rows: Sequence[_PackedRow], name: str) -> npt.NDArray[np.float32] | None:
     """[S] of a written column; None where a row that has scored tokens lacks it."""
     scored = [row for row in rows if row.scored.size]
     if not scored or any(name not in row.columns for row in scored):

@@ -53,7 +53,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """How many ranks there are along each axis."""
 
     dp: int = 1

@@ -54,7 +54,7 @@ Late = Literal["wait", "drop"]
 
 
 @dataclass(slots=True)
-class Entry:
+class ReservedGroup:
     """A group that holds a slot and is not trained yet. `rank` is the one that admitted it."""
 
     ticket: Ticket
@@ -73,7 +73,7 @@ class Reservation:
     ranks: int = 1
     warmup: int = 0  # turns below this one: only the slots of one step
     by_rank: bool = False  # each rank has its share of every step
-    entries: dict[int, Entry] = field(default_factory=dict)  # by group id, in admission order
+    entries: dict[int, ReservedGroup] = field(default_factory=dict)  # by group id, in admission order
     held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
     acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
     exhausted: list[bool] = field(default_factory=list)  # per rank: it will admit no more
@@ -159,7 +159,7 @@ class Reservation:
             slots=self.slots.total,
         )
 
-    def first_live(self) -> Entry | None:
+    def first_live(self) -> ReservedGroup | None:
         """The one with the earliest deadline, which the open step waits for."""
         return min((e for e in self.entries.values() if not e.claimed), key=lambda e: e.ticket.deadline, default=None)
 
@@ -211,7 +211,7 @@ class Reservation:
             return False, None
         self.slots.take()
         ticket = Ticket(group_id, admitted, deadline)
-        self.entries[group_id] = Entry(ticket, rank)
+        self.entries[group_id] = ReservedGroup(ticket, rank)
         self.admitted += 1
         return True, ticket
 
@@ -303,7 +303,7 @@ class Reservation:
             self.trained += count
         return bool(over)
 
-    def _live_entry(self, ticket: Ticket) -> Entry:
+    def _live_entry(self, ticket: Ticket) -> ReservedGroup:
         entry = self.entries.get(ticket.group_id)
         if entry is None or entry.ticket != ticket:
             raise LedgerError(f"group {ticket.group_id} holds no slot: it was never admitted, or has ended already")
@@ -337,7 +337,7 @@ class Reservation:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Reservation:
         """The inverse of `to_state`."""
-        entries = {g: Entry(Ticket(g, a, d), rank, bool(c)) for g, a, d, rank, c in state["entries"]}
+        entries = {g: ReservedGroup(Ticket(g, a, d), rank, bool(c)) for g, a, d, rank, c in state["entries"]}
         admitted, trained, dropped, failed = state["counts"]
         return cls(
             groups_per_step=state["k"],

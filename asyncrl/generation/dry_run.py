@@ -26,7 +26,7 @@ SMALLEST = 1e-6  # keeps logarithms of keyed uniform numbers finite
 
 
 @dataclass(slots=True)
-class _Row:
+class _DryRow:
     """A made-up completion, decided at admission; only the versions come step by step."""
 
     tokens: Int32Array  # [C]
@@ -62,10 +62,10 @@ class DryRunEngine(OwnedEngine):
         self._decode_step_s = decode_step_s
         self._length_sigma = length_sigma
         self._seed = seed
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _DryRow] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
 
-    def _draw(self, job: Job) -> _Row:
+    def _draw(self, job: Job) -> _DryRow:
         sampling = job.request.sampling
         random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
         median = max(1, sampling.max_tokens // 2)
@@ -77,7 +77,7 @@ class DryRunEngine(OwnedEngine):
         if stops:
             tokens[-1] = sampling.stop_token_ids[0] if sampling.stop_token_ids else EOS
         logprobs = np.log(np.maximum(random.random(length), SMALLEST)).astype(np.float32)
-        return _Row(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
+        return _DryRow(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
 
     async def _prepare(self) -> None:
         """Nothing to allocate."""
@@ -110,7 +110,7 @@ class DryRunEngine(OwnedEngine):
         self.recorder.count("engine/tokens", rows)
         return [(self._running[slot], self._generation(self._rows[slot])) for slot in ended]
 
-    def _generation(self, row: _Row) -> Generation:
+    def _generation(self, row: _DryRow) -> Generation:
         versions = np.array(row.versions, dtype=np.int32)
         return Generation(row.tokens, row.logprobs, row.logprobs.copy(), versions, row.reason)
 

@@ -19,7 +19,7 @@ from asyncrl.errors import EngineClosed, LifecycleError
 WHO = "engine"
 
 
-class State(Enum):
+class EngineState(Enum):
     """The life of an engine."""
 
     NEW = "new"
@@ -31,7 +31,7 @@ class EngineLife(ABC):
     """Base of all engines; see the module docstring."""
 
     def __init__(self) -> None:
-        self._state = State.NEW
+        self._state = EngineState.NEW
         self._failure: BaseException | None = None
         self._tasks: TaskGroup | None = None
         self._opened_in: asyncio.Task[Any] | None = None
@@ -50,9 +50,9 @@ class EngineLife(ABC):
         return self._failure is not None
 
     async def __aenter__(self) -> Self:
-        if self._state is not State.NEW:
+        if self._state is not EngineState.NEW:
             raise LifecycleError(f"this engine is {self._state.value}: an engine is opened once; make a new one")
-        self._state = State.OPEN
+        self._state = EngineState.OPEN
         self._opened_in = asyncio.current_task()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -65,7 +65,7 @@ class EngineLife(ABC):
         if asyncio.current_task() is not self._opened_in:
             raise LifecycleError("an engine is closed in the task that opened it; this is another one")
         tasks, self._tasks = self._tasks, None
-        self._state = State.CLOSED
+        self._state = EngineState.CLOSED
         tasks.cancel_scope.cancel()
         # A cancellation that our own failed owner caused must be given back to its scope; anything else goes on as it
         # came.
@@ -84,10 +84,10 @@ class EngineLife(ABC):
     def _require_open(self) -> None:
         if self._failure is not None:
             raise self._reason()
-        if self._state is not State.OPEN:
+        if self._state is not EngineState.OPEN:
             raise EngineClosed(
                 "the engine was never opened: use it inside `async with engine`"
-                if self._state is State.NEW
+                if self._state is EngineState.NEW
                 else "the engine is closed"
             )
 
@@ -105,7 +105,7 @@ class EngineLife(ABC):
         failed = error is not None and not isinstance(error, asyncio.CancelledError)
         if failed and self._failure is None:
             self._failure = error
-        self._state = State.CLOSED
+        self._state = EngineState.CLOSED
         for future in self._forget():
             if not future.done():
                 future.set_exception(self._reason())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.columns import Form, Jagged, clone, join, keep, materialize, nbytes, split, trim
+from asyncrl.data.columns import ColumnForm, Jagged, clone, join, keep, materialize, nbytes, split, trim
 from asyncrl.errors import DataError
 
 lengths_of_rows = st.lists(st.integers(0, 7), max_size=8)
@@ -80,27 +80,27 @@ def test_nothing_is_cut_off_and_bad_jagged_columns_are_refused() -> None:
 @pytest.mark.parametrize(
     "column, form",
     [
-        (np.arange(3), Form.SCALAR),
-        (np.array([True, False, True]), Form.SCALAR),
-        (np.zeros((3, 2)), Form.DENSE),
-        (np.zeros((3, 2, 0)), Form.DENSE),
-        ([np.zeros(1), np.zeros(2), np.zeros(0)], Form.JAGGED),
-        (["a", None, "c"], Form.OBJECT),
-        ([[{"role": "user"}], [], {"x": (1, [2])}], Form.OBJECT),
-        (np.array(["a", "b", "c"]), Form.OBJECT),
-        (np.array(["a", None, [1, 2]], object), Form.OBJECT),
-        ([1.0, None, 2], Form.OBJECT),
+        (np.arange(3), ColumnForm.SCALAR),
+        (np.array([True, False, True]), ColumnForm.SCALAR),
+        (np.zeros((3, 2)), ColumnForm.DENSE),
+        (np.zeros((3, 2, 0)), ColumnForm.DENSE),
+        ([np.zeros(1), np.zeros(2), np.zeros(0)], ColumnForm.JAGGED),
+        (["a", None, "c"], ColumnForm.OBJECT),
+        ([[{"role": "user"}], [], {"x": (1, [2])}], ColumnForm.OBJECT),
+        (np.array(["a", "b", "c"]), ColumnForm.OBJECT),
+        (np.array(["a", None, [1, 2]], object), ColumnForm.OBJECT),
+        ([1.0, None, 2], ColumnForm.OBJECT),
     ],
 )
-def test_every_form_goes_in_and_comes_out_as_it_was(column: Any, form: Form) -> None:
+def test_every_form_goes_in_and_comes_out_as_it_was(column: Any, form: ColumnForm) -> None:
     found, rows = split(column, 3, "x")
     back = join(form, [keep(form, row) for row in rows], "x")
     assert found is form and len(back) == 3
     for a, b in zip(back, column, strict=True):
         assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
-    if isinstance(column, np.ndarray) and form is not Form.OBJECT:
+    if isinstance(column, np.ndarray) and form is not ColumnForm.OBJECT:
         assert isinstance(back, np.ndarray) and back.dtype == column.dtype and back.shape == column.shape
-    if form is Form.OBJECT:
+    if form is ColumnForm.OBJECT:
         assert isinstance(back, np.ndarray) and back.dtype == object and back.shape == (3,)
 
 
@@ -136,6 +136,6 @@ def test_copies_share_nothing_and_sizes_count_contents() -> None:
     assert copy["a"][1]["b"].tolist() == [0, 0] and len(copy["a"]) == 2 and copy["c"] == ({"x"},)
     assert nbytes(np.zeros(3, np.float32)) == 12 and nbytes(np.float16(1)) == 2
     assert nbytes({"ab": ["cde", b"f"]}) == 6 and nbytes(None) == 8
-    kept = keep(Form.JAGGED, np.arange(3)[::-1])
+    kept = keep(ColumnForm.JAGGED, np.arange(3)[::-1])
     with pytest.raises(ValueError, match="read-only"):
         kept[0] = 1

@@ -18,9 +18,9 @@ import torch.distributed as dist
 import warm
 
 from asyncrl.data.batch_meta import BatchMeta
-from asyncrl.data.columns import Columns, Form, Jagged, join, keep, split
+from asyncrl.data.columns import ColumnForm, Columns, Jagged, join, keep, split
 from asyncrl.data.fetch import fetch, write_back
-from asyncrl.distributed.replica import Coordinates, Layout, ReplicaGroup
+from asyncrl.distributed.replica import Coordinates, RankLayout, ReplicaGroup
 from asyncrl.errors import ConfigError, DataError, FetchFailed, LifecycleError
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Table:
     """A source and a sink: rows by column and id, as one process may hold them. Copies in and out."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, tuple[Form, dict[str, Any]]] = {}
+        self.columns: dict[str, tuple[ColumnForm, dict[str, Any]]] = {}
         self.puts = 0
 
     def put(self, partition: str, ids: Sequence[str], columns: Mapping[str, Any]) -> BatchMeta:
@@ -162,17 +162,17 @@ def test_without_siblings_everybody_reads_and_leader_broadcast_is_refused() -> N
 RANK = """
 import sys, torch, torch.distributed as dist
 from asyncrl.data.batch_meta import BatchMeta
-from asyncrl.data.columns import Form, join
+from asyncrl.data.columns import ColumnForm, join
 from asyncrl.data.fetch import fetch
-from asyncrl.distributed.replica import Layout
+from asyncrl.distributed.replica import RankLayout
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
 meta = BatchMeta("p", ("a", "b"), ("text",))
 class Source:
     def get(self, meta, fields=None):
-        return {"text": join(Form.OBJECT, [f"of rank {rank}", None], "text")}
-assert Layout(dp=2).open_group(rank, torch.device("cpu")) is None
-group = Layout(tp=2).open_group(rank, torch.device("cpu"))
+        return {"text": join(ColumnForm.OBJECT, [f"of rank {rank}", None], "text")}
+assert RankLayout(dp=2).open_group(rank, torch.device("cpu")) is None
+group = RankLayout(tp=2).open_group(rank, torch.device("cpu"))
 assert group is not None and group.leads == (rank == 0)
 assert fetch(Source(), meta, group=group)["text"].tolist() == ["of rank 0", None]
 assert fetch(Source(), meta, group=group, policy="independent")["text"][0] == f"of rank {rank}"
@@ -194,9 +194,10 @@ def test_the_group_of_a_replica_is_made_from_the_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2), Layout(dp=2, tp=2), Layout(dp=3, tp=2, cp=2, pp=2), Layout(cp=4)]
+    "layout",
+    [RankLayout(), RankLayout(tp=2), RankLayout(dp=2, tp=2), RankLayout(dp=3, tp=2, cp=2, pp=2), RankLayout(cp=4)],
 )
-def test_every_replica_has_one_writer_whatever_its_shape(layout: Layout) -> None:
+def test_every_replica_has_one_writer_whatever_its_shape(layout: RankLayout) -> None:
     """tp = 2 with cp = 1 included: the writer is computed, not read off the group that fetches."""
     ranks = range(layout.world_size)
     places = [layout.coordinates(rank) for rank in ranks]
@@ -209,7 +210,7 @@ def test_every_replica_has_one_writer_whatever_its_shape(layout: Layout) -> None
 
 
 def test_write_back_writes_once_and_tells_every_rank_the_new_fields() -> None:
-    source, layout = Counting(), Layout(tp=2, pp=2)
+    source, layout = Counting(), RankLayout(tp=2, pp=2)
     before = source.table.puts
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
@@ -230,4 +231,4 @@ def test_an_unknown_axis_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"\['ep'\] are not known"):
         Coordinates.of({"tp": 0, "ep": 1})
     with pytest.raises(ConfigError, match="rank 4 of a layout of 4 ranks"):
-        Layout(tp=4).coordinates(4)
+        RankLayout(tp=4).coordinates(4)

@@ -124,7 +124,9 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
     for chunk in (range(8), range(8, 31), range(31, 40)):
         own = [(row, chunk.start, min(length, chunk.stop) - chunk.start) for row, length in enumerate(lengths)]
         own = sorted((part for part in own if part[2] > 0), key=lambda part: part[1:])
-        plan = plans.ExtendPlan(stored, [plans.Piece(row, *part) for row, *part in ((r, r, *rest) for r, *rest in own)])
+        plan = plans.ExtendPlan(
+            stored, [plans.PromptPiece(row, *part) for row, *part in ((r, r, *rest) for r, *rest in own)]
+        )
         packed = [torch.cat([tokens[row][i][first : first + n] for row, first, n in own]) for i in range(3)]
         out = plan.attend(1, packed[0], packed[1], packed[2], 0.3, terms)
         for part, (row, first, n) in zip(out.split([n for _, _, n in own]), own, strict=True):

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from asyncrl.models.attention.ragged import Geometry
+from asyncrl.models.attention.ragged import RaggedRows
 
 
 class ReferenceKernel:
@@ -17,7 +17,7 @@ class ReferenceKernel:
     def __init__(self) -> None:
         self.calls = 0
 
-    def forward(self, qkv: Sequence[Tensor], rows: Geometry, scaling: float) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         self.calls += 1
         query, key, value = qkv
         out = torch.full(query.shape, torch.nan, dtype=query.dtype)
@@ -31,7 +31,7 @@ class ReferenceKernel:
             out[own] = torch.einsum("hqk,khd->qhd", weights, _expanded(value[seen], query))
         return out, lse
 
-    def cached(self, qkv: Sequence[Tensor], rows: Geometry, used_N: Tensor, scaling: float) -> Tensor:
+    def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
         self.calls += 1
         query, key, value = qkv
         assert used_N.dtype == torch.int32 and int(used_N.max()) <= rows.keys.longest and rows.causal
@@ -45,7 +45,7 @@ class ReferenceKernel:
         return out
 
     def backward(
-        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: Geometry, scaling: float
+        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Dao et al., arXiv:2205.14135, algorithm 4, of whole rows."""
         self.calls += 1
@@ -63,7 +63,7 @@ class ReferenceKernel:
                 target[seen] = part.unflatten(1, (key.shape[1], -1)).sum(2).to(target.dtype)
         return found[0], found[1], found[2]
 
-    def _rows(self, qkv: Sequence[Tensor], rows: Geometry) -> Iterator[tuple[slice, slice]]:
+    def _rows(self, qkv: Sequence[Tensor], rows: RaggedRows) -> Iterator[tuple[slice, slice]]:
         for ends, packed in ((rows.queries, qkv[0]), (rows.keys, qkv[1])):
             assert ends.ends.dtype == torch.int32 and int(ends.ends[0]) == 0 and int(ends.ends[-1]) == packed.shape[0]
             lengths = ends.ends.diff()
@@ -78,7 +78,7 @@ def _expanded(part: Tensor, query: Tensor) -> Tensor:
     return part.repeat_interleave(query.shape[1] // part.shape[1], 1)
 
 
-def _scores(q: Tensor, k: Tensor, rows: Geometry, scaling: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rows: RaggedRows, scaling: float) -> Tensor:
     scores = torch.einsum("qhd,khd->hqk", q, _expanded(k, q)).to(torch.promote_types(q.dtype, torch.float32)) * scaling
     if rows.causal:
         ahead = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))

@@ -31,7 +31,7 @@ from asyncrl.types import GenerationRequest, Int64Array, RoutesArray
 
 from .cache import KVCache
 from .graphs import DecodeGraphs
-from .plans import DecodePlan, ExtendPlan, Piece
+from .plans import DecodePlan, ExtendPlan, PromptPiece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
@@ -225,11 +225,11 @@ class Core:
             parts.append(self.sampler.draw(logits, self.sequences.parameters(own)))
         return Sampled.read(parts)
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[PromptPiece]:
         """What to compute now: sequences that are behind, oldest row first, within the budget; prompts shared."""
         columns, budget = self.sequences, self.prefill_tokens
         rows = columns.rows
-        pieces: list[Piece] = []
+        pieces: list[PromptPiece] = []
         computing: set[PrefixKey] = set()  # prompts that a piece of this closure computes
         for slot in rows[columns.cached[rows] < columns.length[rows] - 1].tolist():
             key = columns.prefix_key[slot]
@@ -243,12 +243,12 @@ class Core:
             start = int(columns.cached[slot])
             length = min(int(columns.length[slot]) - 1 - start, budget)
             if length > 0:
-                pieces.append(Piece(slot, int(columns.row_of[slot]), start, length))
+                pieces.append(PromptPiece(slot, int(columns.row_of[slot]), start, length))
                 budget -= length
         pieces.sort(key=lambda piece: (piece.start, piece.length))  # equal ones share an attention call
         return pieces
 
-    def _extend(self, pieces: list[Piece]) -> None:
+    def _extend(self, pieces: list[PromptPiece]) -> None:
         columns, device = self.sequences, self.cache.device
         tokens = np.concatenate([columns.tokens[s.slot, s.start : s.start + s.length] for s in pieces])
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in pieces])
@@ -261,7 +261,7 @@ class Core:
             columns.cached[piece.slot] = piece.start + piece.length
             self._register(piece.slot)
 
-    def _note(self, pieces: list[Piece], routes: Routes) -> None:
+    def _note(self, pieces: list[PromptPiece], routes: Routes) -> None:
         """Where the tokens of prompts went, in the cache that is there now. A sequence that has sampled keeps the routes that it
         began with, its prompt's (`Sequences.keep_first_routes`) and those of what follows."""
         columns, found, start = self.sequences, routes.numpy(), 0

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.general import attend_seen, cut, visible
 from asyncrl.models.attention.interface import PLAIN, AttentionTerms, Routed
-from asyncrl.models.attention.ragged import Ends, Geometry
+from asyncrl.models.attention.ragged import Ends, RaggedRows
 from asyncrl.models.copying import to_device
 from asyncrl.models.native import library as native
 from asyncrl.types import Int64Array
@@ -95,7 +95,7 @@ class _RaggedRows:
         self.write(layer, key, value)
         assert self.cache.kernel is not None
         keys, values = self.cache.flat_keys[layer], self.cache.flat_values[layer]
-        rows = Geometry(self._queries, self._keys, True, window)
+        rows = RaggedRows(self._queries, self._keys, True, window)
         return self.cache.kernel.cached((query, keys, values), rows, self._used, scaling)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -232,7 +232,7 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, attn_mask: Te
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """Tokens [start..start + length) of the sequence in `row`, to be written behind what the row already holds."""
 
     slot: int
@@ -247,7 +247,7 @@ class ExtendPlan(Routed):
     Neighbouring pieces that start at 0 and have equal length share one attention call: sort them so.
     """
 
-    def __init__(self, cache: KVCache, pieces: list[Piece]) -> None:
+    def __init__(self, cache: KVCache, pieces: list[PromptPiece]) -> None:
         self.cache = cache
         self.pieces = pieces
         self.offsets = np.cumsum([0, *(piece.length for piece in pieces)]).tolist()
@@ -268,7 +268,7 @@ class ExtendPlan(Routed):
             return
         self.masks = {index: self._mask(piece) for index, piece in enumerate(pieces) if piece.start}
 
-    def _mask(self, piece: Piece) -> Tensor:
+    def _mask(self, piece: PromptPiece) -> Tensor:
         """Additive [length, start + length]: causal behind a start that is visible as a whole."""
         device, dtype = self.cache.device, self.cache.data.dtype
         end = piece.start + piece.length

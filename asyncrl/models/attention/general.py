@@ -36,7 +36,7 @@ _PADDING = 1.25  # most padded scores per real score in a bin
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class QueryBlock:
     """Queries at positions [first, end) of a row, keys at [low, end)."""
 
     row: Row
@@ -181,7 +181,7 @@ def _weights(
     return torch.softmax(scores, -1), slope
 
 
-def cut(row: Row, window: int | None, heads: int) -> list[Block]:
+def cut(row: Row, window: int | None, heads: int) -> list[QueryBlock]:
     """The own tokens of a row, in order."""
     _, prefix, _, own = row
     first, total = prefix, prefix + own
@@ -192,14 +192,14 @@ def cut(row: Row, window: int | None, heads: int) -> list[Block]:
         low = 0 if window is None else max(0, first - window + 1)
         fit = _BLOCK_BYTES // (4 * heads * (first - low + most))
         end = min(total, first + max(min(most, fit), _FEW_QUERIES))
-        blocks.append(Block(row, low, first, end))
+        blocks.append(QueryBlock(row, low, first, end))
         first = end
     return blocks
 
 
-def _share_out(blocks: list[Block], heads: int) -> list[list[Block]]:
+def _share_out(blocks: list[QueryBlock], heads: int) -> list[list[QueryBlock]]:
     """Sort by size, then cut where padding would pass `_PADDING` or the scores `_BIN_BYTES`."""
-    bins: list[list[Block]] = []
+    bins: list[list[QueryBlock]] = []
     real = length = 0
     for block in sorted(blocks, key=lambda block: (-block.width, -block.length)):
         own = block.width * block.length
@@ -215,7 +215,7 @@ def _share_out(blocks: list[Block], heads: int) -> list[list[Block]]:
     return bins
 
 
-def _make_band(blocks: list[Block], device: torch.device) -> _Band:
+def _make_band(blocks: list[QueryBlock], device: torch.device) -> _Band:
     members = np.array([(*block.row[:3], block.low, block.first, block.end) for block in blocks], np.int64)
     _, prefix, start, _, first, end = (column[:, None] for column in members.T)
     length = max(block.length for block in blocks)

@@ -45,7 +45,7 @@ class Ends(NamedTuple):
     longest: int
 
 
-class Geometry(NamedTuple):
+class RaggedRows(NamedTuple):
     """Which keys the queries of each row see: all; or, `causal`, those up to the query, where the last query stands at the last
     key; and of these the last `window`."""
 
@@ -58,16 +58,16 @@ class Geometry(NamedTuple):
 class Kernel(Protocol):
     """See the module. `qkv`: packed queries, keys and values."""
 
-    def forward(self, qkv: Sequence[Tensor], rows: Geometry, scaling: float) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         """(output, log-sum-exp float32 or wider). Without a graph."""
         ...
 
-    def cached(self, qkv: Sequence[Tensor], rows: Geometry, used_N: Tensor, scaling: float) -> Tensor:
+    def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
         """The output over the first `used_N` keys (int32) of each row, which begin at `rows.keys.ends`, in any order."""
         ...
 
     def backward(
-        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: Geometry, scaling: float
+        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values. `out`, `lse`: of all keys that a query sees, these and others."""
         ...
@@ -76,13 +76,13 @@ class Kernel(Protocol):
 class FlashKernel:
     """The kernel of torch: its variable-length FlashAttention."""
 
-    def forward(self, qkv: Sequence[Tensor], rows: Geometry, scaling: float) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         found = torch.ops.aten._flash_attention_forward(
             *qkv, *_sizes(rows), 0.0, rows.causal, False, scale=scaling, window_size_left=_left(rows.window)
         )
         return found[0], found[1]
 
-    def cached(self, qkv: Sequence[Tensor], rows: Geometry, used_N: Tensor, scaling: float) -> Tensor:
+    def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
         found: Tensor = torch.ops.aten._flash_attention_forward(
             *qkv, *_sizes(rows), 0.0, rows.causal, False,
             scale=scaling, window_size_left=_left(rows.window), seqused_k=used_N,
@@ -90,7 +90,7 @@ class FlashKernel:
         return found
 
     def backward(
-        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: Geometry, scaling: float
+        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         nothing = torch.empty(2, dtype=torch.uint64, device=grad.device)  # the state of a dropout that there is not
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -100,7 +100,7 @@ class FlashKernel:
         return found
 
 
-def _sizes(rows: Geometry) -> tuple[Tensor, Tensor, int, int]:
+def _sizes(rows: RaggedRows) -> tuple[Tensor, Tensor, int, int]:
     return rows.queries.ends, rows.keys.ends, rows.queries.longest, rows.keys.longest
 
 
@@ -138,7 +138,11 @@ def distance(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int
     shapes = (sum(lengths_q), heads), (sum(lengths_k), kv_heads), (sum(lengths_k), kv_heads), (sum(lengths_q), heads)
     *qkv, grad = (torch.randn(*shape, size, generator=draw).to(device, dtype) for shape in shapes)
     worst, scaling = 0.0, size**-0.5
-    for rows in (Geometry(queries, keys, False), Geometry(queries, keys, True), Geometry(queries, keys, True, 40)):
+    for rows in (
+        RaggedRows(queries, keys, False),
+        RaggedRows(queries, keys, True),
+        RaggedRows(queries, keys, True, 40),
+    ):
         out, lse = kernel.forward(qkv, rows, scaling)
         found = [out, *kernel.backward(grad, qkv, out, lse, rows, scaling)]
         wide = [part.double().requires_grad_() for part in qkv]
@@ -159,7 +163,7 @@ def _slices(lengths: list[int]) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(np.cumsum([0, *lengths]).tolist())]
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, rows: Geometry, scaling: float) -> Tensor:
+def _products(q: Tensor, k: Tensor, v: Tensor, rows: RaggedRows, scaling: float) -> Tensor:
     """[Q, H, D] of one row, by the definition."""
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scaling
@@ -183,14 +187,14 @@ class RaggedTree:
         rows = sorted(rows, key=lambda row: row[2])
         self.kernel = kernel
         own = ends_of([length for *_, length in rows], device)
-        self.own = Geometry(own, own, causal=True)
+        self.own = RaggedRows(own, own, causal=True)
         # Suffixes of one tree are adjacent: they attend to their prefix as one row.
         behind: dict[tuple[int, int], list[int]] = {}
         for prefix_start, prefix, start, length in rows:
             if prefix:
                 behind.setdefault((prefix_start, prefix), []).extend((start, start + length))
         queries = ends_of([max(places) - min(places) for places in behind.values()], device)
-        self.across = Geometry(queries, ends_of([prefix for _, prefix in behind], device), causal=False)
+        self.across = RaggedRows(queries, ends_of([prefix for _, prefix in behind], device), causal=False)
         self.suffixes = _index([(min(places), max(places)) for places in behind.values()], device)
         self.prefixes = _index([(start, start + length) for start, length in behind], device)
 
@@ -239,7 +243,7 @@ class RaggedWindow:
         tails = [min(prefix, window - 1) for _, prefix, _, _ in rows]
         queries = ends_of([length for *_, length in rows], device)
         keys = ends_of([tail + row[3] for tail, row in zip(tails, rows, strict=True)], device)
-        self.rows = Geometry(queries, keys, True, window)
+        self.rows = RaggedRows(queries, keys, True, window)
         spans = []
         for tail, (prefix_start, prefix, start, length) in zip(tails, rows, strict=True):
             spans += [(prefix_start + prefix - tail, prefix_start + prefix), (start, start + length)]

@@ -33,7 +33,7 @@ Row = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bin(RowBin):
+class _ScoreBin(RowBin):
     context: int  # P
     mask: Tensor  # [R, 1, L, 1, C] 0 or -inf
     prefixes: Tensor  # [R] length of each row's prefix
@@ -102,7 +102,7 @@ class RowAttention:
         for_value.copy_(sums[1])
 
 
-def _weights(q: Tensor, k: Tensor, own: _Bin, scaling: float, out: Tensor) -> None:
+def _weights(q: Tensor, k: Tensor, own: _ScoreBin, scaling: float, out: Tensor) -> None:
     """`out` = softmax(q k' scaling + mask): [R K, L G, D] and [R K, C, D] -> [R K, L G, C]; computed in the mask's dtype."""
     wide = own.mask.dtype
     scores = torch.bmm(q.to(wide).mul(scaling), k.to(wide).transpose(1, 2))
@@ -131,7 +131,7 @@ def share_out(rows: list[Row], heads: int) -> list[list[Row]]:
     return bins
 
 
-def _make_bin(rows: list[Row], dtype: torch.dtype) -> _Bin:
+def _make_bin(rows: list[Row], dtype: torch.dtype) -> _ScoreBin:
     prefix_start, prefix_length, start, lengths = (np.array(column)[:, None] for column in zip(*rows, strict=True))
     length, context = int(lengths.max()), int(prefix_length.max())
     offset, before = np.arange(length)[None], np.arange(context)[None]
@@ -143,7 +143,7 @@ def _make_bin(rows: list[Row], dtype: torch.dtype) -> _Bin:
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     real = (offset < lengths).reshape(-1)
     keys = np.concatenate([prefix, queries], 1)
-    return _Bin(
+    return _ScoreBin(
         rows=len(rows), length=length, width=context + length, context=context, queries=index_tensor(queries),
         keys=index_tensor(keys), mask=mask[:, None, :, None], prefixes=index_tensor(prefix_length),
         lengths=index_tensor(lengths), padding=index_tensor(np.flatnonzero(~real)), real=index_tensor(np.flatnonzero(real)),

@@ -58,7 +58,7 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bin:
+class _SpanBin:
     """Spans of tokens padded to one length. Rows of padding repeat a real token and get a zero gradient."""
 
     count: int
@@ -98,7 +98,7 @@ class TreePlan(Routed):
         self.longest = max((before.length + own.length for before, own in self.rows()), default=0)
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
         self._short: dict[tuple[int, torch.dtype], RowAttention | None] = {}
-        self._bins: dict[torch.device, list[_Bin]] = {}
+        self._bins: dict[torch.device, list[_SpanBin]] = {}
         self._rows: dict[torch.device, _PaddedRows] = {}
         self._ragged: dict[tuple[int | None, torch.dtype, torch.device], RaggedTree | RaggedWindow | None] = {}
 
@@ -274,7 +274,7 @@ class TreePlan(Routed):
             rows.append((before.start, before.length, span.start, span.length))
         return rows
 
-    def self_blocks(self, query: Tensor) -> list[_Span] | list[_Bin]:
+    def self_blocks(self, query: Tensor) -> list[_Span] | list[_SpanBin]:
         """The causal blocks: single spans as views where they are large, padded bins where they are small."""
         width = query.shape[1] * query.shape[2]
         flop = 4.0 * width * sum(span.length**2 for span in self.spans) / max(len(self.spans), 1)
@@ -391,7 +391,7 @@ def _slice(tensor: Tensor, span: _Span) -> Tensor:
     return tensor[span.start : span.start + span.length]
 
 
-def _take(tensor: Tensor, block: _Span | _Bin, zero_padding: bool = False) -> Tensor:
+def _take(tensor: Tensor, block: _Span | _SpanBin, zero_padding: bool = False) -> Tensor:
     """[T, X, Y] -> [rows, X, length, Y] of one block; a view where the block is a single span."""
     if isinstance(block, _Span):
         return _slice(tensor, block).transpose(0, 1).unsqueeze(0)
@@ -401,7 +401,7 @@ def _take(tensor: Tensor, block: _Span | _Bin, zero_padding: bool = False) -> Te
     return rows.view(block.count, block.length, *tensor.shape[1:]).transpose(1, 2)
 
 
-def _put(tensor: Tensor, block: _Span | _Bin, part: Tensor) -> None:
+def _put(tensor: Tensor, block: _Span | _SpanBin, part: Tensor) -> None:
     """The inverse of `_take`: overwrite the block's tokens."""
     if isinstance(block, _Span):
         _slice(tensor, block).copy_(part[0].transpose(0, 1))
@@ -410,9 +410,9 @@ def _put(tensor: Tensor, block: _Span | _Bin, part: Tensor) -> None:
     tensor.index_copy_(0, block.target, rows.index_select(0, block.real) if block.padding.numel() else rows)
 
 
-def _make_bins(spans: list[_Span], device: torch.device) -> list[_Bin]:
+def _make_bins(spans: list[_Span], device: torch.device) -> list[_SpanBin]:
     """Sort by length, then cut where padding would pass `_PADDING`."""
-    bins: list[_Bin] = []
+    bins: list[_SpanBin] = []
     members: list[_Span] = []
     real = 0
     for span in sorted(spans, key=lambda span: -span.length):
@@ -426,7 +426,7 @@ def _make_bins(spans: list[_Span], device: torch.device) -> list[_Bin]:
     return bins
 
 
-def _make_bin(members: list[_Span], device: torch.device) -> _Bin:
+def _make_bin(members: list[_Span], device: torch.device) -> _SpanBin:
     length = max(span.length for span in members)
     offset = np.arange(length)[None]
     lengths = np.array([span.length for span in members])[:, None]
@@ -437,7 +437,7 @@ def _make_bin(members: list[_Span], device: torch.device) -> _Bin:
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return to_device(np.ascontiguousarray(array.astype(np.int64)), device)
 
-    return _Bin(
+    return _SpanBin(
         len(members), length, tensor(gather), tensor(np.flatnonzero(~valid)), tensor(np.flatnonzero(valid)),
         tensor(gather[valid]),
     )  # fmt: skip
