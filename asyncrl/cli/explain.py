@@ -15,11 +15,9 @@ from asyncrl.algorithms import importance, kl, registry
 from asyncrl.algorithms.losses.loss import LossMethod
 from asyncrl.algorithms.method import Conflict, Method
 from asyncrl.config.describe import refusal, short
-from asyncrl.config.fields import Knob, knobs, nearest_name
+from asyncrl.config.fields import Knob, knobs, nearest_name, other_name
 from asyncrl.config.imports import load_object
 from asyncrl.config.methods import SETTINGS, load_method
-from asyncrl.config.old_names import SPELLINGS, full_name
-from asyncrl.config.other_names import ABSENT, other_name
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.curves import is_share
 from asyncrl.telemetry.explained import metric, metrics
@@ -43,7 +41,7 @@ def explain(name: str) -> str:
 
 def known() -> list[str]:
     """Every name that can be explained, sorted."""
-    settings = [knob for full in (*knobs(), *SPELLINGS) for knob in (full, full.rpartition(".")[2])]
+    settings = [knob for full in knobs() for knob in (full, full.rpartition(".")[2])]
     methods = {*registry.LOSSES, *registry.ADVANTAGES, *importance.IMPORTANCE_MODES, *kl.KL_ESTIMATORS}
     return sorted({*methods, *settings, *metrics()})
 
@@ -59,8 +57,6 @@ def main(arguments: Sequence[str]) -> int:
         except ConfigError as error:
             print(f"asyncrl explain: {error}", file=sys.stderr)
             return error.exit_code
-        if not text and (instead := ABSENT.get(name.rpartition(".")[2])) is not None:
-            text = f"{name}: {instead}"
         if not text:
             setting = None if "/" in name else nearest_name(name)
             among = metrics() if "/" in name else known()
@@ -130,10 +126,8 @@ def _modes(name: str) -> Iterator[str]:
 
 
 def _settings(name: str) -> Iterator[str]:
-    spelt = [full for spelling, full in SPELLINGS.items() if spelling.rpartition(".")[2] == name]
-    wanted = {full_name(name), name, *spelt}
     for full, knob in knobs().items():
-        if full in wanted or full.rpartition(".")[2] == name:
+        if name in (full, full.rpartition(".")[2]):
             yield "\n".join(_setting(knob))
 
 
@@ -150,9 +144,6 @@ def _metrics(name: str) -> Iterator[str]:
 def _setting(knob: Knob) -> Iterator[str]:
     yield f"setting {knob.name}  ({knob.expected}; default {short(knob.default)})"
     yield knob.text
-    spelt = [spelling for spelling, full in SPELLINGS.items() if full == knob.name]
-    if spelt:
-        yield f"also written: {', '.join(spelt)}"
     if knob.name in SETTINGS:
         each = SETTINGS[knob.name]
         losses = registry.readers().get(each.flat, ())

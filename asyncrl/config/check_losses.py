@@ -1,4 +1,4 @@
-"""What the `algorithm` section must not say: settings that nothing reads, and what the chosen methods say against each other.
+"""What the chosen loss, advantage and terms say against each other and against the rest of the configuration.
 
 Every complaint names the value, the reason and the way out. The reasons are the methods' own (`algorithms/`); nothing about a
 single method stands here.
@@ -10,17 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.algorithms import registry
-from asyncrl.algorithms.importance import Importance
 from asyncrl.algorithms.losses.loss import LossMethod
-from asyncrl.algorithms.method import Around, Conflict, Method, Setting
+from asyncrl.algorithms.method import Around, Conflict
 from asyncrl.algorithms.terms import Terms
 from asyncrl.types import Normaliser
 
 from .fields import get
-from .methods import numbers, settings_of
+from .methods import numbers
 from .schema import AlgorithmConfig, Config
-
-_BOUNDS = ("cap", "floor", "veto")  # of the importance correction
 
 
 def chosen_loss(algorithm: AlgorithmConfig) -> LossMethod:
@@ -49,7 +46,7 @@ def check_losses(config: Config, streaming: bool) -> Iterator[str]:
     """`streaming`: groups are trained as they arrive, before the step's number of tokens and sequences is known."""
     algorithm = config.algorithm
     around, terms = _around(config, streaming), chosen_terms(algorithm)
-    yield from _unread_settings(algorithm, around.loss, terms)
+    yield from _check_sampler(config)
     yield from _check_centre(algorithm, around.loss)
     for method in (around.loss, *terms):
         yield from method.problems(around)
@@ -91,47 +88,6 @@ def _conflicts(conflicts: tuple[Conflict, ...], method: str, around: Around) -> 
     yield from (each.message(method, around) for each in conflicts if each.when(around))
 
 
-def _unread_settings(algorithm: AlgorithmConfig, loss: LossMethod, terms: Terms) -> Iterator[str]:
-    """With a value of one's own, they would do nothing."""
-    readers = registry.readers()
-    estimators = {each.settings: name for name, each in registry.ADVANTAGES.items() if each.settings is not None}
-    read = {each.dotted for each in loss.settings()}
-    for dotted, each in settings_of(algorithm).items():
-        value = getattr(getattr(algorithm, each.section), each.name)
-        if value == each.default:
-            continue
-        losses = readers.get(each.flat, ())
-        if losses and dotted not in read and not _is_derived(algorithm, losses[0], each, value):
-            way_out = loss.instead.get(dotted) or f"leave it out, or use loss={' or '.join(losses)}"
-            yield f"{dotted} is {_said(value)} but loss is {algorithm.loss}, which does not read it; {way_out}"
-        for settings, name in estimators.items():
-            if each in settings.settings() and algorithm.advantage != name:
-                yield (
-                    f"{dotted} is {_said(value)} but advantage is {algorithm.advantage}, which does not read it; leave it out, "
-                    f"or use advantage={name}"
-                )
-    for term in terms:
-        yield from _unread_term(algorithm, term)
-
-
-def _unread_term(algorithm: AlgorithmConfig, term: Method) -> Iterator[str]:
-    if isinstance(term, Importance) and algorithm.old_logprobs == "sampler":
-        section: Any = algorithm.importance
-        given = [name for name in _BOUNDS if name in section.model_fields_set and getattr(section, name) is not None]
-        for name in given:
-            yield (
-                f"algorithm.importance.{name} is {getattr(section, name)} but old_logprobs is sampler: the two corrections are "
-                f"never applied together; set importance.{name}=null or old_logprobs=recompute"
-            )
-        return
-    if term.on:
-        return
-    for each in term.settings():
-        value = getattr(term, each.name)
-        if value != each.default and each.name not in term.switches:
-            yield f"{each.dotted} is {_said(value)} but {term.off}, or leave it out"
-
-
 def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]:
     if not algorithm.force_on_policy:
         return
@@ -144,7 +100,7 @@ def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]
         for each in loss.settings():
             if (value := getattr(loss, each.name)) != each.default:
                 yield (
-                    f"{each.dotted} is {_said(value)} but algorithm.force_on_policy is true: the ratio is always 1, and the bound "
+                    f"{each.dotted} is {said(value)} but algorithm.force_on_policy is true: the ratio is always 1, and the bound "
                     "would do nothing; leave one of them out"
                 )
     if algorithm.old_logprobs == "sampler":
@@ -154,11 +110,18 @@ def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]
         )
 
 
-def _is_derived(algorithm: AlgorithmConfig, loss: str, setting: Setting, value: Any) -> bool:
-    """Whether it is what leaving it out comes to: a run of an earlier version wrote that for every loss, and is resumed."""
-    left_out = {flat: number for flat, number in numbers(algorithm).items() if flat != setting.flat}
-    return bool(registry.make_loss(loss, **left_out).derived().get(setting.name) == value)
+def _check_sampler(config: Config) -> Iterator[str]:
+    if config.algorithm.old_logprobs != "sampler":
+        return
+    section: Any = config.algorithm.importance
+    for name in ("cap", "floor", "veto"):
+        if name in section.model_fields_set and (value := getattr(section, name)) is not None:
+            yield (
+                f"algorithm.importance.{name} is {value} but old_logprobs is sampler: the two corrections are never applied "
+                f"together; set importance.{name}=null or old_logprobs=recompute"
+            )
 
 
-def _said(value: Any) -> str:
+def said(value: Any) -> str:
+    """A value as YAML has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

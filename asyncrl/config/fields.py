@@ -1,196 +1,141 @@
-"""The schema as a flat table: every knob under its dotted name, with its type in words, its default and its sentence.
+"""The settings as a flat table, made of pydantic's JSON schema: each under its dotted name, with its types, default and sentence.
 
-Loading, `--help`, the diff of two configurations and the nearest-name search all read this one table.
+Loading, `--help`, the diff of two configurations and "did you mean" read this table.
 """
 
 from __future__ import annotations
 
 import difflib
-import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from dataclasses import dataclass, field
+from functools import cache, reduce
+from typing import Any
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from .old_names import SPELLINGS, full_name
-from .other_names import NOT_HERE, OTHER_NAMES, other_name
+from .methods import SETTINGS
+from .other_names import OTHER_NAMES
 from .schema import Config
 
-_PLAIN_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-_MISTYPED = 0.9  # one letter of ten
-_COMMON, _SIMILAR = 0.5, 0.6  # of words, of letters: from here on a name is suggested
-_BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+_WORDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "a mapping",
+}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+# Of letters: from here on a name is suggested.
+_SIMILAR = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One leaf of the configuration tree."""
+    """One setting."""
 
-    name: str  # dotted
-    annotation: Any
+    name: str
     default: Any
-    text: str  # the sentence under the field
-    expected: str  # the type and the bounds in words
-    secret: bool  # written nowhere
+    text: str
+    # A JSON schema for each type that it may have.
+    types: tuple[Mapping[str, Any], ...]
+    # Where it is a list of sections: the fields of one.
+    items: Mapping[str, Knob] = field(default_factory=dict)
 
-    @property
-    def _members(self) -> tuple[Any, ...]:
-        return tuple(_flat_union(self.annotation))
-
-    @property
-    def takes_text(self) -> bool:
-        """A free string is a legal value (a Literal is not free)."""
-        return str in self._members
-
-    @property
-    def takes_null(self) -> bool:
-        """Whether it may be null."""
-        return type(None) in self._members
-
-    @property
-    def takes_bool(self) -> bool:
-        """Whether it may be true or false: a flag without a value then means true."""
-        return bool in self._members
+    def takes(self, kind: str) -> bool:
+        """Whether every value of this JSON type is allowed."""
+        return any(each.get("type") == kind and not _choices(each) for each in self.types)
 
     @property
     def takes_texts(self) -> bool:
-        """Whether it may be a list of free strings."""
-        return tuple[str, ...] in self._members
+        """Whether it may be a list of any texts."""
+        return any(each.get("items", {}).get("type") == "string" and "enum" not in each["items"] for each in self.types)
 
     @property
-    def takes_list(self) -> bool:
-        """Whether it may be a list."""
-        return any(get_origin(member) is tuple for member in self._members)
+    def choices(self) -> list[Any]:
+        """The values of which it must be one, where there are such."""
+        return [value for each in self.types for value in _choices(each)]
 
     @property
-    def choices(self) -> tuple[Any, ...]:
-        """The values of a Literal, in order; empty for any other type."""
-        return tuple(value for m in self._members if get_origin(m) is Literal for value in get_args(m))
+    def expected(self) -> str:
+        """Types and bounds in words."""
+        if self.items:
+            return f"a list of {{{', '.join(self.items)}}}"
+        return " or ".join(map(_in_words, self.types))
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    if choices := _choices(schema):
+        return "one of " + ", ".join(map(str, choices))
+    if "anyOf" in schema:
+        return " or ".join(map(_in_words, schema["anyOf"]))
+    if schema["type"] == "array":
+        return "a list, each item " + _in_words(schema["items"])
+    bounds = " and ".join(f"{sign} {schema[bound]}" for bound, sign in _BOUNDS.items() if bound in schema)
+    return f"{_WORDS[schema['type']]} {bounds}".rstrip()
 
 
 @cache
 def knobs(schema: type[Config] = Config) -> Mapping[str, Knob]:
-    """Every leaf of the configuration by its dotted name, in the order of the schema."""
-    return {knob.name: knob for knob in _walk(schema, "")}
+    """Every setting by its dotted name, in the order of the schema."""
+    whole = schema.model_json_schema()
+    return {knob.name: knob for knob in _walk(whole, "", whole["$defs"])}
+
+
+def _walk(section: Mapping[str, Any], prefix: str, named: Mapping[str, Any]) -> Iterator[Knob]:
+    for key, about in section["properties"].items():
+        if "$ref" in about:
+            yield from _walk(_referred(about, named), f"{prefix}{key}.", named)
+            continue
+        item = _referred(about.get("items", {}), named)
+        items = {each.name: each for each in _walk(item, "", named)} if "properties" in item else {}
+        types = tuple(about.get("anyOf", [about]))
+        yield Knob(f"{prefix}{key}", about.get("default"), about.get("description", ""), types, items)
+
+
+def _referred(about: Mapping[str, Any], named: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = named[about["$ref"].rpartition("/")[2]] if "$ref" in about else about
+    return found
 
 
 @cache
-def sections(schema: type[Config] = Config) -> Mapping[str, type[BaseModel]]:
-    """Every section by its dotted name (`train`, `model.lora`, ...)."""
-    return dict(_walk_sections(schema, ""))
+def sections(schema: type[Config] = Config) -> frozenset[str]:
+    """Every section by its dotted name: `train`, `model.lora`."""
+    return frozenset(name.rpartition(".")[0] for name in knobs(schema)) - {""}
+
+
+@cache
+def _theirs() -> Mapping[str, str]:
+    return {**{each.flat: dotted for dotted, each in SETTINGS.items()}, **OTHER_NAMES}
+
+
+def other_name(name: str) -> str | None:
+    """What the setting is called here that goes by `name`, or by its last parts, in another code base or in a call of
+    `build_loss`."""
+    return next((_theirs()[tail] for tail in _tails(name) if tail in _theirs()), None)
 
 
 def nearest_name(name: str, schema: type[Config] = Config) -> str | None:
-    """The existing dotted name that was most likely meant by `name`, or None where nothing is similar.
+    """The dotted name that was most likely meant by `name`, or None where nothing is similar.
 
-    What other code bases call a knob is looked up (`other_names`). Else the one with most words in common, whole words or
-    their beginnings: `clip_grad_norm` finds `train.grad_clip`. Letters decide between equals, and find what is mistyped.
+    What others call a setting is looked up; else letters decide.
     """
-    last = name.rpartition(".")[2]
-    known = other_name(name)
-    if known is not None or last in NOT_HERE:
-        return known
-    if mistyped := difflib.get_close_matches(last, OTHER_NAMES, n=1, cutoff=_MISTYPED):
-        return OTHER_NAMES[mistyped[0]]
-
-    def score(candidate: str) -> tuple[float, float]:
-        tail = candidate.rpartition(".")[2]
-        words = _common_words(name, candidate) if full_name(candidate) in knobs(schema) else 0.0
-        whole = difflib.SequenceMatcher(None, name, candidate).ratio()
-        letters = max(whole, 0.95 * difflib.SequenceMatcher(None, last, tail).ratio())
-        return words if words >= _COMMON else 0.0, letters
-
-    best = max([*knobs(schema), *SPELLINGS, *sections(schema)], key=score)
-    words, letters = score(best)
-    return full_name(best) if words or letters >= _SIMILAR else None
+    if (found := other_name(name)) is not None:
+        return found
+    # The first section that has a setting of this name has it.
+    last = {full.rpartition(".")[2]: full for full in reversed([*knobs(schema)])}
+    names = {**last, **_theirs(), **{full: full for full in (*sections(schema), *knobs(schema))}}
+    near = (difflib.get_close_matches(tail, names, n=1, cutoff=_SIMILAR) for tail in _tails(name))
+    return next((names[each[0]] for each in near if each), None)
 
 
-def _common_words(name: str, candidate: str) -> float:
-    """Words of the last part of `name` that the last part of `candidate` has, in its section half, and half again for each
-    that the two sections share; over the words there are. 0 where only the sections are alike."""
-    (asked_section, _, asked), (section, _, tail) = name.rpartition("."), candidate.rpartition(".")
-    places = {**dict.fromkeys(section.split("."), 0.5), **dict.fromkeys(tail.split("_"), 1.0)}
-    words = asked.split("_")
-    found = sum(max((places[word] for word in places if _same_word(word, each)), default=0.0) for each in words)
-    shared = sum(0.5 for each in section.split(".") if any(_same_word(each, one) for one in asked_section.split(".")))
-    return 2 * (found + shared) / (len(words) + len(tail.split("_"))) if found else 0.0
-
-
-def _same_word(one: str, other: str) -> bool:
-    """Equal, or one the beginning of the other: eval, evaluate."""
-    short, long = sorted((one, other), key=len)
-    return (one == other != "") or (len(short) >= 3 and long.startswith(short))
+def _tails(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def get(config: Config, name: str) -> Any:
     """The value of a dotted name."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def item_of(knob: Knob) -> type[BaseModel] | None:
-    """The section of which a knob is a list; None for any other knob."""
-    lists = [member for member in _flat_union(knob.annotation) if get_origin(member) is tuple]
-    return _section(get_args(lists[0])[0]) if lists else None
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Knob]:
-    for key, info in model.model_fields.items():
-        if (section := _section(info.annotation)) is not None:
-            yield from _walk(section, f"{prefix}{key}.")
-        else:
-            text, secret = info.description or "", bool(info.exclude)
-            yield Knob(f"{prefix}{key}", info.annotation, info.default, text, expected(info), secret)
-
-
-def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    for key, info in model.model_fields.items():
-        if (section := _section(info.annotation)) is not None:
-            yield f"{prefix}{key}", section
-            yield from _walk_sections(section, f"{prefix}{key}.")
-
-
-def _flat_union(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from _flat_union(member)
-    else:
-        yield annotation
-
-
-def expected(info: FieldInfo) -> str:
-    """The type and the bounds of a field in words."""
-    bounds = [
-        f"{sign} {getattr(mark, attribute)}"
-        for mark in info.metadata
-        for attribute, sign in _BOUNDS
-        if getattr(mark, attribute, None) is not None
-    ]
-    words = [_in_words(member) for member in _flat_union(info.annotation)]
-    if bounds:
-        words[0] += " " + " and ".join(bounds)
-    return " or ".join(words)
-
-
-def _in_words(annotation: Any) -> str:
-    if annotation in _PLAIN_NAMES:
-        return _PLAIN_NAMES[annotation]
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(str(value) for value in get_args(annotation))
-    if get_origin(annotation) is dict:
-        return "a mapping"
-    if get_origin(annotation) is tuple:
-        item = get_args(annotation)[0]
-        if _section(item):
-            return "a list of {" + ", ".join(item.model_fields) + "}"
-        return "a list, each item " + _in_words(item)
-    return str(annotation)
+    return reduce(getattr, name.split("."), config)

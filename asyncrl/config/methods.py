@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
 from typing import Any, Literal
 
 from pydantic import create_model
@@ -25,33 +24,24 @@ SETTINGS: Mapping[str, Setting] = {each.dotted: each for each in registry.settin
 CENTRE = ("old_logprobs", "force_on_policy")
 
 
-def names(of: Mapping[str, Any]) -> Any:
-    """The type of a setting that names a method."""
-    return Literal[tuple(of)]
-
-
-@cache
-def sections() -> Mapping[str, type[Section]]:
-    """Every section of methods under `algorithm`, by its name."""
-    made = made_of(SETTINGS.values())
-    globals().update({each.__name__: each for each in made.values()})  # where pickle looks for them
-    return made
-
-
 def made_of(settings: Iterable[Setting]) -> dict[str, type[Section]]:
     """The sections that these settings make up, by name."""
     by_section: dict[str, dict[str, Any]] = {}
     for each in settings:
         annotation = Literal[each.choices] if each.choices else each.annotation
-        by_section.setdefault(each.section, {})[each.name] = (
-            annotation,
-            field(each.default, each.text, **each.bounds),
+        by_section.setdefault(each.section, {})[each.name] = annotation, field(each.default, each.text, **each.bounds)
+    return {
+        section: create_model(
+            section.title().replace("_", "") + "Config", __base__=Section, __module__=__name__, **found
         )
-    made = {}
-    for section, found in by_section.items():
-        name = "".join(map(str.capitalize, section.split("_"))) + "Config"
-        made[section] = create_model(name, __base__=Section, __module__=__name__, **found)
-    return made
+        for section, found in by_section.items()
+    }
+
+
+# Every section of methods under `algorithm`, by its name.
+SECTIONS: Mapping[str, type[Section]] = made_of(SETTINGS.values())
+# Where pickle looks for them.
+globals().update({each.__name__: each for each in SECTIONS.values()})
 
 
 def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type[Method] | None:
@@ -81,7 +71,7 @@ def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type
         declared = method.settings() if method is not None else ()
     except (TypeError, NameError) as error:
         raise refused(f"whose settings cannot be read: {error}") from error
-    taken = {*reserved, *sections()} - {loss.section for loss in registry.LOSSES.values()}
+    taken = {*reserved, *SECTIONS} - {loss.section for loss in registry.LOSSES.values()}
     flats = {each.flat for each in SETTINGS.values() if each.section in taken}
     section = method.section if method is not None else "own"
     if section in taken or not section.isidentifier() or flats & {each.flat for each in declared}:
@@ -123,4 +113,4 @@ def unread(algorithm: Any) -> list[str]:
     losses = {loss.section for loss in registry.LOSSES.values()} - {registry.loss_named(algorithm.loss).section}
     own = {name: each.settings.section for name, each in registry.ADVANTAGES.items() if each.settings is not None}
     others = {section for name, section in own.items() if name != algorithm.advantage}
-    return [section for section in sections() if section in losses | others]
+    return [section for section in SECTIONS if section in losses | others]

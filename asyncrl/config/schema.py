@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import create_model, field_validator, model_validator
+from pydantic import ValidationInfo, create_model, field_validator
+from pydantic_core import PydanticCustomError
 
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.types import HIGHEST_TEMPERATURE
 
-from .methods import SETTINGS, load_method, made_of, names, sections
-from .old_names import respelled
+from .methods import SECTIONS, SETTINGS, load_method, made_of
 from .schema_rollouts import DoorConfig, ReplayConfig, RerollConfig, RewardConfig, RolloutConfig
 from .schema_run import CheckpointConfig, RunConfig, TelemetryConfig, WatchdogConfig
 from .section import OptionalPath, Section, Untyped, field
@@ -44,11 +44,6 @@ class LoraConfig(Section):
         "Parameters with adapters that are no layer's weight, as in peft: stacked experts, like [experts.gate_up_proj].",
     )
     dropout: float = field(0.0, "Must be 0: sampler and trainer have to compute the same.", ge=0)
-
-    @field_validator("target_modules", "target_parameters", mode="before")
-    @classmethod
-    def _one_word(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 class ModelConfig(Section):
@@ -174,17 +169,23 @@ class GenerationConfig(Section):
         ge=1,
     )
 
-    @field_validator("devices", mode="before")
-    @classmethod
-    def _one_device(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
 
 class AlgorithmBase(Section):
     """What belongs to no method; the methods' own sections are added below."""
 
-    loss: str
-    advantage: str
+    loss: str = field(
+        "grpo",
+        "The loss, by name: `asyncrl explain NAME` has its formula and settings. Or `file.py:Class`, an `asyncrl.LossMethod` of "
+        "your own.",
+        json_schema_extra={"enum": [*LOSSES]},
+    )
+    advantage: str = field(
+        "grpo",
+        "The advantage estimator, by name: `asyncrl explain NAME`. Not with streaming, because they are of the whole step: "
+        f"{', '.join(name for name, each in ADVANTAGES.items() if each.needs_whole_step)}. Or `file.py:function`, one of "
+        "your own.",
+        json_schema_extra={"enum": [*ADVANTAGES]},
+    )
     old_logprobs: Literal["recompute", "sampler"] = field(
         "recompute", "Centre of the clip: the trainer's own log-probs before the update, or the sampler's."
     )
@@ -214,41 +215,31 @@ class AlgorithmBase(Section):
         "outside (door.ring, Runtime.submit); null is off.",
     )
 
+    @field_validator("loss", "advantage")
+    @classmethod
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        """By name without case, or by the address of what `schema_of` has loaded."""
+        spelled, names = value.lower().replace("-", "_"), LOSSES if info.field_name == "loss" else ADVANTAGES
+        if spelled not in names and ":" not in value:
+            raise PydanticCustomError("name", "no such name")
+        return spelled if spelled in names else value
+
 
 if TYPE_CHECKING:
 
     class AlgorithmConfig(AlgorithmBase):
-        """The terms as their settings; sections of losses are made below, under their names."""
+        """The terms as their settings."""
 
-        loss: str = "grpo"
-        advantage: str = "grpo"
         importance: Importance = Importance()
         kl: Kl = Kl()
         entropy: Entropy = Entropy()
         mask: Overlong = Overlong()
 else:
-    _CHOICES = {
-        "loss": (
-            names(LOSSES),
-            field(
-                "grpo",
-                "The loss, by name: `asyncrl explain NAME` has its formula and settings. Or `file.py:Class`, an "
-                "`asyncrl.LossMethod` of your own.",
-            ),
-        ),
-        "advantage": (
-            names(ADVANTAGES),
-            field(
-                "grpo",
-                "The advantage estimator, by name: `asyncrl explain NAME`. Not with streaming, because they are of the whole "
-                f"step: {', '.join(name for name, each in ADVANTAGES.items() if each.needs_whole_step)}. Or "
-                "`file.py:function`, one of your own.",
-            ),
-        ),
-    }
-    _SECTIONS = {name: (section, section()) for name, section in sections().items()}
     AlgorithmConfig = create_model(
-        "AlgorithmConfig", __base__=AlgorithmBase, __module__=__name__, **_CHOICES, **_SECTIONS
+        "AlgorithmConfig",
+        __base__=AlgorithmBase,
+        __module__=__name__,
+        **{name: (section, section()) for name, section in SECTIONS.items()},
     )
 
 
@@ -369,12 +360,7 @@ class Config(Section):
 
     def __new__(cls, /, **tree: Any) -> Config:
         """With the settings of the methods that `algorithm` names by address, as `load_config` gives it."""
-        return super().__new__(schema_of(respelled(tree)) if cls is Config else cls)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_spelling(cls, value: Any) -> Any:
-        return respelled(value)
+        return super().__new__(schema_of(tree) if cls is Config else cls)
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -387,19 +373,17 @@ def schema_of(tree: Mapping[str, Any]) -> type[Config]:
     given: Any = tree.get("algorithm")
     given = given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
     named = {kind: str(given[kind]) for kind in ("loss", "advantage") if ":" in str(given.get(kind))}
-    methods = tuple(load_method(*each, AlgorithmBase.model_fields) for each in named.items())
-    return _schema_with(tuple(named.items()), methods) if named else Config
+    methods = [load_method(*each, AlgorithmBase.model_fields) for each in named.items()]
+    return _schema_with(tuple(method for method in methods if method is not None and method.settings()))
 
 
 @cache
-def _schema_with(named: tuple[tuple[str, str], ...], methods: tuple[type[Method] | None, ...]) -> type[Config]:
-    about = AlgorithmConfig.model_fields
-    found: dict[str, Any] = {
-        kind: (Literal[(address,)], field(address, about[kind].description or "")) for kind, address in named
-    }
-    own = {each.dotted: each for method in methods if method for each in method.settings()}
+def _schema_with(methods: tuple[type[Method], ...]) -> type[Config]:
+    if not methods:
+        return Config
+    own = {each.dotted: each for method in methods for each in method.settings()}
     touched = {each.section for each in own.values()}
     known = {dotted: each for dotted, each in SETTINGS.items() if each.section in touched}
-    found |= {name: (section, section()) for name, section in made_of({**known, **own}.values()).items()}
+    found: dict[str, Any] = {name: (each, each()) for name, each in made_of({**known, **own}.values()).items()}
     algorithm = create_model("AlgorithmConfig", __base__=AlgorithmConfig, __module__=__name__, **found)
     return create_model("Config", __base__=Config, __module__=__name__, algorithm=(algorithm, algorithm()))

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, StrictInt, StrictStr, field_validator
+from pydantic import Field, StrictInt, StrictStr, model_validator
 
 from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 from .section import LocalPath, Section, field
 
 
-class RewardFunctionConfig(Section):
+class _Scorer(Section):
+    @model_validator(mode="before")
+    @classmethod
+    def _address(cls, value: Any) -> Any:
+        """A text is one with nothing but its address, the first field."""
+        return {next(iter(cls.model_fields)): value} if isinstance(value, str) else value
+
+
+class RewardFunctionConfig(_Scorer):
     """One reward function."""
 
     function: LocalPath = Field(
@@ -21,7 +29,7 @@ class RewardFunctionConfig(Section):
     name: str | None = field(None, "Name in metrics; the function's own by default.")
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(_Scorer):
     """One reward model: a classifier whose output is a reward."""
 
     path: LocalPath = Field(
@@ -109,7 +117,6 @@ class RewardConfig(Section):
         ge=1,
     )
     worker_max_calls: int | None = field(None, "Replace a worker after so many calls, likewise; null: never.", ge=1)
-
     batch: Literal["auto", "group", "trajectory"] = field(
         "auto",
         "One call of the functions per group, or one per completion as soon as it is there; auto: group for single_turn. "
@@ -120,22 +127,6 @@ class RewardConfig(Section):
     )
     text: TextConfig = TextConfig()
     overlong: OverlongConfig = OverlongConfig()
-
-    @field_validator("functions", mode="before")
-    @classmethod
-    def _listify(cls, value: Any) -> Any:
-        return _items(value, "function")
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _listify_models(cls, value: Any) -> Any:
-        return _items(value, "path")
-
-
-def _items(value: Any, key: str) -> Any:
-    """One item is a list of one, and a string an item with nothing but its `key`."""
-    items = [value] if isinstance(value, (str, dict)) else (value or [])
-    return [{key: item} if isinstance(item, str) else item for item in items]
 
 
 class DoorConfig(Section):
@@ -213,7 +204,7 @@ class RolloutConfig(Section):
     max_staleness: int | None = field(
         None,
         "Largest age, in steps, at which a group may be trained; so many batches are generated ahead (axolotl, TRL: "
-        "prefetch_depth, another name for it). Preset: 0, 1, 2.",
+        "prefetch_depth). Preset: 0, 1, 2.",
         ge=0,
     )
     streaming: bool | None = field(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
-
-from .text import Word
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 def at_home(path: str | None) -> str | None:
@@ -17,45 +14,43 @@ def at_home(path: str | None) -> str | None:
     return None if path is None else os.path.expanduser(path)
 
 
+def _certain(value: Any) -> Any:
+    """A template takes every text for true. YAML 1.1 took these words for true or false, and YAML 1.2 takes them for text."""
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _certain(each)
+    if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
+        raise ValueError(f"true or false in the place of {value!r}, which is a text, and true to a template")
+    return value
+
+
 # Settings that may name a file or directory.
 LocalPath: TypeAlias = Annotated[str, AfterValidator(at_home)]
 OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(at_home)]
-
-
-def _without_words(value: Any) -> Any:
-    """`no` without quotes is false: templates take every text for true."""
-    if isinstance(value, Mapping):
-        return {str(key) if isinstance(key, Word) else key: _without_words(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_words(each) for each in value]
-    return value.meaning if isinstance(value, Word) else value
-
-
 # Values of which only their reader knows the type.
-Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_without_words)]
+Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_certain)]
 
 
 class Section(BaseModel):
     """Base of the sections: frozen, without unknown keys, without infinity and NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # no field means infinity: null does
+    # No field means infinity: null does.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _names_without_case(cls, value: Any) -> Any:
-        """Where one of several names is asked for, `GRPO` and `dr-grpo` are names, too."""
-        if not isinstance(value, Mapping):
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        """One of several names may be `GRPO` or `dr-grpo`, a list may be its only item, and true is no number."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        members = (annotation, *get_args(annotation))
+        if isinstance(value, bool) and bool not in members and {int, float} & {*members}:
+            raise PydanticCustomError("number", "true or false is no number")
+        if isinstance(value, (str, int, float, dict)) and any(get_origin(each) is tuple for each in members):
+            return (value,)
+        if not isinstance(value, str):
             return value
-        return {key: _as_choice(each, cls.model_fields.get(key)) for key, each in value.items()}
-
-
-def _as_choice(value: Any, knob: FieldInfo | None) -> Any:
-    if knob is None or not isinstance(value, str):
-        return value
-    members = (knob.annotation, *get_args(knob.annotation))
-    choices = [name for member in members if get_origin(member) is Literal for name in get_args(member)]
-    spelled = value.lower().replace("-", "_")
-    return next((name for name in choices if isinstance(name, str) and name.lower() == spelled), value)
+        choices = [name for each in members if get_origin(each) is Literal for name in get_args(each)]
+        spelled = value.lower().replace("-", "_")
+        return next((name for name in choices if isinstance(name, str) and name.lower() == spelled), value)
 
 
 def field(default: Any, text: str, **bounds: Any) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from asyncrl.config.http_door import is_loopback, key_problem
+from asyncrl.config.checks import is_loopback, key_problem
 from asyncrl.errors import ConfigError
 
 from .library import web

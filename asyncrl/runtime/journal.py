@@ -21,7 +21,6 @@ from typing import Any
 import anyio
 
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.describe import to_plain
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -85,7 +84,7 @@ class Journal:
                     config.telemetry.sinks,
                     directory.path,
                     name=config.run.name,
-                    config=to_plain(config),
+                    config=config.model_dump(),
                     resume_step=self._newest,
                 )
                 self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, self._newest, decode)

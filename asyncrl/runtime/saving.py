@@ -21,7 +21,6 @@ from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
 from asyncrl.concurrency.descriptors import none_left
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.describe import to_plain
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
@@ -315,7 +314,7 @@ class Checkpointer:
                 "turn": books["turn"],
                 **by_rank,
                 "world_size": self._world.world_size,
-                "config": to_plain(self._config),
+                "config": self._config.model_dump(),
             }
             snapshot = await lane.run(lambda: take(core), name="checkpoint/capture", priority=2)
             if snapshot.version != version:

@@ -29,7 +29,6 @@ def test_numbers_are_the_settings() -> None:
     for name in LOSSES:
         assert make_loss(name, **given) == make_loss(name)
     assert make_terms(**given) == make_terms()
-    assert set(AlgorithmConfig.model_fields["loss"].annotation.__args__) == set(LOSSES)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

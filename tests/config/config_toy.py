@@ -65,7 +65,6 @@ def report() -> dict[str, Any]:
     from asyncrl.algorithms.registry import build_advantage, build_loss
     from asyncrl.cli.explain import explain
     from asyncrl.config.check_losses import needs_reference
-    from asyncrl.config.check_unread import own_to_a_method
     from asyncrl.config.describe import help_text, refusal, to_yaml
     from asyncrl.config.load import load_config
     from asyncrl.config.methods import numbers
@@ -83,7 +82,7 @@ def report() -> dict[str, Any]:
             return str(error)
         return ""
 
-    config = made("loss=toy", "toy_strength=3", "advantage=shifted", "shifted.by=1")
+    config = made("loss=toy", "toy.strength=3", "advantage=shifted", "shifted.by=1")
     ones_S = torch.ones(4, dtype=torch.float64)
     inputs = LossInputs(-ones_S, None, -ones_S, ones_S, torch.zeros(4, dtype=torch.int64), 1)
     loss = build_loss("toy", **numbers(config.algorithm))
@@ -95,7 +94,6 @@ def report() -> dict[str, Any]:
         "needs": [loss.needs_reference, needs_reference(config.algorithm), needs_reference(made().algorithm)],
         "advantages": build_advantage("shifted", **numbers(config.algorithm))([1.0, 3.0]).tolist(),
         "resume": [refusal("algorithm.toy.strength"), refusal("algorithm.toy.kind")],
-        "own": own_to_a_method("algorithm.toy.strength"),
         "refusals": {
             "bound": refused("loss=toy", "toy.strength=9"),
             "choice": refused("loss=toy", "toy.kind=other"),

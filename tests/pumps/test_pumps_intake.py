@@ -79,16 +79,16 @@ def sharper(group: Group) -> Group | None:
 
 ALIKE: dict[str, tuple[dict[str, Any], Hooks]] = {
     "plain": ({}, Hooks()),
-    "no signal": ({"rollout": {"dynamic_sampling": True}}, Hooks()),
-    "difficulty": ({"rollout": {"min_mean_reward": 0.3, "max_mean_reward": 0.8}}, Hooks()),
-    "component": ({"rollout": {"dynamic_sampling": True, "filter_by": "scripted"}}, Hooks()),
-    "refills": ({"rollout": {"min_mean_reward": 0.6, "max_refills": 0}}, Hooks()),
-    "shaped": ({"reward_config": {"overlong_cache": 2, "overlong_weight": 0.5}}, Hooks()),
+    "no signal": ({"rollout": {"filter": {"dynamic_sampling": True}}}, Hooks()),
+    "difficulty": ({"rollout": {"filter": {"min_mean_reward": 0.3, "max_mean_reward": 0.8}}}, Hooks()),
+    "component": ({"rollout": {"filter": {"dynamic_sampling": True, "by": "scripted"}}}, Hooks()),
+    "refills": ({"rollout": {"filter": {"min_mean_reward": 0.6, "max_refills": 0}}}, Hooks()),
+    "shaped": ({"reward_config": {"overlong": {"cache": 2, "weight": 0.5}}}, Hooks()),
     "shaped and filtered": (
-        {"reward_config": {"overlong_cache": 2, "overlong_weight": 0.5}, "rollout": {"max_mean_reward": 0.0}},
+        {"reward_config": {"overlong": {"cache": 2, "weight": 0.5}}, "rollout": {"filter": {"max_mean_reward": 0.0}}},
         Hooks(),
     ),
-    "hook": ({"rollout": {"dynamic_sampling": True}}, Hooks(after_rewards=sharper)),
+    "hook": ({"rollout": {"filter": {"dynamic_sampling": True}}}, Hooks(after_rewards=sharper)),
 }
 
 
@@ -221,7 +221,9 @@ def test_a_group_without_a_reward_is_refused_where_the_run_gives_none() -> None:
 
 
 def test_a_filtered_group_gives_slot_and_lease_back_at_once() -> None:
-    plan = Plan(groups_per_step=2, max_staleness=0, rollout={"max_mean_reward": 2.0}, publish_s=lambda v, s: 9.0)
+    plan = Plan(
+        groups_per_step=2, max_staleness=0, rollout={"filter": {"max_mean_reward": 2.0}}, publish_s=lambda v, s: 9.0
+    )
 
     async def body(house: House, supervisor: object) -> None:
         leases = [Lease(house, group) for group in range(4)]
@@ -444,7 +446,7 @@ def test_a_crowded_group_keeps_its_lease_until_a_step_has_ended() -> None:
 
 def test_or_until_a_group_was_dropped() -> None:
     """The first group turns out to be too easy: it made room."""
-    house, leases = crowd(rollout={"max_mean_reward": 2.0}, reward=lambda group, member: 5.0)
+    house, leases = crowd(rollout={"filter": {"max_mean_reward": 2.0}}, reward=lambda group, member: 5.0)
     assert house.error is None and house.trained() == [[1]]
     ends = {event.groups[0]: event.at for event in house.events("lease ends")}
     [dropped], [commit] = house.events("dropped"), house.events("commit")

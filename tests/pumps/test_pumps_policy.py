@@ -67,7 +67,7 @@ def test_an_early_hand_over_starts_the_count_anew() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_prefetch_depth_is_the_age_and_the_slots(depth: int) -> None:
     """Generation is much faster than training, so everything that may be generated ahead is."""
-    plan = Plan(rollout={"prefetch_depth": depth}, max_steps=8, train_token_s=1.0, rollout_s=lambda group, member: 0.1)
+    plan = Plan(rollout={"max_staleness": depth}, max_steps=8, train_token_s=1.0, rollout_s=lambda group, member: 0.1)
     house = live(plan)
     assert house.config.rollout.max_staleness == turns_bound(house.config) == depth
     assert slots(house.config) == (depth + 1) * plan.groups_per_step
@@ -78,7 +78,7 @@ def test_prefetch_depth_is_the_age_and_the_slots(depth: int) -> None:
 def test_prefetch_with_an_interval_adds_up() -> None:
     """SEMANTICS 5.2: at most `depth` produce rounds, plus the lag of the hand-over."""
     plan = Plan(
-        rollout={"prefetch_depth": 2, "weight_sync_interval": 3},
+        rollout={"max_staleness": 2, "weight_sync_interval": 3},
         max_steps=20,
         train_token_s=1.0,
         rollout_s=lambda group, member: 0.1,
@@ -137,7 +137,7 @@ def test_resolving_twice_changes_nothing() -> None:
         {
             "engine": {"kind": "dry_run"},
             "train": {"kind": "dry_run"},
-            "rollout": {"prefetch_depth": 3, "weight_sync_interval": 2},
+            "rollout": {"max_staleness": 3, "weight_sync_interval": 2},
         }
     )
     once = resolve(given, embedding=True)

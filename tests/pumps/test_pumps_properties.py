@@ -52,7 +52,7 @@ def policy(seed: int, groups_per_step: int, sync: bool) -> dict[str, Any]:
             rollout["weight_sync_interval"] = rng.randint(1, 4)
     silent = rng.choice([0.0, 0.0, 0.3, 0.7])  # share of groups whose rewards are all equal
     if silent:
-        rollout |= {"dynamic_sampling": True, "max_refills": rng.choice([0, 1, 2])}
+        rollout |= {"filter": {"dynamic_sampling": True, "max_refills": rng.choice([0, 1, 2])}}
 
     def reward(group: int, member: int) -> float:
         without = keyed(seed, "silent", group, 0).random() < silent
@@ -65,7 +65,7 @@ def policy(seed: int, groups_per_step: int, sync: bool) -> dict[str, Any]:
         "score_groups": rng.random() < 0.5,
         "replay": {"size": rng.randint(1, 4), "max_age": MAX_REPLAY_AGE} if rng.random() < 0.3 else {},
         "train_config": {"skip_zero_advantage": skips},
-        "algorithm": {"kl_coef": 0.1 if rng.random() < 0.3 and not skips else 0.0},
+        "algorithm": {"kl": {"coef": 0.1 if rng.random() < 0.3 and not skips else 0.0}},
     }
 
 

@@ -106,7 +106,7 @@ def test_with_several_ranks_no_step_is_surveyed_before_the_publish_of_the_last_o
     """Both may be collectives: in whatever order they came on each rank, so they would cross."""
 
     plan = Plan(
-        preset="one_off", max_steps=4, algorithm={"top_entropy_quantile": 0.5}, publish_s=lambda version, sink: 9.0
+        preset="one_off", max_steps=4, algorithm={"top_entropy": {"quantile": 0.5}}, publish_s=lambda version, sink: 9.0
     )
     house = live(plan, ports={"ranks": ranks})
     assert house.error is None and house.books.turn == 4

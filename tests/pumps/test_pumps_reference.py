@@ -18,7 +18,7 @@ from asyncrl.types import Float32Array, Group, Microbatch, Ticket
 
 def plan(**rest: Any) -> Plan:
     settings: dict[str, Any] = {
-        "algorithm": {"kl_coef": 0.1},
+        "algorithm": {"kl": {"coef": 0.1}},
         "score_groups": True,
         "preset": "sync",
         "groups_per_step": 1,
@@ -41,7 +41,9 @@ def test_the_lane_works_while_the_reward_workers_do() -> None:
     assert all(batch.reference_logprobs is not None for _, batch in house.tokens_trained)
 
 
-@pytest.mark.parametrize("rest", [{"algorithm": {"kl_coef": 0.1, "reference_ahead": False}}, {"score_groups": False}])
+@pytest.mark.parametrize(
+    "rest", [{"algorithm": {"kl": {"coef": 0.1, "reference_ahead": False}}}, {"score_groups": False}]
+)
 def test_otherwise_it_is_done_in_the_step(rest: dict[str, Any]) -> None:
     house = live(plan(**rest))
     for call, begin in zip(house.events("logprobs"), house.events("begin"), strict=True):
@@ -58,7 +60,7 @@ def test_groups_that_are_dropped_leave_nothing_behind() -> None:
         plan(
             prompts=None,
             max_steps=3,
-            rollout={"dynamic_sampling": True},
+            rollout={"filter": {"dynamic_sampling": True}},
             reward=lambda group, member: float(member * (group % 2)),
         )
     )

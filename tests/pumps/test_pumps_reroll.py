@@ -121,7 +121,7 @@ def test_what_counts_as_failed() -> None:
 
 
 def test_groups_that_the_filters_drop_are_seen_too() -> None:
-    house = live(plan(rollout={"dynamic_sampling": True}))
+    house = live(plan(rollout={"filter": {"dynamic_sampling": True}}))
     assert house.error is None
     assert house.ports.counters["reroll/admitted"] == house.ports.counters["reroll/failed"] == 3
     assert house.ports.counters["filter/no signal"] == 6  # each of them failed twice

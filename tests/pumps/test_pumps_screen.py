@@ -32,7 +32,9 @@ def mixed(group: int, member: int) -> float:
 
 @pytest.mark.parametrize("preset", ["sync", "one_off", "async"])
 def test_groups_without_a_signal_are_replaced_and_the_steps_stay_full(preset: str) -> None:
-    plan = Plan(preset=preset, rollout={"dynamic_sampling": True}, groups_per_step=3, max_steps=4, reward=mixed)
+    plan = Plan(
+        preset=preset, rollout={"filter": {"dynamic_sampling": True}}, groups_per_step=3, max_steps=4, reward=mixed
+    )
     house = live(plan)
     assert house.error is None
     assert sorted(group for step in house.trained() for group in step) == [2, 3, 5, 6, *range(8, 16)]
@@ -50,7 +52,7 @@ def test_without_it_they_are_trained_and_counted() -> None:
 @pytest.mark.parametrize(("max_refills", "dropped_per_step"), [(0, 0), (1, 2), (3, 6)])
 def test_a_task_without_any_signal_still_ends_its_steps(max_refills: int, dropped_per_step: int) -> None:
     plan = Plan(
-        rollout={"dynamic_sampling": True, "max_refills": max_refills},
+        rollout={"filter": {"dynamic_sampling": True, "max_refills": max_refills}},
         preset="sync",
         max_steps=3,
         reward=lambda group, member: 0.0,
@@ -64,7 +66,7 @@ def test_a_task_without_any_signal_still_ends_its_steps(max_refills: int, droppe
 def test_a_group_whose_members_fail_is_no_group_without_a_signal() -> None:
     """Failed, not filtered: it counts against max_failed_groups and not against the refills."""
     plan = Plan(
-        rollout={"dynamic_sampling": True},
+        rollout={"filter": {"dynamic_sampling": True}},
         max_steps=2,
         max_failed_groups=1,
         reward=mixed,
@@ -78,7 +80,7 @@ def test_a_group_whose_members_fail_is_no_group_without_a_signal() -> None:
 def test_slow_and_silent_groups_never_make_another_one_too_old() -> None:
     """Whoever is dropped at the deadline of a step is replaced by a group that is trained in that very step."""
     plan = Plan(
-        rollout={"dynamic_sampling": True},
+        rollout={"filter": {"dynamic_sampling": True}},
         max_staleness=1,
         groups_per_step=2,
         max_steps=6,
@@ -97,7 +99,7 @@ def test_slow_and_silent_groups_never_make_another_one_too_old() -> None:
 def test_groups_that_are_too_hard_or_too_easy_are_replaced() -> None:
     """Means of the groups: 0, 0.25, 0.5, 0.75, 1, 0, ..."""
     plan = Plan(
-        rollout={"min_mean_reward": 0.25, "max_mean_reward": 0.75},
+        rollout={"filter": {"min_mean_reward": 0.25, "max_mean_reward": 0.75}},
         group_size=4,
         groups_per_step=3,
         max_steps=3,
@@ -112,9 +114,9 @@ def test_groups_that_are_too_hard_or_too_easy_are_replaced() -> None:
 
 def test_the_filters_may_look_at_one_component() -> None:
     """The environment's own part makes the sums differ; the scripted component does not."""
-    plan = Plan(rollout={"dynamic_sampling": True, "filter_by": "scripted"}, max_steps=2, reward=mixed)
+    plan = Plan(rollout={"filter": {"dynamic_sampling": True, "by": "scripted"}}, max_steps=2, reward=mixed)
     assert live(plan).ports.counters["filter/no signal"] == 3
-    plan = replace(plan, rollout={"dynamic_sampling": True, "filter_by": "nobody has it", "max_refills": 1})
+    plan = replace(plan, rollout={"filter": {"dynamic_sampling": True, "by": "nobody has it", "max_refills": 1}})
     assert live(plan).ports.counters["filter/kept"] == 4  # a group without the component has no signal in it
 
 
@@ -123,7 +125,7 @@ def test_the_filters_may_look_at_one_component() -> None:
 
 def test_long_completions_are_punished_softly() -> None:
     """All completions have the longest length, TOKENS: -1 times the weight, as a component of its own."""
-    plan = Plan(reward_config={"overlong_cache": 2, "overlong_weight": 0.5}, max_steps=1, reward=mixed)
+    plan = Plan(reward_config={"overlong": {"cache": 2, "weight": 0.5}}, max_steps=1, reward=mixed)
     house = live(plan)
     assert house.error is None and house.config.rollout.max_tokens == TOKENS
     for group in house.reports[0].groups:

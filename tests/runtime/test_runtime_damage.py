@@ -22,7 +22,7 @@ from attack_checkpoint import Outcome, attack
 TREE: dict[str, Any] = REAL | {
     "preset": "sync",
     "model": {"path": f"{MODEL}:build", "dtype": "float32", "lora": {"rank": 2}},
-    "algorithm": {"kl_coef": 0.1},  # the reference is part of the state
+    "algorithm": {"kl": {"coef": 0.1}},  # the reference is part of the state
     "checkpoint": {"every": 1, "keep": 0},
     "telemetry": {"live": "plain", "trace": False, "report": False},
 }

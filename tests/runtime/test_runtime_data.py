@@ -263,9 +263,9 @@ async def test_evaluation_before_every_n_and_after(tmp_path: Path) -> None:
 
 # Losses: test_runtime_losses.
 VARIANTS: dict[str, list[str]] = {
-    "kl": ["algorithm.kl_coef=0.05"],
+    "kl": ["algorithm.kl.coef=0.05"],
     "two updates": ["algorithm.updates_per_batch=2"],
-    "two updates, gspo, kl": ["algorithm.updates_per_batch=2", "algorithm.loss=gspo", "algorithm.kl_coef=0.05"],
+    "two updates, gspo, kl": ["algorithm.updates_per_batch=2", "algorithm.loss=gspo", "algorithm.kl.coef=0.05"],
     "sampler log-probs": ["algorithm.old_logprobs=sampler"],
     "checkpointing": ["train.gradient_checkpointing=true"],
     "bfloat16": ["model.dtype=bfloat16"],

@@ -220,7 +220,7 @@ async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path:
 
 async def test_groups_that_are_filtered_out_free_a_full_ring(tmp_path: Path, name: str) -> None:
     """No step comes between them: their release may not wait for one."""
-    overrides = ("rollout.dynamic_sampling=true", "rollout.max_refills=100", "rollout.max_staleness=0")
+    overrides = ("rollout.filter.dynamic_sampling=true", "rollout.filter.max_refills=100", "rollout.max_staleness=0")
     async with fed(tmp_path, name, *overrides, ring=RingSettings(size=1 << 20, slots=2, ring_bytes=1 << 16)) as f:
         reports = f.runtime.steps()
         async with await AsyncClient.attach(name) as client:

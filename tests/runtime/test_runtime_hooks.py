@@ -102,7 +102,7 @@ async def test_filters_see_the_rewards_of_the_hook(tmp_path: Path) -> None:
             return None
         return replace(group, trajectories=tuple(replace(t, reward=1.0) for t in group.trajectories))
 
-    config = dry(tmp_path, "rollout.dynamic_sampling=true")
+    config = dry(tmp_path, "rollout.filter.dynamic_sampling=true")
     reports = await reports_of(config, Hooks(after_rewards=equal_in_odd_groups))
     assert {group.group_id % 2 for report in reports for group in report.groups} == {0}
 

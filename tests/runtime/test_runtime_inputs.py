@@ -208,8 +208,7 @@ def test_a_hub_that_does_not_answer_is_told_at_once(
     """Its libraries would try for most of a minute, for each of these. Here nobody listens, or somebody who never answers."""
     settings = [f"{setting}={path}" for setting in ("model.path", "model.tokenizer", "reward.model", "data.train")]
     file = str(write_yaml(here, {key: value for key, value in REAL.items() if key != "reward"}))
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
@@ -232,14 +231,16 @@ def test_a_model_that_was_downloaded_needs_no_hub(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here))
     (here / "models--an--other/snapshots/1").mkdir(parents=True)
+    (here / "models--an--other/refs").mkdir()
+    (here / "models--an--other/refs/main").write_text("1")
     with caplog.at_level("WARNING"):
         for setting in ("model.path", "model.tokenizer"):
             hub.require_hub("an/other", setting)
     assert caplog.text.count("HF_HUB_OFFLINE=1 saves that") == 1
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub.require_hub("an/other", "model.path")
     with pytest.raises(
         ConfigError, match=r"'not/there' .*HF_HUB_OFFLINE is set, and it was not downloaded before; name"

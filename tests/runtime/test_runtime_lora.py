@@ -20,7 +20,7 @@ LORA: dict[str, Any] = REAL | {
     "preset": "sync",
     "model": REAL["model"] | {"lora": {"rank": 4, "alpha": 8}},
     "train": REAL["train"] | {"max_steps": 6},
-    "algorithm": {"kl_coef": 0.01},
+    "algorithm": {"kl": {"coef": 0.01}},
     "checkpoint": {"every": 3, "keep": 0},
     "telemetry": {"live": "off", "trace": False, "report": False},
 }

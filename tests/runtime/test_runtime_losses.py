@@ -49,7 +49,8 @@ def test_the_same_batch_has_another_gradient_under_another_loss(here: Path) -> N
     """In the first step of a sync run all losses see the same tokens and advantages."""
     norms = {}
     for name in ("grpo", "dapo", "dr_grpo", "luspo", "cispo", "reinforce"):
-        norms[name] = run(here, {"loss": name, "importance_cap": None}, "preset=sync", steps=1)[0]["optim/grad_norm"]
+        [line] = run(here, {"loss": name, "importance": {"cap": None}}, "preset=sync", steps=1)
+        norms[name] = line["optim/grad_norm"]
     assert norms["cispo"] == pytest.approx(norms["dapo"], rel=1e-5)  # on-policy they are one, and one with
     assert norms["reinforce"] == pytest.approx(norms["dapo"], rel=1e-5)
     assert norms["luspo"] != pytest.approx(norms["dapo"], rel=1e-3)
@@ -59,15 +60,11 @@ def test_the_same_batch_has_another_gradient_under_another_loss(here: Path) -> N
 def test_importance_modes_opsm_and_their_metrics(here: Path) -> None:
     algorithm = {
         "loss": "dapo",
-        "importance_mode": "sequence_mask_tis",
-        "importance_floor": 0.5,
-        "importance_cap": 2.0,
-        "importance_veto": 1e-4,
-        "importance_log_clamp": 20.0,
-        "off_policy_mask_threshold": 0.01,
+        "importance": {"mode": "sequence_mask_tis", "floor": 0.5, "cap": 2.0, "veto": 1e-4, "log_clamp": 20.0},
+        "off_policy_mask": {"threshold": 0.01},
         "updates_per_batch": 2,
-        "positive_scale": 0.5,
-        "dual_clip": 3.0,
+        "scale": {"positive": 0.5},
+        "clip": {"dual_clip": 3.0},
     }
     line = last(here, algorithm)
     assert {"importance/bounded_mean", "importance/vetoed_mean", "opsm/dropped_mean"} <= set(line)
@@ -76,9 +73,9 @@ def test_importance_modes_opsm_and_their_metrics(here: Path) -> None:
 
 
 def test_kl_in_the_loss_and_in_the_reward(here: Path) -> None:
-    in_loss = run(here, {"kl_coef": 0.1, "kl_estimator": "k3", "use_bias_correction_kl": True}, "preset=sync", steps=3)
+    in_loss = run(here, {"kl": {"coef": 0.1, "estimator": "k3", "bias_correction": True}}, "preset=sync", steps=3)
     assert abs(in_loss[0]["kl"]) < 1e-6 < in_loss[-1]["kl"]
-    in_reward = run(here, {"kl_coef": 50.0, "kl_estimator": "k1", "kl_in": "reward"}, "preset=sync", steps=3)
+    in_reward = run(here, {"kl": {"coef": 50.0, "estimator": "k1", "place": "reward"}}, "preset=sync", steps=3)
     plain = run(here, {}, "preset=sync", steps=3)
     assert abs(in_reward[0]["kl"]) < 1e-4 < abs(in_reward[-1]["kl"])
     assert in_reward[0]["reward/mean"] == plain[0]["reward/mean"]  # rewards are reported as they were given
@@ -87,43 +84,49 @@ def test_kl_in_the_loss_and_in_the_reward(here: Path) -> None:
 
 def test_entropy_terms_streamed_with_the_buffer_and_whole_with_a_survey(here: Path) -> None:
     """A coefficient that outweighs the reward: entropy rises in both, and falls without."""
-    rising = {"loss": "grpo", "entropy_coef": 5.0}
-    streamed = run(here, rising | {"second_gradient_buffer": True}, "train.grad_clip=1", steps=3)
+    rising = {"loss": "grpo", "entropy": {"coef": 5.0}}
+    buffered = "algorithm.entropy.second_gradient_buffer=true"
+    streamed = run(here, rising, buffered, "train.grad_clip=1", steps=3)
     assert streamed[-1]["entropy"] > streamed[0]["entropy"]
-    surveyed = run(here, rising | {"top_entropy_quantile": 0.5}, "preset=one_off", "train.grad_clip=1", steps=3)
+    surveyed = run(here, rising | {"top_entropy": {"quantile": 0.5}}, "preset=one_off", "train.grad_clip=1", steps=3)
     assert surveyed[-1]["entropy"] > surveyed[0]["entropy"]
-    both = run(here, rising | {"top_entropy_quantile": 0.5, "updates_per_batch": 2}, "preset=sync", steps=2)
+    both = run(here, rising | {"top_entropy": {"quantile": 0.5}, "updates_per_batch": 2}, "preset=sync", steps=2)
     assert both[-1]["entropy"] > both[0]["entropy"]
 
 
 def test_a_controlled_entropy_coefficient(here: Path) -> None:
     """Below its target the coefficient grows with every optimizer step, above it nothing acts."""
-    for loss, way in (("dapo", {}), ("grpo", {"second_gradient_buffer": True}), ("grpo", {"updates_per_batch": 2})):
-        low = {"loss": loss, "entropy_target": 20.0, "entropy_coef_delta": 0.01, **way}
-        found = [line["entropy_coef"] for line in run(here, low, steps=3)]
-        steps = way.get("updates_per_batch", 1)
+    for loss, way in (
+        ("dapo", []),
+        ("grpo", ["entropy.second_gradient_buffer=true"]),
+        ("grpo", ["updates_per_batch=2"]),
+    ):
+        low = {"loss": loss, "entropy": {"target": 20.0, "coef_delta": 0.01}}
+        lines = run(here, low, *(f"algorithm.{each}" for each in way), steps=3)
+        found = [line["entropy_coef"] for line in lines]
+        steps = 2 if way == ["updates_per_batch=2"] else 1
         expected = [0.01 * steps * (i + 1) - 0.01 for i in range(3)]
         assert found == pytest.approx(expected, abs=1e-9)
-    high = {"loss": "dapo", "entropy_target": 0.01, "entropy_coef": 0.5}
+    high = {"loss": "dapo", "entropy": {"target": 0.01, "coef": 0.5}}
     assert [line["entropy_coef"] for line in run(here, high, steps=2)] == [0, 0]
 
 
 def test_overlong_filters_take_tokens_and_no_sequences(here: Path) -> None:
     rollout = {"group_size": 4, "groups_per_step": 4, "max_tokens": 8}
     plain = run(here, {}, "preset=sync", steps=1, rollout=rollout)[0]
-    for algorithm in ({"mask_truncated": True}, {"mask_longer_than": 7}):
+    for algorithm in ({"mask": {"truncated": True}}, {"mask": {"longer_than": 7}}):
         line = run(here, algorithm, "preset=sync", steps=1, rollout=rollout)[0]
         assert line["train/sequences"] == plain["train/sequences"] == 16
         long = plain["train/tokens"] - line["train/tokens"]
         assert line["train/tokens"] > 0 and long > 0 and long % 8 == 0  # all of the completions of 8 tokens
 
 
-@pytest.mark.parametrize("algorithm", [{"loss": "dapo"}, {"loss": "grpo", "updates_per_batch": 2, "kl_coef": 0.1}])
+@pytest.mark.parametrize("algorithm", [{"loss": "dapo"}, {"loss": "grpo", "updates_per_batch": 2, "kl": {"coef": 0.1}}])
 def test_a_run_of_truncated_completions_ends_as_asked_and_teaches_nothing(
     here: Path, algorithm: dict[str, Any]
 ) -> None:
     rollout = REAL["rollout"] | {"ignore_eos": True}
-    tree = REAL | {"rollout": rollout, "algorithm": algorithm | {"mask_truncated": True}}
+    tree = REAL | {"rollout": rollout, "algorithm": algorithm | {"mask": {"truncated": True}}}
     assert main([str(write_yaml(here, tree)), "train.weight_decay=0.5", "checkpoint.every=1", "checkpoint.keep=0"]) == 0
     lines = metrics_of(here / "runs/run")
     assert [(line["train/tokens"], line["train/sequences"]) for line in lines] == [(0, 16)] * 3
@@ -133,25 +136,25 @@ def test_a_run_of_truncated_completions_ends_as_asked_and_teaches_nothing(
 
 
 def test_centres_of_the_clip(here: Path) -> None:
-    moved = last(here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01}, "preset=sync")
+    moved = last(here, {"loss": "dapo", "updates_per_batch": 3, "clip": {"epsilon": 0.01}}, "preset=sync")
     assert moved["clip_ratio/region_mean"] > 0
     forced = last(here, {"loss": "dapo", "updates_per_batch": 3, "force_on_policy": True}, "preset=sync")
     assert forced["clip_ratio/region_mean"] == 0
-    sampler = last(here, {"loss": "dapo", "updates_per_batch": 3, "epsilon": 0.01, "old_logprobs": "sampler"})
+    sampler = last(here, {"loss": "dapo", "updates_per_batch": 3, "clip": {"epsilon": 0.01}, "old_logprobs": "sampler"})
     assert sampler["clip_ratio/region_mean"] > 0 and "importance/ratio_mean" not in sampler
 
 
 def test_what_cannot_stream_exits_2_with_the_way_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for algorithm, words in (
         ({"loss": "bnpo"}, "use loss=dapo"),
-        ({"entropy_coef": 0.1}, "second_gradient_buffer=true"),
+        ({"entropy": {"coef": 0.1}}, "second_gradient_buffer=true"),
     ):
         assert main([str(write_yaml(here, REAL | {"algorithm": algorithm}))]) == 2
         assert words in capsys.readouterr().err
 
 
 def test_the_plan_shows_the_second_buffer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    algorithm = {"entropy_coef": 0.1, "second_gradient_buffer": True}
+    algorithm = {"entropy": {"coef": 0.1, "second_gradient_buffer": True}}
     assert main([str(write_yaml(here, REAL | {"algorithm": algorithm})), "--dry-run"]) == 0
     assert "second_gradients" in capsys.readouterr().out
 
@@ -162,10 +165,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(Path(__f
 @pytest.mark.parametrize(
     ("preset", "algorithm"),
     [
-        ("one_off", {"entropy_coef": 0.1, "top_entropy_quantile": 0.4, "updates_per_batch": 2}),
+        ("one_off", {"entropy": {"coef": 0.1}, "top_entropy": {"quantile": 0.4}, "updates_per_batch": 2}),
         pytest.param(
             "async",
-            {"entropy_coef": 0.1, "second_gradient_buffer": True, "kl_coef": 0.1, "kl_in": "reward"},
+            {"entropy": {"coef": 0.1, "second_gradient_buffer": True}, "kl": {"coef": 0.1, "place": "reward"}},
             marks=pytest.mark.slow,
         ),
     ],

@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tree(**algorithm: Any) -> dict[str, Any]:
     """float64, and nothing in the gradient but the loss."""
-    rest = {"importance_cap": None, "epsilon": EPSILON}
+    rest = {"importance": {"cap": None}, "clip": {"epsilon": EPSILON}}
     return REAL | {
         "preset": "sync",
         "model": REAL["model"] | {"dtype": "float64"},

@@ -17,7 +17,7 @@ from asyncrl.runtime.runtime import RunSummary, Runtime
 STEPS = 8
 POLICY: dict[str, Any] = REAL | {
     "preset": "sync",
-    "reward": {"functions": f"{REWARDS}:stingy", "overlong_cache": 3, "overlong_weight": 0.01},
+    "reward": {"functions": f"{REWARDS}:stingy", "overlong": {"cache": 3, "weight": 0.01}},
     "rollout": REAL["rollout"] | {"sync_warmup_steps": 2},
     "replay": {"size": 3, "max_age": 6},
     "reroll": {"start_fraction": 0.25, "reward_at_most": 0.0},
@@ -69,7 +69,10 @@ def _without(lines: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[s
 
 
 async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: Path) -> None:
-    tree = POLICY | {"preset": "async", "rollout": REAL["rollout"] | {"dynamic_sampling": True, "max_refills": 3}}
+    tree = POLICY | {
+        "preset": "async",
+        "rollout": REAL["rollout"] | {"filter": {"dynamic_sampling": True, "max_refills": 3}},
+    }
     tree |= {"replay": {}, "reroll": {}, "reward": {"functions": f"{REWARDS}:stingy"}}
     tree |= {"train": POLICY["train"] | {"max_steps": 4}, "checkpoint": {}}
     async with Runtime(config_of(tmp_path, base=tree)) as runtime:
@@ -87,8 +90,8 @@ async def test_groups_without_a_signal_are_replaced_in_a_streamed_run(tmp_path: 
             ["rollout.filter.dynamic_sampling=true", "rollout.filter.by=shore"],
             "filter.by is 'shore'; expected `reward` or one of the components: share",
         ),
-        (["evaluate.pass_by=overlong", "reward.overlong_cache=2"], "evaluate.pass_by is 'overlong'; expected"),
-        (["reward.overlong_cache=2", "reward.functions=[{function: FILE, name: overlong}]"], "give it another `name`"),
+        (["evaluate.pass_by=overlong", "reward.overlong.cache=2"], "evaluate.pass_by is 'overlong'; expected"),
+        (["reward.overlong.cache=2", "reward.functions=[{function: FILE, name: overlong}]"], "give it another `name`"),
     ],
 )
 async def test_components_that_cannot_be_are_refused_at_the_start(

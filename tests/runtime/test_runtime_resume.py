@@ -150,7 +150,7 @@ async def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> N
 
 async def test_reference_model_and_embedding_ids_survive_a_resume(tmp_path: Path) -> None:
     """KL is measured against the weights at the very start, not at the resume; `rt.generate` repeats no randomness."""
-    tree = SYNC | {"algorithm": {"kl_coef": 0.1}}
+    tree = SYNC | {"algorithm": {"kl": {"coef": 0.1}}}
     await run(tmp_path, "train.max_steps=8", base=tree)
     await run(tmp_path, "train.max_steps=10", "resume=true", base=tree)
     lines = metrics_of(tmp_path / "runs/run")

@@ -55,7 +55,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 async def test_a_sync_run_on_one_shard_is_the_replicated_run(folders: tuple[Path, Path]) -> None:
     """float64: the same completions, the same metrics, the same weights to 1e-10; and each goes on from the other's state."""
-    tree = SHARDED | FAST | {"preset": "sync", "algorithm": {"kl_coef": 0.1, "updates_per_batch": 2}}
+    tree = SHARDED | FAST | {"preset": "sync", "algorithm": {"kl": {"coef": 0.1}, "updates_per_batch": 2}}
     tree["model"] = tree["model"] | {"dtype": "float64"}
     one, other = folders
     for folder, sharding in ((one, "fsdp"), (other, "replicate")):
@@ -193,7 +193,7 @@ def test_a_rank_that_is_gone_ends_the_other_with_an_error(tmp_path: Path, end: s
     ("overrides", "words"),
     [
         (["model.lora.rank=4"], "lora.rank is 4"),
-        (["algorithm.entropy_coef=0.1", "algorithm.second_gradient_buffer=true"], "two backward passes"),
+        (["algorithm.entropy.coef=0.1", "algorithm.entropy.second_gradient_buffer=true"], "two backward passes"),
         (["train.kind=dry_run", "engine.kind=dry_run"], "no weights to cut"),
     ],
 )

@@ -70,7 +70,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunSummary
     """An async run with everything that has a metric of its own."""
     folder = tmp_path_factory.mktemp("telemetry")
     tree: dict[str, Any] = REAL | {
-        "algorithm": {"kl_coef": 0.01},
+        "algorithm": {"kl": {"coef": 0.01}},
         "evaluate": {"every": 10},
         "checkpoint": {"every": 10},
         "rollout": {"group_size": 8, "groups_per_step": 8, "max_tokens": 16},

@@ -112,7 +112,7 @@ class Recipe:
 
 
 # What peers/way.py needs of asyncrl's dependencies: asyncrl itself is linked into the path of those peers.
-WAY = ("numpy", "anyio>=4.4", "pydantic>=2.7", "pyyaml", "orjson", "nvtx")
+WAY = ("numpy", "anyio>=4.4", "pydantic>=2.7", "ruamel.yaml>=0.18.6", "orjson", "nvtx")
 
 # TRL gets the torch and the transformers of this interpreter, so that the two sides differ in nothing else; vLLM's CPU build
 # asks for those that it was built with. The packages that are removed break transformers' models on a CPU build of torch.

@@ -1,0 +1,469 @@
+"""What a configuration must not say. Every complaint names the value, the reason and the way out.
+
+Each check is a generator of sentences, and `complaints` has them all. What losses and advantages refuse is in `check_losses.py`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from asyncrl.algorithms import registry
+from asyncrl.algorithms.registry import advantage_named
+from asyncrl.types import LOWEST_TEMPERATURE
+
+from .check_losses import check_losses, chosen_loss, chosen_terms, needs_second_buffer, said
+from .fields import get, knobs
+from .methods import SETTINGS
+from .schema import Config
+
+# A part of a URL as it is, and nothing that is guessed.
+_KEY = re.compile(r"[A-Za-z0-9._~-]{16,256}")
+
+
+class Switch(NamedTuple):
+    """When a section is read. `names`: the settings that turn it on."""
+
+    on: Callable[[Config], bool]
+    # Why it is not read, and the way out.
+    off: str
+    names: tuple[str, ...] = ()
+
+
+SWITCHED: Mapping[str, Switch] = {
+    "model.lora": Switch(
+        lambda c: c.model.lora.rank > 0, "model.lora.rank is 0: there are no adapters; set it", ("rank",)
+    ),
+    "reward.overlong": Switch(
+        lambda c: c.reward.overlong.cache is not None,
+        "reward.overlong.cache is not set: there is no such component; set it",
+        ("cache",),
+    ),
+    "rollout.filter": Switch(
+        lambda c: (
+            c.rollout.filter.dynamic_sampling
+            or (c.rollout.filter.min_mean_reward, c.rollout.filter.max_mean_reward) != (None, None)
+        ),
+        "no filter is on; set rollout.filter.dynamic_sampling, min_mean_reward or max_mean_reward",
+        ("dynamic_sampling", "min_mean_reward", "max_mean_reward"),
+    ),
+    "door": Switch(
+        lambda c: c.door.ring is not None, "door.ring is not set; name the ring that it is about", ("ring",)
+    ),
+    "replay": Switch(lambda c: c.replay.size > 0, "replay.size is 0: nothing is played again; set it", ("size",)),
+    "reroll": Switch(
+        lambda c: c.reroll.start_fraction < 1,
+        "reroll.start_fraction is 1: no prompt is played again; set it",
+        ("start_fraction",),
+    ),
+    "telemetry.profile": Switch(
+        lambda c: get(c, "telemetry.profile.from") is not None,
+        "telemetry.profile.from is not set: there is no profile; set it",
+        ("from",),
+    ),
+    "generation": Switch(
+        lambda c: c.generation.placement != "shared",
+        "generation.placement is shared: there are no workers; set it to worker",
+        ("placement",),
+    ),
+    "dry_run": Switch(
+        lambda c: "dry_run" in (c.engine.kind, c.train.kind), "neither engine.kind nor train.kind is dry_run; set them"
+    ),
+}
+
+
+def complaints(config: Config, world_size: int, embedding: bool) -> list[str]:
+    """Everything that is wrong with a configuration that has its presets. `embedding`: a program of the user's brings prompts and
+    rewards, and decides when to end."""
+    found = [text for check in _CHECKS for text in check(config)]
+    found += _check_unread(config, embedding)
+    found += _check_ranks(config, world_size)
+    return found if embedding else [*found, *_check_run(config)]
+
+
+def is_loopback(host: str) -> bool:
+    """Only programs of this machine reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def key_problem(host: str, key: str | None) -> str | None:
+    """What is wrong, in one sentence; None: nothing. `key` None is one that the door makes, "" is none at all."""
+    if key is None or _KEY.fullmatch(key):
+        return None
+    if key:
+        return (
+            f"door.http_key has {len(key)} characters, or some that a URL cannot hold; expected 16 to 256 letters, digits or "
+            "any of . _ ~ - (leave it out, and the run makes one)"
+        )
+    if is_loopback(host):
+        return None
+    return (
+        f'door.http_key is "" and door.http_host {host}: without a key everybody who reaches that address could train this '
+        "run; leave the key out, and the run makes one, or listen at 127.0.0.1"
+    )
+
+
+def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
+    """A setting that has a value of its own where nothing reads it would do nothing, without a word."""
+    default = type(config)()
+    for name in knobs():
+        if (value := get(config, name)) != get(default, name) and (why := _unread(config, name, embedding)):
+            yield f"{name} is {said(value)} but {why}, or leave it out"
+
+
+def _unread(config: Config, name: str, embedding: bool) -> str | None:
+    """Why nothing reads this setting, and the way out; None where something does."""
+    section, _, key = name.rpartition(".")
+    switch, algorithm = SWITCHED.get(section), config.algorithm
+    if switch is not None:
+        # A program may open a ring of its own (`runtime.door.serve`).
+        on = switch.on(config) or key in switch.names or (embedding and section == "door")
+        return None if on else switch.off
+    if name not in SETTINGS:
+        return None
+    loss = chosen_loss(algorithm)
+    losses = registry.readers().get(SETTINGS[name].flat, ())
+    if losses and name not in {each.dotted for each in loss.settings()}:
+        way_out = loss.instead.get(name) or f"use loss={' or '.join(losses)}"
+        return f"loss is {algorithm.loss}, which does not read it; {way_out}"
+    for term in chosen_terms(algorithm):
+        if SETTINGS[name] in term.settings() and not term.on and key not in term.switches:
+            sampler = term.section == "importance" and algorithm.old_logprobs == "sampler"
+            return None if sampler else term.off
+    for advantage, each in registry.ADVANTAGES.items():
+        if each.settings and SETTINGS[name] in each.settings.settings() and algorithm.advantage != advantage:
+            return f"advantage is {algorithm.advantage}, which does not read it; use advantage={advantage}"
+    return None
+
+
+def _check_preset(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.preset != "sync":
+        return
+    if rollout.max_staleness:
+        yield (
+            f"rollout.max_staleness is {rollout.max_staleness} but preset is sync, which means 0; "
+            "use preset=one_off or preset=async, or leave max_staleness out"
+        )
+    if rollout.streaming:
+        yield (
+            "rollout.streaming is true but preset is sync, which trains whole steps in prompt order so that reruns are "
+            "bit-identical; use preset=async (with rollout.max_staleness=0 if no age is wanted), or leave streaming out"
+        )
+
+
+def _check_rollout(config: Config) -> Iterator[str]:
+    rollout, engine = config.rollout, config.engine.kind
+    if rollout.weight_sync_interval > 1 and engine == "embedded" and config.generation.placement != "worker":
+        yield (
+            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but generation.placement is "
+            f"{config.generation.placement}, and an engine that shares the trainer's device samples from its own weights: "
+            "they move with every step and are never handed over; leave the interval at 1, and set algorithm.updates_per_batch for "
+            "several steps per batch, or set generation.placement=worker"
+        )
+    if rollout.weight_sync_interval > 1 and config.preset == "sync":
+        yield (
+            f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but preset is sync, which means age 0; "
+            "use preset=one_off or preset=async"
+        )
+    low, high = rollout.filter.min_mean_reward, rollout.filter.max_mean_reward
+    if low is not None and high is not None and low > high:
+        yield f"rollout.filter.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
+    if "" in rollout.stop:
+        yield "rollout.stop has an empty string, which would end every completion at its first token; take it out"
+    cache, longest = config.reward.overlong.cache, config.reward.overlong.max_length
+    if cache is not None and longest is not None and cache > longest:
+        yield (
+            f"reward.overlong.cache is {cache}; expected at most reward.overlong.max_length = {longest} (single_turn: "
+            "rollout.max_tokens): it is the part of the longest episode over which the punishment grows"
+        )
+    if not all(-100 <= bias <= 100 for bias in rollout.logit_bias.values()):
+        yield f"rollout.logit_bias is {rollout.logit_bias}; expected numbers from -100 to 100"
+    if rollout.min_tokens > rollout.max_tokens:
+        yield f"rollout.min_tokens is {rollout.min_tokens}; expected at most rollout.max_tokens = {rollout.max_tokens}"
+    if rollout.streaming_min_groups > rollout.groups_per_step:
+        yield (
+            f"rollout.streaming_min_groups is {rollout.streaming_min_groups}; expected at most rollout.groups_per_step = "
+            f"{rollout.groups_per_step}, the groups of a whole step"
+        )
+
+
+def _check_replay(config: Config) -> Iterator[str]:
+    if not config.replay.size:
+        return
+    algorithm = config.algorithm
+    terms = chosen_terms(algorithm)
+    if advantage_named(algorithm.advantage).needs_whole_step:
+        yield (
+            f"replay.size is {config.replay.size} but algorithm.advantage is {algorithm.advantage}, whose statistics span "
+            "the step that sampled a group; use an estimator of the group: grpo, dr_grpo, rloo"
+        )
+    if terms.kl.on and not terms.kl.in_loss:
+        yield (
+            f"replay.size is {config.replay.size} but algorithm.kl.place is reward: the penalty of a replayed group is that of "
+            "the weights which first trained it; set kl.place=loss"
+        )
+    if algorithm.old_logprobs == "recompute" and terms.importance.cap is None:
+        yield (
+            f"replay.size is {config.replay.size} but algorithm.importance.cap is null: replayed tokens would be trained as "
+            "if the weights of today had sampled them; set importance.cap, or old_logprobs=sampler"
+        )
+
+
+def _check_skip(config: Config) -> Iterator[str]:
+    """A group without advantages moves no weight only where every term of the loss is a multiple of the advantage."""
+    if not config.train.skip_zero_advantage:
+        return
+    terms = chosen_terms(config.algorithm)
+    entropy, top = terms.entropy, terms.top_entropy.quantile
+    reasons = {
+        f"kl.coef={terms.kl.coef} in the loss": terms.kl.in_loss,
+        f"entropy.coef={entropy.coef}": entropy.coef > 0,
+        f"entropy.target={entropy.target}": entropy.target is not None,
+        f"top_entropy.quantile={top}, taken over all tokens": top < 1,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        yield (
+            f"train.skip_zero_advantage is true, but tokens without an advantage matter here: {'; '.join(found)}; leave it "
+            "out, or switch that off"
+        )
+
+
+def _check_lengths(config: Config) -> Iterator[str]:
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if config.train.tokens_per_microbatch < longest:
+        yield (
+            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least data.max_prompt_tokens + "
+            f"rollout.max_tokens = {config.data.max_prompt_tokens} + {config.rollout.max_tokens} = {longest}, so that one "
+            "sequence fits; raise it or lower those"
+        )
+    room = config.engine.kv_positions
+    if room is not None and room < longest:
+        yield f"engine.kv_positions is {room}; expected at least the same {longest}, so that one sequence fits; raise it"
+
+
+def _check_algorithm(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.group_size == 1 and not advantage_named(algorithm.advantage).alone and config.train.kind == "torch":
+        yield (
+            f"rollout.group_size is 1; advantage {algorithm.advantage} compares the completions of one prompt and would "
+            "always be 0; expected at least 2"
+        )
+    # Several updates need the whole batch.
+    streaming = bool(rollout.streaming) and algorithm.updates_per_batch * algorithm.minibatches == 1
+    yield from check_losses(config, streaming)
+    if algorithm.minibatches > rollout.groups_per_step:
+        yield (
+            f"algorithm.minibatches is {algorithm.minibatches}; expected at most rollout.groups_per_step = "
+            f"{rollout.groups_per_step}: a batch is cut between its groups"
+        )
+
+
+def _check_lora(config: Config) -> Iterator[str]:
+    lora = config.model.lora
+    if lora.rank and lora.dropout:
+        yield (
+            f"model.lora.dropout is {lora.dropout}; expected 0: dropout in an RL policy is refused, the sampler's log-probs "
+            "would be those of another model"
+        )
+    every = "all-linear" in lora.target_modules
+    if lora.rank and (not (lora.target_modules or lora.target_parameters) or (every and len(lora.target_modules) > 1)):
+        yield (
+            f"model.lora.target_modules is {list(lora.target_modules)}; expected all-linear alone, or names of layers, like "
+            "[q_proj, v_proj]"
+        )
+
+
+def _check_parts(config: Config) -> Iterator[str]:
+    needs_model = [
+        name for name, kind in (("engine", config.engine.kind), ("train", config.train.kind)) if kind != "dry_run"
+    ]
+    if needs_model and config.model.path is None:
+        without = " and ".join(f"{name}.kind=dry_run" for name in needs_model)
+        yield f"model.path is not set; expected a directory or a hub id (or {without} for a run without a model)"
+    if config.engine.kind == "embedded" and config.train.kind == "dry_run":
+        yield (
+            "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
+            "set engine.kind=dry_run or train.kind=torch"
+        )
+    if config.algorithm.router_replay and "dry_run" in (config.engine.kind, config.train.kind):
+        yield (
+            "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
+        )
+    if 0 < (config.evaluate.temperature or 0) < LOWEST_TEMPERATURE:
+        yield (
+            f"evaluate.temperature is {config.evaluate.temperature}; expected {LOWEST_TEMPERATURE:g} or more, or 0: greedy"
+        )
+    if config.evaluate.every is not None and config.data.eval is None:
+        yield (
+            f"evaluate.every is {config.evaluate.every} but data.eval is not set; name held-out prompts or leave "
+            "evaluate.every out"
+        )
+    if config.resume is True and config.run.overwrite:
+        yield (
+            "resume and run.overwrite are both true: one goes on from the run directory, the other starts "
+            "anew; choose one"
+        )
+
+
+def _check_deadlines(config: Config) -> Iterator[str]:
+    watchdog = config.watchdog
+    if watchdog.stall_timeout_s <= watchdog.interval_s:
+        yield (
+            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than watchdog.interval_s = "
+            f"{watchdog.interval_s}: a stall cannot be noticed sooner than the thread looks"
+        )
+    if config.reward.functions and watchdog.stall_timeout_s <= config.reward.timeout_s:
+        yield (
+            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than reward.timeout_s = "
+            f"{config.reward.timeout_s}: one slow reward would end the run as stalled"
+        )
+
+
+def _check_ranks(config: Config, world_size: int) -> list[str]:
+    if world_size < 1:
+        return [f"world_size is {world_size}; expected at least 1"]
+    if config.rollout.groups_per_step < world_size:
+        return [
+            f"rollout.groups_per_step is {config.rollout.groups_per_step}; expected at least the number of ranks, "
+            f"{world_size}: fewer groups than ranks leave a rank without work in every step; raise it or start fewer ranks"
+        ]
+    return []
+
+
+def _check_run(config: Config) -> Iterator[str]:
+    train = config.train
+    dry_run = train.kind == "dry_run"
+    if train.max_steps is None and train.max_epochs is None and train.time_limit_s is None:
+        yield "the run has no end: set at least one of train.max_steps, train.max_epochs, train.time_limit_s"
+    if config.reroll.start_fraction < 1 and train.max_steps is None and train.max_epochs is None:
+        yield (
+            f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run, but only time_limit_s ends it; set "
+            "train.max_steps or train.max_epochs"
+        )
+    if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
+        yield (
+            f"train.schedule is {train.schedule}, which needs to know the last step; set train.max_steps or "
+            "train.max_epochs, "
+            "or use schedule=constant"
+        )
+    if dry_run or config.door.ring is not None:
+        return
+    if config.data.train is None:
+        yield (
+            "data.train is not set; expected a JSONL or parquet file or a `datasets` directory with the training "
+            "prompts, or door.ring, through which other processes bring groups"
+        )
+    if not (config.reward.functions or config.reward.model) and config.rollout.environment == "single_turn":
+        yield (
+            "reward.functions is empty; expected at least one `file.py:function` or `module:function`, or a reward.model "
+            "(or an environment of your own that sets the reward)"
+        )
+
+
+def _check_generation(config: Config) -> Iterator[str]:
+    if config.generation.placement == "worker" and config.engine.kind == "dry_run":
+        yield (
+            "generation.placement is worker but engine.kind is dry_run, which has no model that a worker could load; leave the "
+            "placement out (dry_run.shared_device=false simulates a second device)"
+        )
+    if config.generation.engine != "vllm":
+        return
+    if config.engine.kind == "dry_run":
+        yield "generation.engine is vllm but engine.kind is dry_run, which samples from no model; leave generation.engine out"
+    if config.model.dtype == "float64":
+        yield (
+            "generation.engine is vllm but model.dtype is float64, in which vLLM does not compute; use float32 or bfloat16, or "
+            "generation.engine=embedded"
+        )
+
+
+def _check_door(config: Config) -> Iterator[str]:
+    """Groups from outside: what their door is given, and what it cannot be combined with."""
+    door = config.door
+    if door.producer_mib >= door.ring_mib:
+        yield (
+            f"door.producer_mib is {door.producer_mib} and door.ring_mib {door.ring_mib}: no producer would fit; expected a "
+            "ring_mib above producer_mib times the number of producers"
+        )
+    if door.timeout_s is None and door.on_timeout != "drop":
+        yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null: that time is never up; give one"
+    if door.ring is None:
+        if door.http_port is not None:
+            yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that it feeds"
+        return
+    if problem := key_problem(door.http_host, door.http_key):
+        yield problem
+    if door.http_port is not None and config.algorithm.router_replay:
+        yield (
+            f"door.http_port is {door.http_port} but algorithm.router_replay is true, and groups that are posted bring no routes "
+            "of experts; leave one of them out, or push groups with asyncrl.client, whose trajectories hold routed_experts"
+        )
+    for name, given in (("data.train", config.data.train), ("train.max_epochs", config.train.max_epochs)):
+        if given is not None:
+            yield (
+                f"door.ring is {door.ring} and {name} is {given}: groups come from other processes or from prompts, not from "
+                "both; leave one of them out"
+            )
+    if config.reroll.start_fraction < 1:
+        yield "reroll plays prompts again, and with door.ring there are none; leave reroll.start_fraction out"
+    if (
+        config.evaluate.every is not None
+        and not config.reward.functions
+        and not config.reward.model
+        and config.rollout.environment == "single_turn"
+    ):
+        yield "evaluate.every is set but reward.functions is empty: nothing would score the held-out completions"
+
+
+def _check_distributed(config: Config) -> Iterator[str]:
+    """Models with a module for each expert are refused where the model is known (training/sharded.py)."""
+    if config.distributed.sharding != "fsdp":
+        return
+    what = "distributed.sharding is fsdp and "
+    if config.train.kind == "dry_run":
+        yield what + "train.kind is dry_run, which has no weights to cut; use distributed.sharding=replicate"
+    if config.model.lora.rank:
+        yield (
+            what
+            + f"model.lora.rank is {config.model.lora.rank}: adapters are small, and the frozen weights under them are "
+            "not cut; use distributed.sharding=replicate"
+        )
+    if needs_second_buffer(config.algorithm):
+        yield (
+            what
+            + "algorithm.entropy.second_gradient_buffer is true: the two gradients of a microbatch would need two backward "
+            "passes over ranks; use preset=one_off or sync without it, or distributed.sharding=replicate"
+        )
+
+
+def _check_rewards(config: Config) -> Iterator[str]:
+    """Whether a path holds a classifier with one output is known when it is loaded (models/reward_model.py)."""
+    if config.reward.model and config.train.kind == "dry_run":
+        yield (
+            f"reward.model is {config.reward.model[0].path} but train.kind is dry_run, which has no device to score on; leave "
+            "it out, or set train.kind=torch"
+        )
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _check_preset,
+    _check_rollout,
+    _check_generation,
+    _check_replay,
+    _check_skip,
+    _check_lengths,
+    _check_algorithm,
+    _check_lora,
+    _check_parts,
+    _check_deadlines,
+    _check_door,
+    _check_distributed,
+    _check_rewards,
+)
