@@ -47,9 +47,6 @@ ALLOWED: dict[str, str] = {
     "asyncrl.data.columns:trim": "nodes: what a leader fetched",
     "asyncrl.models.native.library:build": ".ci/run asks it whether the kernels were built; benchmarks name it beside each number",
     "asyncrl.telemetry.output:Lossy.writelines": "a text stream has it: libraries that write to stdout call it",
-    "asyncrl.rewards.process:WorkerProcess.data_received": "asyncio calls it",
-    "asyncrl.rewards.process:WorkerProcess.connection_lost": "asyncio calls it",
-    "asyncrl.rewards.process:WorkerProcess.eof_received": "asyncio calls it",
     "asyncrl.telemetry.machine:describe_cpu": "benchmarks name the machine beside each number",
 }
 

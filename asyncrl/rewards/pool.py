@@ -31,7 +31,7 @@ Guarantees
 * A worker that is worn (it gained `max_mib` of memory, or had `max_calls`) goes on until its successor has loaded the functions,
   and leaves when its last call has ended. One successor starts at a time.
 * Closing ends every worker, also when the block is left by an error or a cancellation. What a worker had started ends with it
-  (`guard.py`), also where this process is killed; opening ends what dead runs left (`leftovers.py`).
+  (concurrency/guard.py), also where this process is killed; opening ends what dead runs left (leftovers.py there).
 
 Opened and closed in the same task, on the loop's thread.
 """
@@ -53,9 +53,9 @@ from typing import Any, Literal, TypeAlias
 
 import anyio
 import anyio.lowlevel
-import orjson
 from anyio.abc import TaskGroup
 
+from asyncrl.concurrency.leftovers import kill_leftovers, mark_of
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.shield import wait_shielded
 from asyncrl.config.schema import RewardConfig
@@ -63,11 +63,8 @@ from asyncrl.errors import AsyncrlError, ConfigError, LifecycleError, RewardCras
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Int32Array, Prompt, Trajectory
 
-from . import leftovers
 from .calls import Answer, LoadedFunction, RewardSpec, arguments_of, remote_text, source_of, with_scores
-from .loading import load
-from .process import Call, WorkerDiedError, WorkerProcess
-from .wire import Kind
+from .process import Call, RewardWorker, WorkerDiedError
 
 logger = logging.getLogger("asyncrl.rewards")
 
@@ -134,7 +131,7 @@ class RewardPool:
         self._state = _State.NEW
         self._loaded: list[LoadedFunction] = []
         self._weights: dict[str, float] = {}
-        self._alive: set[WorkerProcess] = set()
+        self._alive: set[RewardWorker] = set()
         self._broken: AsyncrlError | None = None  # why workers cannot be replaced any more
         self._tasks: TaskGroup | None = None
         self._renewal = anyio.Lock()
@@ -178,7 +175,9 @@ class RewardPool:
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
         try:
             if self._specs:
-                await self._end_leftovers()
+                left = await offload(kill_leftovers, "leftovers")
+                if left:
+                    logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(left))
                 await self._start_all()
         except BaseException:
             await self._close()
@@ -194,11 +193,6 @@ class RewardPool:
             raise LifecycleError("a reward pool must be closed by the task that opened it")
         await self._close()
         return None
-
-    async def _end_leftovers(self) -> None:
-        self._mark, left = await offload(lambda: (leftovers.owner(), leftovers.end_of_dead_runs()), "leftovers")
-        if left:
-            logger.warning("killed what reward functions of dead runs had left behind: %s", ", ".join(left))
 
     async def _start_all(self) -> None:
         errors: list[AsyncrlError | OSError] = []
@@ -239,22 +233,22 @@ class RewardPool:
                 await self._tasks.__aexit__(None, None, None)
         finally:
             for process in self._alive:
-                process.destroy()
+                process.kill()
             await self._end(*self._alive)
 
-    async def _end(self, *processes: WorkerProcess) -> None:
+    async def _end(self, *processes: RewardWorker) -> None:
         """Kill those that live, and wait until nothing of them is left, whatever is cancelled meanwhile."""
         cancelled = None
         for process in processes:
-            process.destroy()
-            cancelled = await wait_shielded(process.exited) or cancelled
+            process.kill()
+            cancelled = await wait_shielded(process.ended) or cancelled
             self._alive.discard(process)
         if cancelled is not None:
             raise cancelled
 
     # ---- workers
 
-    async def _keep(self, process: WorkerProcess) -> None:
+    async def _keep(self, process: RewardWorker) -> None:
         """Keep one place filled."""
         while True:
             process.serving = True
@@ -270,11 +264,11 @@ class RewardPool:
             successor.place = process.place
             process = successor
 
-    async def _successor(self, process: WorkerProcess) -> WorkerProcess | None:
+    async def _successor(self, process: RewardWorker) -> RewardWorker | None:
         """Who comes after a worker that has ended, or is worn and goes on meanwhile. None: the pool was closed."""
         while True:
             await process.attention.wait()
-            if process.exited.done():
+            if process.ended.done():
                 break
             process.attention.clear()
             async with self._renewal:
@@ -305,17 +299,16 @@ class RewardPool:
                 logger.warning("%s; it is started again (%d of at most %d times)", error, tries, MOST_STARTS - 1)
         return None
 
-    async def _see_off(self, process: WorkerProcess) -> None:
+    async def _see_off(self, process: RewardWorker) -> None:
         """Until nothing is left of a worker that has ended, or will in its own time."""
-        await asyncio.wait([process.exited])
+        await asyncio.wait([process.ended])
         await self._end(process)
-        end_of_worker = partial(leftovers.end_of_worker, process.mark)
-        if process.guard_was_killed and (left := await offload(end_of_worker, "leftovers")):
+        if process.guard_was_killed and (left := await offload(partial(kill_leftovers, process.mark), "leftovers")):
             logger.warning(
                 "the guard of reward worker %d was killed; killed what it left: %s", process.pid, ", ".join(left)
             )
 
-    def _look_at_wear(self, process: WorkerProcess) -> None:
+    def _look_at_wear(self, process: RewardWorker) -> None:
         calls, grown = process.wear
         leaked = self._max_mib is not None and grown > self._max_mib << 20
         if process.worn or not (leaked or (self._max_calls is not None and calls >= self._max_calls)):
@@ -328,11 +321,11 @@ class RewardPool:
         process.worn = True
         process.attention.set()
 
-    async def _start(self) -> tuple[WorkerProcess, list[LoadedFunction]]:
+    async def _start(self) -> tuple[RewardWorker, list[LoadedFunction]]:
         """Start one worker and load the functions in it; it is then in `_alive`."""
         self._started += 1
         try:
-            process = await WorkerProcess.start(self._folder, leftovers.mark_of(self._mark, self._started))
+            process = RewardWorker(self._folder, mark_of(self._started))
         except OSError as error:
             if self._tasks is None:  # the run is being opened
                 raise
@@ -343,14 +336,14 @@ class RewardPool:
             if self._state is _State.CLOSED:
                 raise LifecycleError("the reward pool was closed while a worker started")
             began = anyio.current_time()
-            loaded = await load(process, self._specs, self._init_request, self._load_s)
+            loaded = await process.load(self._specs, self._init_request, self._load_s)
             self._load_s = min(LOAD_S, max(RELOAD_S, 10 * (anyio.current_time() - began)))
             return process, loaded
         except BaseException:
             await self._end(process)
             raise
 
-    async def _acquire(self, call: Call) -> WorkerProcess:
+    async def _acquire(self, call: Call) -> RewardWorker:
         """A worker with room for this call."""
         self._waiting.append(call)
         try:
@@ -372,7 +365,7 @@ class RewardPool:
             if call.given.done():  # cancelled, and its caller has not been told yet
                 continue
             if self._state is _State.CLOSED:
-                found: WorkerProcess | AsyncrlError | None = LifecycleError(
+                found: RewardWorker | AsyncrlError | None = LifecycleError(
                     "the reward pool was closed while a group waited for a worker"
                 )
             elif self._broken is not None:
@@ -392,7 +385,7 @@ class RewardPool:
                 found.calls.add(call)
                 call.given.set_result(found)
 
-    def _with_room(self, call: Call) -> WorkerProcess | None:
+    def _with_room(self, call: Call) -> RewardWorker | None:
         """The one with the fewest calls. One that ended while it was idle is no longer usable; its keeper starts the next."""
         most = math.inf if call.alone else self._concurrency
         fit = [
@@ -405,7 +398,7 @@ class RewardPool:
         ]
         return min(fit, key=lambda process: (len(process.calls), process.place), default=None)
 
-    def _release(self, process: WorkerProcess, call: Call) -> None:
+    def _release(self, process: RewardWorker, call: Call) -> None:
         process.calls.discard(call)
         if not process.serving and not process.calls and process.usable:
             process.hang_up()
@@ -524,7 +517,7 @@ class RewardPool:
                 logger.warning("%s; it is asked again", process.killed_for or crashed)
 
     async def _answer(
-        self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: WorkerProcess, call: Call
+        self, function: LoadedFunction, group_id: int, request: dict[str, Any], process: RewardWorker, call: Call
     ) -> Answer:
         """Of the worker that this call was given, which is released. Errors: `WorkerDiedError` where it ended; RewardError."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
@@ -536,8 +529,8 @@ class RewardPool:
                 self._others_stand_still(process, call),
                 anyio.fail_after(self._timeout_s) as call.scope,
             ):
-                number = process.send(Kind.CALL, request)
-                kind, body = await process.reply(number)
+                number = process.send(request)
+                reply = await process.reply(number)
         except WorkerDiedError:
             self._release(process, call)
             raise
@@ -550,13 +543,12 @@ class RewardPool:
             raise RewardTimeout(f"{late}; {how}") from None
         self._look_at_wear(process)
         self._release(process, call)
-        reply = orjson.loads(body)
-        if kind is Kind.ERROR:
-            raise RewardError(f"{what} failed (group {group_id}): {remote_text(reply)}")
-        return Answer(**reply)
+        if "error" in reply:
+            raise RewardError(f"{what} failed (group {group_id}): {remote_text(reply['error'])}")
+        return Answer(**reply["answer"])
 
     @contextmanager
-    def _others_stand_still(self, process: WorkerProcess, call: Call) -> Iterator[None]:
+    def _others_stand_still(self, process: RewardWorker, call: Call) -> Iterator[None]:
         """While a call runs alone, the coroutines of its worker do not, and their deadlines move."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
@@ -568,7 +560,7 @@ class RewardPool:
             for other in others:
                 other.scope.deadline -= self._timeout_s - (anyio.current_time() - started)
 
-    def _abandon(self, process: WorkerProcess, call: Call, number: int | None, why: str) -> None:
+    def _abandon(self, process: RewardWorker, call: Call, number: int | None, why: str) -> None:
         """Nobody waits for this call any more."""
         if number is None:  # it was not sent
             self._release(process, call)
@@ -581,7 +573,7 @@ class RewardPool:
             process.cancel(number)
             self._tasks.start_soon(self._until_ended, process, call, number, why, name=f"end of {call.what}")
 
-    async def _until_ended(self, process: WorkerProcess, call: Call, number: int, why: str) -> None:
+    async def _until_ended(self, process: RewardWorker, call: Call, number: int, why: str) -> None:
         """Of a coroutine that was cancelled: kill its worker where it does not end. It cannot, as long as another call stands in
         its way."""
         now = anyio.current_time()

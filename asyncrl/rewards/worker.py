@@ -2,9 +2,9 @@
 
 Everything runs in the **main thread** (so that `signal.alarm` and everything else that insists on it works), until the run closes
 its end of the socket: calls of `async def` functions as tasks of one event loop, all others one at a time while that loop stands
-still, so that they may run loops of their own. Its guard (`guard.py`) kills it when the run dies, even in the middle of a call, and
-the kernel when its guard dies. What the user's code prints to stdout goes to the run's stderr; the protocol has a descriptor of its
-own.
+still, so that they may run loops of their own. Its guard (concurrency/guard.py)
+kills it when the run dies, even in the middle of a call, and the kernel kills it when its guard dies. What the user's code prints
+to stdout goes to the run's stderr; the protocol has a descriptor of its own.
 
 Imports: the standard library, orjson, and what the user's functions import. Never torch: start-up time counts.
 """
@@ -28,11 +28,11 @@ from typing import Any
 
 import orjson
 
+from asyncrl.concurrency.channel import decode, encode
 from asyncrl.config import imports
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import forms
 from asyncrl.rewards.forms import UsageError, as_trl, brief, check_reserved, columns_check, is_async
-from asyncrl.rewards.wire import Header, Kind, send_blocking, take_frame
 from asyncrl.telemetry.output import lossy_output
 
 _FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
@@ -159,24 +159,24 @@ def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[st
     return functions
 
 
-def describe_error(error: BaseException, kind: Kind) -> bytes:
-    """JSON for an ERROR reply; the traceback is of the user's code, without frames of ours.
+def describe_error(error: BaseException, loading: bool) -> dict[str, str]:
+    """The error of a reply; the traceback is of the user's code, without frames of ours.
 
     What loading raised is one line with its place: the traceback of an import is mostly Python's own.
     """
     message = f"{type(error).__name__}: {error}"
     shown: BaseException | None = error
-    if kind is Kind.INIT:
+    if loading:
         message, shown = imports.raised(error), None
     if isinstance(error, (UsageError, ConfigError)):  # our own words; the user's error, if there is one, is the cause
-        message, shown = str(error), None if kind is Kind.INIT else error.__cause__
+        message, shown = str(error), None if loading else error.__cause__
     text = ""
     if shown is not None:
         frames = shown.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FILES:
             frames = frames.tb_next
         text = "".join(traceback.format_exception(type(shown), shown, frames))
-    return orjson.dumps({"message": _utf8(message), "traceback": _utf8(text)})
+    return {"message": _utf8(message), "traceback": _utf8(text)}
 
 
 def _utf8(text: str) -> str:
@@ -205,9 +205,9 @@ class Session:
         # Bytes: what the process had before its calls, and what the first call of each function took.
         self._expected = 0
         self._grown = 0  # bytes beyond that
-        self._data = bytearray()  # received, and no whole frame
+        self._data = bytearray()  # received, and no whole message
         self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
-        self._waiting: deque[tuple[Header, dict[str, Any]]] = deque()  # requests that run while the loop stands still
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests that run while the loop stands still
         self._over = False
 
     def serve(self) -> None:
@@ -218,11 +218,10 @@ class Session:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that a function started and left behind
                 traceback.print_exc()
-            # No frame comes in while a function that is not async may run this loop itself.
+            # No message comes in while a function that is not async may run this loop itself.
             self._loop.remove_reader(self._sock)
             while self._waiting:
-                header, request = self._waiting.popleft()
-                self._now(header, request)
+                self._now(*self._waiting.popleft())
 
     def _receive(self) -> None:
         self._leave_a_fork()
@@ -234,25 +233,26 @@ class Session:
             self._over = True
             self._loop.stop()
         self._data += data
-        while (frame := take_frame(self._data)) is not None:
-            self._begin(*frame)
+        while (found := decode(self._data)) is not None:
+            message, pickled = found
+            self._begin(message["id"], pickled, "cancel" in message)
 
-    def _begin(self, header: Header, payload: bytes) -> None:
-        if header.kind is Kind.CANCEL:
-            if header.request_id in self._tasks:
-                self._tasks[header.request_id].cancel()
+    def _begin(self, number: int, pickled: bytes, cancel: bool) -> None:
+        if cancel:
+            if number in self._tasks:
+                self._tasks[number].cancel()
             return
         try:
-            request = pickle.loads(payload)
+            request = pickle.loads(pickled)
         except BaseException as error:  # whatever an object of the user's raises as it comes to be
-            return self._reply(header, error)
-        if header.kind is Kind.CALL and self._functions[request["function"]].asynchronous:
-            self._tasks[header.request_id] = self._loop.create_task(self._later(header, request))
+            return self._reply(number, error)
+        if "function" in request and self._functions[request["function"]].asynchronous:
+            self._tasks[number] = self._loop.create_task(self._later(number, request))
         else:
-            self._waiting.append((header, request))
+            self._waiting.append((number, request))
             self._loop.stop()
 
-    async def _later(self, header: Header, request: dict[str, Any]) -> None:
+    async def _later(self, number: int, request: dict[str, Any]) -> None:
         log, before = Log(), anonymous_bytes()
         answer: Any
         try:
@@ -261,15 +261,15 @@ class Session:
         # SystemExit and a cancellation included: only the process itself may end the process.
         except BaseException as error:
             answer = error
-        del self._tasks[header.request_id]
+        del self._tasks[number]
         self._measure(request["function"], before)
-        self._reply(header, answer)
+        self._reply(number, answer)
 
-    def _now(self, header: Header, request: dict[str, Any]) -> None:
+    def _now(self, number: int, request: dict[str, Any]) -> None:
         log, before = Log(), anonymous_bytes()
         answer: Any
         try:
-            if header.kind is Kind.INIT:
+            if "function" not in request:
                 answer = self._load(request)
             else:
                 answer = self._functions[request["function"]].begin(request, log)
@@ -280,9 +280,9 @@ class Session:
             answer = error
         if hasattr(signal, "setitimer"):  # an alarm that was not switched off must not ring in the next call
             signal.setitimer(signal.ITIMER_REAL, 0)
-        if header.kind is Kind.CALL:
+        if "function" in request:
             self._measure(request["function"], before)
-        self._reply(header, answer)
+        self._reply(number, answer)
 
     def _load(self, request: dict[str, Any]) -> dict[str, Any]:
         sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
@@ -291,16 +291,16 @@ class Session:
         self._expected = anonymous_bytes()
         return {"pid": self._pid, "functions": found}
 
-    def _reply(self, header: Header, answer: Any) -> None:
+    def _reply(self, number: int, answer: Any) -> None:
         """`answer`: the content, or the error that was raised."""
         self._leave_a_fork()
-        kind = Kind.READY if header.kind is Kind.INIT else Kind.RESULT
+        reply: dict[str, Any] = {"id": number, "grown": self._grown}
         if isinstance(answer, BaseException):
-            kind, payload = Kind.ERROR, describe_error(answer, header.kind)
+            reply["error"] = describe_error(answer, not self._functions)
         else:
-            payload = orjson.dumps(answer)
+            reply["answer"] = answer
         try:
-            send_blocking(self._sock, kind, header.request_id, payload, self._grown)
+            self._sock.sendall(encode(reply))
         except OSError:  # the run was killed
             self._over = True
             self._loop.stop()

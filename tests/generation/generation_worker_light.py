@@ -4,7 +4,7 @@ Its setup says {"token_s": seconds between two tokens, "die": {moment: how}}. Mo
 "bound" (told of its first version), "weights" (told of another), and "request". How:
 
     exit      an error that nobody catches          close     hang up the request queue, and go on
-    kill      SIGKILL                               garbage   into the control line
+    kill      SIGKILL                               garbage   into the channel
     stop      SIGSTOP
     refuse    the request, as an engine would       hang      one closure of its lane runs and runs
     refused   it says that it cannot run this
@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.child import die_with_parent
-from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.wire import read_item, sequence_plan
 from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
 from asyncrl.transport.rings.producer import AsyncProducer
@@ -39,7 +39,7 @@ def tokens_of(request: GenerationRequest) -> list[int]:
 
 
 class Light:
-    def __init__(self, control: ControlLine, setup: dict[str, Any]) -> None:
+    def __init__(self, control: Channel, setup: dict[str, Any]) -> None:
         self.control = control
         self.token_s: float = setup["token_s"]
         self.deaths: dict[str, str] = setup["die"]
@@ -113,7 +113,7 @@ class Light:
 
 
 async def main(descriptor: int) -> None:
-    control = ControlLine(socket.socket(fileno=descriptor), "the node")
+    control = Channel(socket.socket(fileno=descriptor), "the node")
     try:
         setup = (await control.receive())["setup"]
         light = Light(control, setup)

@@ -18,9 +18,9 @@ from generation_models import generate_all, request
 from test_generation_vllm_engine import SAME, greedy
 
 from asyncrl.algorithms.registry import build_loss
+from asyncrl.concurrency.channel import Channel
 from asyncrl.config.schema import LoraConfig, TrainConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.server import Server
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
@@ -93,7 +93,7 @@ async def test_after_an_update_with_adapters_it_samples_what_a_fresh_vllm_sample
     (core, plain), (owner, reader) = trainer_and_plain, boards
     policy = core.policy
     node, worker = socket.socketpair()
-    ours, theirs = ControlLine(node, "worker 0"), ControlLine(worker, "the node")
+    ours, theirs = Channel(node, "worker 0"), Channel(worker, "the node")
     producer: Any = None  # nothing is asked for over the line
     sampled = [request(9, seed, prefix_key="shared", max_tokens=24, temperature=1.0) for seed in range(4)]
     asked = [request(8 + index, index, max_tokens=24, temperature=0.0) for index in range(6)]

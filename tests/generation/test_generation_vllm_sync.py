@@ -14,7 +14,7 @@ from generation_cores import needs_vllm, opened_core
 from generation_models import change_weights
 from test_generation_vllm_engine import policy_and_plain
 
-from asyncrl.generation.worker.control import ControlLine
+from asyncrl.concurrency.channel import Channel
 from asyncrl.generation.worker.server import Server
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
@@ -62,7 +62,7 @@ async def said_of(
     """What the node hears of a move to new weights that arrive in this way, after its answer."""
     owner, reader = boards
     node, worker = socket.socketpair()
-    ours, theirs = ControlLine(node, "worker 0"), ControlLine(worker, "the node")
+    ours, theirs = Channel(node, "worker 0"), Channel(worker, "the node")
     producer: Any = None  # nothing is generated
     try:
         async with opened_core("vllm", policy, plain, pack=pack) as made:

@@ -29,7 +29,6 @@ from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.worker.engine import WorkerEngine
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.generation.worker.peer import Peer
-from asyncrl.generation.worker.process import WorkerProcess
 from asyncrl.generation.worker.wire import ABOUT_BYTES
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
@@ -460,8 +459,7 @@ async def test_a_worker_that_is_killed_while_it_moves_costs_neither_the_move_nor
     flag.touch()
     monkeypatch.setenv("DIES_WHERE_THERE_IS", str(flag))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    start: Any = WorkerProcess.start
-    monkeypatch.setitem(start.__func__.__kwdefaults__, "program", "generation_worker_dying")
+    monkeypatch.setattr("asyncrl.generation.worker.peer.PROGRAM", "generation_worker_dying")
     async with opened(tmp_path, 1, "keep") as made:
         (pid,) = made.pids()
         assert flag.exists()

@@ -27,12 +27,12 @@ import pytest
 import uvloop
 from generation_worker_light import tokens_of
 
+from asyncrl.concurrency.channel import encode
 from asyncrl.errors import ConfigError, DivergenceError, EngineClosed, GenerationError, LifecycleError, WorkerDied
 from asyncrl.generation.worker import engine as room
 from asyncrl.generation.worker import peer
 from asyncrl.generation.worker.engine import Limits, WorkerEngine
 from asyncrl.generation.worker.peer import Setup
-from asyncrl.generation.worker.process import WorkerProcess
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, SamplingParams
 
@@ -44,8 +44,7 @@ Die = dict[str, str]
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are started from another program; everything else of them is as it is."""
-    start: Any = WorkerProcess.start
-    monkeypatch.setitem(start.__func__.__kwdefaults__, "program", "generation_worker_light")
+    monkeypatch.setattr("asyncrl.generation.worker.peer.PROGRAM", "generation_worker_light")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,7 +253,7 @@ async def test_a_worker_that_stands_still_is_named_and_replaced_wherever_it_is(
     [
         ({"request": "exit"}, "it was told to fail at request"),
         ({"request": "close"}, "was killed by SIGKILL: it has closed its request queue"),
-        ({"request": "garbage"}, "no JSON object"),
+        ({"request": "garbage"}, "no message"),
         ({"request": "hang"}, "its closure engine/stuck has run for"),
         ({"request": "kill"}, "was killed by SIGKILL"),
         ({"bound": "kill"}, "was killed by SIGKILL"),
@@ -297,7 +296,7 @@ async def test_a_successor_for_which_there_is_no_process_now_comes_a_moment_late
         ({"setup": "exit"}, "exited with status 1; the last that it wrote:\n(.|\n)*RuntimeError: it was told to fail at setup"),
         ({"ready": "exit"}, "exited with status 1; the last that it wrote:\n(.|\n)*RuntimeError: it was told to fail at ready"),
         ({"ready": "kill"}, "was killed by SIGKILL"),
-        ({"ready": "garbage"}, "no JSON object: b'Warning"),
+        ({"ready": "garbage"}, "no message: b'Warning"),
         ({"ready": "hang"}, "its closure engine/stuck has run for 1000000 s"),
     ],
 )  # fmt: skip
@@ -432,7 +431,7 @@ async def test_wrong_weights_end_it_for_everybody(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DivergenceError, match="worker 0: bucket 3"):
         async with serving(engine):
             asked = Asked(engine, [request(n) for n in range(20)])
-            engine._peers[0].process.control._received += b'{"wrong": "bucket 3"}\n'
+            engine._peers[0].process.channel._received += encode({"wrong": "bucket 3"})
             await anyio.sleep_forever()
     failures = [each for each in await asked.failures() if not isinstance(each, Generation)]
     assert failures and all(type(each) is EngineClosed and "bucket 3" in str(each) for each in failures)

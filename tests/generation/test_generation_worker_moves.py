@@ -18,9 +18,9 @@ from anyio import wait_all_tasks_blocked
 from transformers import LlamaConfig, LlamaForCausalLM
 from transport_helpers import own_name
 
+from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.server import Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.policy import PolicyModel
@@ -46,7 +46,7 @@ class Made:
 
     def __init__(self, lane: ThreadLane, recorder: Recorder, boards: Boards) -> None:
         node, worker = socket.socketpair()
-        self.node, self._line = ControlLine(node, "worker 0"), ControlLine(worker, "the node")
+        self.node, self._line = Channel(node, "worker 0"), Channel(worker, "the node")
         engine = EmbeddedServing(policy_of(served=True), None, lane, recorder, max_sequences=1, max_context=8)
         self.policy, self.weights, self.owner = engine.policy, boards.weights, boards.owner
         producer: Any = None  # nothing is generated

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from test_generation_worker_faults import SOON, Asked, Engine, open_here, request, serving, until
@@ -16,15 +15,13 @@ from test_generation_worker_faults import SOON, Asked, Engine, open_here, reques
 from asyncrl.errors import EngineClosed
 from asyncrl.generation.worker.peer import Peer
 from asyncrl.generation.worker.pin import Pin
-from asyncrl.generation.worker.process import WorkerProcess
 from asyncrl.ports import PinnedVersion, PinsVersions
 from asyncrl.types import Generation, GenerationRequest
 
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    start: Any = WorkerProcess.start
-    monkeypatch.setitem(start.__func__.__kwdefaults__, "program", "generation_worker_light")
+    monkeypatch.setattr("asyncrl.generation.worker.peer.PROGRAM", "generation_worker_light")
 
 
 @pytest.fixture(autouse=True)

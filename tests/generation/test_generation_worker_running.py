@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.generation.worker.control import ControlLine
 from asyncrl.generation.worker.server import Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.outputs import fixed_logprobs
@@ -79,7 +79,7 @@ class Made:
     def __init__(self, lane: Told, sides: Sides, **options: Any) -> None:
         self.trainer, self.owner, self.lane = sides.trainer, sides.owner, lane
         node, worker = socket.socketpair()
-        self.node, self._line = ControlLine(node, "worker 0"), ControlLine(worker, "the node")
+        self.node, self._line = Channel(node, "worker 0"), Channel(worker, "the node")
         self.engine = EmbeddedServing(
             sides.served, None, lane, Recorder(max_events=0), max_sequences=4, max_context=CONTEXT, **options
         )

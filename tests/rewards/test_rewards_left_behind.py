@@ -14,8 +14,8 @@ import pytest
 from rewards_helpers import only_worker, pool, prompt, trajectories
 from warm import children
 
+from asyncrl.concurrency import leftovers
 from asyncrl.errors import RewardCrash
-from asyncrl.rewards import leftovers
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "attack_rewards.py"
 GOES_ON, ENDED, KILLED = [], [0], [-signal.SIGKILL]
@@ -50,7 +50,7 @@ def test_nothing_outlives_its_worker(end):
 @pytest.fixture
 def own_mark(monkeypatch):
     """Every pool that opens on this machine looks for the usual name and ends what it finds: another test's would be first."""
-    monkeypatch.setattr(leftovers, "MARK", f"ASYNCRL_REWARD_WORKER_OF_{os.getpid()}")
+    monkeypatch.setattr(leftovers, "MARK", f"ASYNCRL_CHILD_OF_{os.getpid()}")
 
 
 def ended_number():
@@ -72,7 +72,7 @@ def marked(mark):
 
 def changed(field, value):
     """The mark of a worker of this process, and so of a living run, with another number, start or namespaces."""
-    fields = leftovers.mark_of(leftovers.owner(), 1).split(":")
+    fields = leftovers.mark_of(1).split(":")
     fields[field] = str(value(fields[field]))
     return ":".join(fields)
 
@@ -92,23 +92,23 @@ SPARED = {
 @pytest.mark.parametrize("case", LEFT)
 def test_what_a_dead_run_left_is_killed_by_the_next(own_mark, case):
     with marked(LEFT[case]()) as process:
-        assert f"{process.pid} (sleep)" in leftovers.end_of_dead_runs()
+        assert f"{process.pid} (sleep)" in leftovers.kill_leftovers()
         assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("case", SPARED)
 def test_what_belongs_to_others_is_left_alone(own_mark, case):
     with marked(SPARED[case]()) as process:
-        assert not any(text.startswith(f"{process.pid} ") for text in leftovers.end_of_dead_runs())
+        assert not any(text.startswith(f"{process.pid} ") for text in leftovers.kill_leftovers())
         assert process.poll() is None
 
 
 def test_a_run_that_a_reward_function_started_does_not_end_itself(own_mark):
     """It carries the mark of a run that is dead by now, and so do its own processes."""
-    program = "import os, subprocess, sys; from asyncrl.rewards import leftovers\n"
+    program = "import os, subprocess, sys; from asyncrl.concurrency import leftovers\n"
     program += f"leftovers.MARK = {leftovers.MARK!r}\n"
     program += "child = subprocess.Popen(['sleep', '600'])\n"
-    program += "print(any(text.startswith(f'{child.pid} ') for text in leftovers.end_of_dead_runs())); child.kill()"
+    program += "print(any(text.startswith(f'{child.pid} ') for text in leftovers.kill_leftovers())); child.kill()"
     environment = {**os.environ, leftovers.MARK: LEFT["its run has ended"](), "PYTHONPATH": str(TOOL.parents[1])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -136,7 +136,7 @@ async def test_the_line_of_the_next_run_names_who_was_killed(leftover, caplog):
 
 
 async def test_a_guard_that_does_not_answer_is_killed_and_its_worker_with_it(monkeypatch):
-    monkeypatch.setattr("asyncrl.rewards.process._END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("asyncrl.concurrency.child.GUARD_S", 0.5)
     async with pool("length") as rewards:
         worker = only_worker()
         worker.parent().suspend()

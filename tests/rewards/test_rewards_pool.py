@@ -19,12 +19,12 @@ import torch
 from rewards_helpers import FILE, pool, prompt, trajectories
 from warm import children
 
+from asyncrl.concurrency.channel import encode
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, LifecycleError, RewardCrash, RewardError, RewardTimeout
 from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.forms import UsageError
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.wire import Kind, pack
 from asyncrl.rewards.worker import check_scores
 from asyncrl.telemetry.recorder import Recorder
 
@@ -336,7 +336,7 @@ async def test_a_stale_answer_is_discarded():
     """The reply to an older request lies in front of the reply that is waited for."""
     async with pool("counts") as rewards:
         worker = next(iter(rewards._alive))
-        worker.data_received(pack(Kind.RESULT, 1, 7) + b"[666.0]")
+        worker._child.channel._received += encode({"id": 1, "grown": 0, "answer": {"scores": [666.0]}})
         assert (await rewards.score(prompt(), trajectories("a")))[0].reward == 1.0
 
 

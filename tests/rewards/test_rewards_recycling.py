@@ -138,11 +138,11 @@ async def test_closing_while_a_successor_starts_leaves_nobody(turns):
 @pytest.mark.parametrize("who", ["worker", "guard"])
 async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypatch, caplog):
     """Stopped before it has loaded the functions. A guard that is stopped cannot obey."""
-    monkeypatch.setattr("asyncrl.rewards.process._END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("asyncrl.concurrency.child.GUARD_S", 0.2)
     async with pool("by_order") as rewards:
         rewards._load_s = 2.0
         (first,) = rewards._alive
-        first.destroy()
+        first.kill()
         async with asyncio.timeout(20):
             while not (new := rewards._alive - {first}):  # noqa: ASYNC110
                 await asyncio.sleep(0)

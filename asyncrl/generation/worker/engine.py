@@ -346,14 +346,14 @@ class WorkerEngine(EngineLife):
             self._ended[name] = self._ended.get(name, 0.0) + peer.said.statistics.get(name, 0.0)
         self._router.drain(peer.number)  # what it had put may yet be delivered, and makes room that is none
         self._pins.settle()
-        if peer.process.exited.done():  # else all of them are being closed
+        if peer.process.ended.done():  # else all of them are being closed
             self._answer_updates()
             if peer.ready:
                 await self._end_of(peer.producer)
         self._gone.pop(peer.producer, None)
         self._router.close(peer.number)
         self._assign()
-        if peer.process.exited.done():
+        if peer.process.ended.done():
             self._answer_updates()  # what it had is elsewhere
 
     def _end_of(self, producer: bytes) -> asyncio.Future[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import anyio
 
+from asyncrl.concurrency.child import ChildProcess, open_output
 from asyncrl.errors import ConfigError, DivergenceError, TransportError, WorkerDied
 from asyncrl.telemetry.parcels import unpack
 from asyncrl.telemetry.recorder import Recorder
@@ -19,9 +21,9 @@ from asyncrl.transport.queues.tensor_queue import TensorSender, share_queue
 from asyncrl.types import GenerationRequest
 
 from .names import segment_name
-from .process import WorkerProcess
 from .wire import ABOUT_BYTES, item_of
 
+PROGRAM = "asyncrl.generation.worker.main"
 _ALIGNMENT = 256  # of the two arrays of a request in the queue's arena, at most
 _LEAVE_S = 5.0  # for a worker that was asked to end, before it is killed
 
@@ -32,7 +34,7 @@ class Setup:
 
     message: Mapping[str, Any]
     fds: Sequence[int]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # beside ours
     log: Path | None
     capacity: int  # requests that it may have
     longest: int  # tokens of a prompt
@@ -50,7 +52,7 @@ class Said:
 class Peer:
     """See the module docstring. Made by `start`; `hear` goes on until the process has ended."""
 
-    def __init__(self, number: int, process: WorkerProcess, requests: TensorSender) -> None:
+    def __init__(self, number: int, process: ChildProcess, requests: TensorSender) -> None:
         self.number = number
         self.process = process
         self.ready = False  # it has loaded its model
@@ -72,10 +74,11 @@ class Peer:
         name = segment_name("requests", number)
         size = setup.capacity * (4 * setup.longest + ABOUT_BYTES + _ALIGNMENT)
         async with share_queue(name, setup.capacity, size, linger_s=0) as sender:
-            process = await WorkerProcess.start(number, fds=setup.fds, log=setup.log, environment=setup.environment)
+            environment, output = os.environ | setup.environment, open_output(setup.log)
+            process = ChildProcess(f"worker {number}", PROGRAM, fds=setup.fds, environment=environment, output=output)
             try:
                 edges = {"number": number, "requests": name, "sequences": ring}
-                process.control.send({"setup": {**setup.message, **edges}})
+                process.channel.send({"setup": {**setup.message, **edges}})
                 yield cls(number, process, sender)
             finally:
                 await process.aclose(_LEAVE_S)
@@ -88,7 +91,7 @@ class Peer:
     def tell(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """These are the weights now: it moves to them between two closures, and says so; then it compares."""
         self.told = version
-        self.process.control.send({"weights": version, "half": half, "outputs": outputs})
+        self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 
     async def send(self) -> None:
         """What was put goes out; for ever, or until the other side hung up."""
@@ -107,7 +110,7 @@ class Peer:
         ConfigError where its engine refused."""
         while True:
             try:
-                message = await self.process.control.receive()
+                message = await self.process.channel.receive()
             except (EOFError, TransportError) as error:
                 self._leaving = True
                 if isinstance(error, TransportError):

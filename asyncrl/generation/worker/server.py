@@ -33,6 +33,7 @@ import torch
 from anyio.abc import TaskGroup
 
 from asyncrl.concurrency import awake
+from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import schema_of
@@ -46,7 +47,6 @@ from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
 
-from .control import ControlLine
 from .opening import open_serving, passed
 from .serving import Serving
 from .wire import read_item, sequence_plan
@@ -60,7 +60,7 @@ class Server:
 
     def __init__(
         self,
-        control: ControlLine,
+        control: Channel,
         engine: Serving,
         lane: ThreadLane,
         board: Board,
@@ -201,7 +201,7 @@ class Server:
                     self.tell(PostedVersion(int(message["weights"]), int(message["half"]), message["outputs"]))
 
 
-async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
+async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
     """For ever, from the start on: what the node shows, and what it watches. `closure`: what the lane computes, and for how long.
     `engines`: the one, once it is there."""
     while True:
@@ -215,10 +215,12 @@ async def report(control: ControlLine, lane: ThreadLane, recorder: Recorder, eng
                 }
             }
         )
+        # Where nobody reads them, such as a node that was stopped, reports do not pile up.
+        await control.drain()
         await anyio.sleep(_REPORT_S)
 
 
-async def serve(control: ControlLine) -> None:
+async def serve(control: Channel) -> None:
     """All of it, from the setup to the end of the node."""
     setup = (await control.receive())["setup"]
     print(f"worker {setup['number']}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
@@ -259,7 +261,7 @@ async def serve(control: ControlLine) -> None:
 
 async def main(descriptor: int) -> None:
     """Serve the node behind this socket."""
-    line = ControlLine(socket.socket(fileno=descriptor), "the node")
+    line = Channel(socket.socket(fileno=descriptor), "the node")
     try:
         with awake.on_loop(asyncio.get_running_loop()):  # `report` reads it
             await serve(line)

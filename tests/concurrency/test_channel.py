@@ -1,4 +1,4 @@
-"""The control line: order, bounds, ends, and what garbage and a dead other side do to it."""
+"""The channel between a process and its child: order, ends, and what garbage and a dead other side do to it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import psutil
 import pytest
 import uvloop
 
+from asyncrl.concurrency.channel import Channel, decode, encode
 from asyncrl.errors import TransportError
-from asyncrl.generation.worker import control as room
-from asyncrl.generation.worker.control import LONGEST, UNREAD, ControlLine
 
-Pair = tuple[ControlLine, ControlLine]
+Pair = tuple[Channel, Channel]
 
 
 def made() -> Pair:
     ours, theirs = socket.socketpair()
-    return ControlLine(ours, "worker 0"), ControlLine(theirs, "the node")
+    return Channel(ours, "worker 0"), Channel(theirs, "the node")
 
 
 @pytest.fixture
@@ -36,10 +35,10 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 @pytest.fixture
-async def raw() -> AsyncIterator[tuple[ControlLine, socket.socket]]:
+async def raw() -> AsyncIterator[tuple[Channel, socket.socket]]:
     """The node's end, and the bare socket at the other."""
     ours, theirs = socket.socketpair()
-    node = ControlLine(ours, "worker 0")
+    node = Channel(ours, "worker 0")
     theirs.setblocking(False)
     yield node, theirs
     node.close()
@@ -64,19 +63,29 @@ async def turns(count: int) -> None:
 async def test_messages_arrive_whole_and_in_order_in_both_directions() -> None:
     """Some are larger than what a socket holds, and all are on their way at once."""
     node, worker = made()
-    sizes = [0, 1, 10, 3 << 20, 5, LONGEST - 100, 7, *range(200)]
+    sizes = [0, 1, 10, 3 << 20, 5, 16 << 20, 7, *range(200)]
 
-    async def all_of(line: ControlLine) -> list[dict[str, Any]]:
-        return [await line.receive() for _ in sizes]
+    async def all_of(channel: Channel) -> list[dict[str, Any]]:
+        return [await channel.receive() for _ in sizes]
 
     for number, size in enumerate(sizes):
-        node.send({"n": number, "x": "x" * size})
+        node.send({"n": number, "x": "x" * size}, b"\0" * (size % 7))
         worker.send({"n": -number, "line": "a\nb\u2028\0é"})
     heard, answers = await asyncio.gather(all_of(worker), all_of(node))
     assert [(each["n"], len(each["x"])) for each in heard] == list(enumerate(sizes))
     assert answers == [{"n": -number, "line": "a\nb\u2028\0é"} for number in range(len(sizes))]
     node.close()
     worker.close()
+
+
+def test_what_comes_byte_by_byte_is_taken_message_by_message() -> None:
+    sent = [({"a": float("nan")}, b""), ({}, b"\0ACM1\n")]
+    received, found = bytearray(), []
+    for byte in b"".join(encode(*each) for each in sent):
+        received.append(byte)
+        while (message := decode(received)) is not None:
+            found.append(message)
+    assert found == [({"a": None}, b""), ({}, b"\0ACM1\n")] and not received
 
 
 async def test_drain_returns_once_the_other_side_has_read(pair: Pair) -> None:
@@ -88,44 +97,6 @@ async def test_drain_returns_once_the_other_side_has_read(pair: Pair) -> None:
     assert not drained.done()
     await worker.receive()
     await drained
-
-
-async def test_who_does_not_read_is_an_error_by_name_and_not_a_wait(pair: Pair) -> None:
-    node, worker = pair
-    block = {"x": "x" * (LONGEST - 100)}
-    for _ in range(UNREAD // LONGEST):
-        node.send(block)
-    with pytest.raises(TransportError, match=r"worker 0 does not read its control line, [\d,]{10} bytes wait there"):
-        for _ in range(2):
-            node.send(block)
-    for _ in range(UNREAD // LONGEST):
-        assert await worker.receive() == block  # what was taken is not lost by that
-
-
-async def test_a_message_that_is_too_long_is_refused_where_it_is_made(pair: Pair) -> None:
-    node, worker = pair
-    with pytest.raises(TransportError, match=r"a message of [\d,]+ bytes for worker 0; a control line takes at most"):
-        node.send({"x": "x" * LONGEST})
-    fits = {"x": "x" * (LONGEST - len('{"x":""}'))}
-    node.send(fits)
-    assert await worker.receive() == fits
-
-
-async def test_what_comes_while_nobody_receives_is_bounded(raw: tuple[ControlLine, socket.socket]) -> None:
-    node, theirs = raw
-    line = b'{"x":"' + b"x" * 1000 + b'"}\n'
-    loop = asyncio.get_running_loop()
-    sent = 0
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(5) as limit:
-            while True:
-                await loop.sock_sendall(theirs, line * 1000)
-                sent += 1000
-                if sent * len(line) > LONGEST:
-                    limit.reschedule(loop.time() + 0.2)
-    assert len(node._received) <= LONGEST + room._CHUNK
-    for _ in range(sent):
-        assert len((await node.receive())["x"]) == 1000
 
 
 # ---- ends
@@ -153,11 +124,9 @@ async def test_the_last_words_of_a_side_that_did_not_read_ours_arrive() -> None:
         node.close()
 
 
-async def test_a_side_that_dies_in_the_middle_of_a_message_has_closed(
-    raw: tuple[ControlLine, socket.socket],
-) -> None:
+async def test_a_side_that_dies_in_the_middle_of_a_message_has_closed(raw: tuple[Channel, socket.socket]) -> None:
     node, theirs = raw
-    theirs.send(b'{"a":1}\n{"b":')
+    theirs.send(encode({"a": 1}) + encode({"b": 2})[:-1])
     theirs.close()
     assert await node.receive() == {"a": 1}
     with pytest.raises(EOFError):
@@ -194,38 +163,22 @@ async def test_closing_is_heard_although_a_fork_has_a_copy_of_the_socket(pair: P
 # ---- garbage
 
 GARBAGE = {
-    "text": b"Traceback (most recent call last):\n",
-    "no object": b"[1, 2]\n",
-    "empty": b"\n",
-    "bytes": b'\xff\xfe\x00{"a"\n',
-    "two objects": b'{"a":1}{"b":2}\n',
-    "deep": b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"\n",
+    "text": (b"Traceback (most recent call last):\n", "no message: b'Traceback"),
+    "a line end": (b"\n", "no message"),
+    "its first half is right": (b"ACM\n", "no message"),
+    "no object": (encode({})[:4] + b"\1\0\0\0" + b"\0" * 8 + b"3", "no JSON object: b'3'"),
+    "no JSON": (encode({})[:-1] + b"\xff", r"no JSON object: b'{\\xff'"),
+    "all of memory": (encode({})[:4] + b"\xff" * 12, r"a message of [\d,]+ bytes"),
 }
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-async def test_garbage_is_an_error_that_shows_it(kind: str, raw: tuple[ControlLine, socket.socket]) -> None:
+async def test_garbage_is_an_error_that_shows_it(kind: str, raw: tuple[Channel, socket.socket]) -> None:
     node, theirs = raw
-    theirs.send(GARBAGE[kind])
-    with pytest.raises(TransportError) as caught:
+    sent, words = GARBAGE[kind]
+    theirs.send(sent)
+    with pytest.raises(TransportError, match=f"worker 0 wrote into its channel .*{words}"):
         await node.receive()
-    shown = repr(GARBAGE[kind].rstrip(b"\n")[:80])
-    assert str(caught.value).startswith(f"worker 0 wrote into its control line what is no JSON object: {shown}")
-
-
-async def test_a_line_without_an_end_is_an_error_and_not_all_of_memory(
-    raw: tuple[ControlLine, socket.socket],
-) -> None:
-    node, theirs = raw
-    endless = asyncio.ensure_future(
-        asyncio.get_running_loop().sock_sendall(theirs, b"spam " * (2 * LONGEST // len(b"spam ")))
-    )
-    for _ in range(2):
-        with pytest.raises(TransportError, match=r"worker 0 wrote a line of more than 16,777,216 bytes.*spam spam"):
-            await node.receive()
-    assert len(node._received) <= LONGEST + room._CHUNK
-    endless.cancel()
-    await asyncio.wait([endless])
 
 
 # ---- cancellation
@@ -248,16 +201,3 @@ async def test_a_receive_that_is_cancelled_took_nothing(count: int, pair: Pair) 
         assert message == {"n": number}
     assert (count == 0) <= (True in ends)
     assert (count == 5) <= (False in ends)
-
-
-@pytest.mark.parametrize("count", range(4))
-async def test_a_drain_that_is_cancelled_changes_nothing(count: int, pair: Pair) -> None:
-    node, worker = pair
-    message = {"x": "x" * (2 << 20)}
-    node.send(message)
-    draining = asyncio.ensure_future(node.drain())
-    await turns(count)
-    draining.cancel()
-    await asyncio.wait([draining])
-    assert draining.cancelled()
-    assert await worker.receive() == message

@@ -1,4 +1,4 @@
-"""A worker for the tests of the process: `python -m generation_worker_program CONTROL NODE` does what the control line says.
+"""A child for the tests of child processes: `python -m child_program CHANNEL PARENT` does what its channel says.
 
 With ASYNCRL_TEST_UNTIED it does not ask the kernel to end it with its parent.
 """
@@ -16,32 +16,32 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.child import die_with_parent
-from asyncrl.generation.worker.control import ControlLine
 
 
-async def serve(control: ControlLine) -> None:
+async def serve(channel: Channel) -> None:
     while True:
         try:
-            message = await control.receive()
+            message = await channel.receive()
         except EOFError:
             return
         if "say" in message:
             os.write(message.get("to", 1), message["say"].encode("latin-1"))
         if "start" in message:  # a process of ours, which knows nothing of us and of the node
-            control.send({"started": start()})
+            channel.send({"started": start()})
         if "exit" in message:
-            control.send({"last": "words"})
-            await control.drain()
+            channel.send({"last": "words"})
+            await channel.drain()
             sys.exit(message["exit"])
         if "stick" in message:
-            control.send({"stuck": True})
-            await control.drain()
+            channel.send({"stuck": True})
+            await channel.drain()
             stick()
         if "write" in message:  # past the protocol
-            os.write(control._socket.fileno(), message["write"].encode())
+            os.write(channel._socket.fileno(), message["write"].encode())
         if "echo" in message:
-            control.send({"echo": message["echo"], **about_us(message.get("read"))})
+            channel.send({"echo": message["echo"], **about_us(message.get("read"))})
 
 
 def start() -> int:
@@ -73,7 +73,7 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
 
 
 async def main() -> None:
-    await serve(ControlLine(socket.socket(fileno=int(sys.argv[1])), "the node"))
+    await serve(Channel(socket.socket(fileno=int(sys.argv[1])), "the parent"))
 
 
 if __name__ == "__main__":

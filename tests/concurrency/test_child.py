@@ -1,4 +1,4 @@
-"""Worker processes as the node sees them: start, output, ends of every kind, and whose death takes whom."""
+"""Child processes: start, output, ends of every kind, and whose death takes whom."""
 
 from __future__ import annotations
 
@@ -21,37 +21,42 @@ import pytest
 import uvloop
 from transport_helpers import environment, line, living
 
-from asyncrl.errors import AsyncrlError, WorkerDied
-from asyncrl.generation.worker import process as room
-from asyncrl.generation.worker.process import WorkerProcess
+from asyncrl.concurrency import child as room
+from asyncrl.concurrency.child import ChildProcess, open_output
+from asyncrl.errors import AsyncrlError
 
-PROGRAM = "generation_worker_program"
+PROGRAM = "child_program"
+GENERATES = "asyncrl.generation.worker.main"
 PATH = {"PYTHONPATH": str(Path(__file__).parent)}
 SOON = 20.0  # seconds: a bound for what another process does, on a busy machine
 
 
+def start(name: str = "worker 0", log: Path | None = None, program: str = PROGRAM, **settings: Any) -> ChildProcess:
+    given = {**os.environ, **PATH, **settings.pop("environment", {})}
+    return ChildProcess(name, program, environment=given, output=open_output(log), **settings)
+
+
 @asynccontextmanager
-async def worker(number: int = 0, log: Path | None = None, **settings: Any) -> AsyncIterator[WorkerProcess]:
+async def worker(**settings: Any) -> AsyncIterator[ChildProcess]:
     """One that is ready, and has ended after the block."""
-    given = {"fds": (), "program": PROGRAM, **settings, "environment": {**PATH, **settings.get("environment", {})}}
-    made = await WorkerProcess.start(number, log=log, **given)
+    made = start(**settings)
     try:
         yield made
     finally:
         await made.aclose(SOON)
-        assert made.exited.done()
+        assert made.ended.done()
         assert not alive(made.pid)
 
 
-async def ask(made: WorkerProcess, **message: Any) -> dict[str, Any]:
-    made.control.send(message)
+async def ask(made: ChildProcess, **message: Any) -> dict[str, Any]:
+    made.channel.send(message)
     async with asyncio.timeout(SOON):
-        return await made.control.receive()
+        return await made.channel.receive()
 
 
-async def end_of(made: WorkerProcess) -> int:
-    await asyncio.wait([made.exited], timeout=SOON)
-    return made.exited.result()
+async def end_of(made: ChildProcess) -> int | None:
+    await asyncio.wait([made.ended], timeout=SOON)
+    return made.exit_code
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -97,19 +102,18 @@ def test_a_worker_has_what_it_was_given_and_no_more(run: Callable[..., Any]) -> 
         read, write = os.pipe()
         os.write(write, b"weights")
         try:
-            async with worker(3, fds=(read,), environment={"ASYNCRL_TEST": "yes"}) as made:
+            async with worker(fds=(read,), environment={"ASYNCRL_TEST": "yes"}) as made:
                 about = await ask(made, echo="ä", read=read)
                 assert (about["echo"], about["environment"], about["inherited"]) == ("ä", "yes", "weights")
                 assert about["group"] == about["session"] == made.pid  # Ctrl-C in our terminal is not for it
                 assert about["stdin"] == ""
-                control, node = map(int, about["arguments"])
-                assert node == os.getpid()
-                assert about["open"][str(control)].startswith("socket:")
+                channel, parent = map(int, about["arguments"])
+                assert parent == os.getpid()
+                assert about["open"][str(channel)].startswith("socket:")
                 pipe = os.readlink(f"/proc/self/fd/{write}")
                 assert [each for each, target in about["open"].items() if target == pipe] == [str(read)]
                 assert made.status == "is running"
-            assert made.exited.result() == 0
-            assert made.status == "exited with status 0"
+            assert (made.exit_code, made.status) == (0, "exited with status 0")
         finally:
             os.close(read)
             os.close(write)
@@ -120,17 +124,17 @@ def test_a_worker_has_what_it_was_given_and_no_more(run: Callable[..., Any]) -> 
 async def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No such descriptor; a log that cannot be; and no descriptor left to watch the process with."""
     with pytest.raises(OSError, match="Bad file descriptor"):
-        await WorkerProcess.start(0, fds=(10_000,), log=None, environment=PATH, program=PROGRAM)
+        start(fds=(10_000,))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        await WorkerProcess.start(0, fds=(), log=tmp_path / "file" / "w.log", environment=PATH, program=PROGRAM)
+        start(log=tmp_path / "file" / "w.log")
 
     def none_left(pid: int) -> int:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", none_left)
     with pytest.raises(OSError, match="Too many"):
-        await WorkerProcess.start(0, fds=(), log=None, environment=PATH, program=PROGRAM)
+        start()
 
 
 async def test_where_a_process_has_no_descriptor_its_end_is_heard_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +174,7 @@ async def test_megabytes_of_output_and_a_log_that_is_cut_do_no_harm(tmp_path: Pa
     async with worker(log=log) as made:
         for _ in range(4):
             await ask(made, say="x" * 99 + "\n" + "spam\n" * 200_000, echo=1)
-        assert made.last_lines(10**9).count("\n") < room._TAIL
+        assert made.last_lines(10**9).count("\n") < room._TAIL_BYTES
         os.truncate(log, 0)
         assert made.last_lines() == ""
         await ask(made, say="more than before\n", echo=1)
@@ -180,27 +184,23 @@ async def test_megabytes_of_output_and_a_log_that_is_cut_do_no_harm(tmp_path: Pa
 # ---- ends
 
 
-async def test_a_worker_that_cannot_start_tells_why() -> None:
-    async with worker(1, program="no_such_module") as made:
+async def test_a_child_that_cannot_start_tells_why() -> None:
+    async with worker(program="no_such_module") as made:
         assert await end_of(made) == 1
         with pytest.raises(EOFError):
-            await made.control.receive()
-        error = made.died()
-    assert isinstance(error, WorkerDied) and isinstance(error, AsyncrlError)
-    assert (error.number, error.pid, error.status) == (1, made.pid, "exited with status 1")
-    assert str(error).startswith(f"worker 1 (process {made.pid}) exited with status 1; the last that it wrote:\n  ")
-    assert str(error).endswith("No module named no_such_module")
+            await made.channel.receive()
+    assert made.last_lines().endswith("No module named no_such_module")
 
 
 async def test_a_worker_that_ends_is_heard_with_its_last_words() -> None:
     async with worker() as made:
-        made.control.send({"exit": 3})
-        made.control.send({"echo": "never read"})
+        made.channel.send({"exit": 3})
+        made.channel.send({"echo": "never read"})
         assert await end_of(made) == 3
-        assert await made.control.receive() == {"last": "words"}
+        assert await made.channel.receive() == {"last": "words"}
         with pytest.raises(EOFError):
-            await made.control.receive()
-        assert str(made.died()) == f"worker 0 (process {made.pid}) exited with status 3; it wrote nothing"
+            await made.channel.receive()
+        assert (made.status, made.last_lines()) == ("exited with status 3", "")
 
 
 async def test_a_worker_that_is_killed_is_heard_by_its_signal() -> None:
@@ -210,9 +210,7 @@ async def test_a_worker_that_is_killed_is_heard_by_its_signal() -> None:
         with pytest.raises(EOFError):
             await ask(made, echo=1)
         assert await end_of(made) == -signal.SIGKILL
-    assert str(made.died()) == (
-        f"worker 0 (process {made.pid}) was killed by SIGKILL; the last that it wrote:\n  at work"
-    )
+    assert (made.status, made.last_lines()) == ("was killed by SIGKILL", "at work")
     made.kill()
     await made.aclose(0.0)
 
@@ -234,7 +232,7 @@ async def test_a_worker_that_does_not_end_is_killed_after_its_grace(how: str) ->
 
 async def test_kill_ends_who_receives() -> None:
     async with worker() as made:
-        waiting = asyncio.ensure_future(made.control.receive())
+        waiting = asyncio.ensure_future(made.channel.receive())
         await ask_only(made)
         made.kill()
         made.kill()
@@ -243,9 +241,9 @@ async def test_kill_ends_who_receives() -> None:
         assert await end_of(made) == -signal.SIGKILL
 
 
-async def ask_only(made: WorkerProcess) -> None:
+async def ask_only(made: ChildProcess) -> None:
     """Nobody is to receive the answer here."""
-    made.control.send({"say": "."})
+    made.channel.send({"say": "."})
     await until(lambda: made.last_lines() == ".")
 
 
@@ -265,19 +263,19 @@ async def test_what_a_worker_started_ends_with_it(how: str) -> None:
 
 
 async def test_closing_one_worker_leaves_another_alone() -> None:
-    """It did not inherit the other's end of a control line, either."""
-    async with worker(0) as first, worker(1) as second:
+    """It did not inherit the other's end of a channel, either."""
+    async with worker() as first, worker() as second:
         await asyncio.gather(ask(first, echo=1), ask(second, echo=1))
         await first.aclose(SOON)
-        assert first.exited.result() == 0
+        assert first.exit_code == 0
         assert (await ask(second, echo=2))["echo"] == 2
 
 
 async def test_bytes_past_the_protocol_do_not_end_the_process() -> None:
     async with worker() as made:
-        made.control.send({"write": "Warning: no GPU\n"})
-        with pytest.raises(AsyncrlError, match=r"worker 0 wrote .* no JSON object: b'Warning: no GPU'"):
-            await made.control.receive()
+        made.channel.send({"write": "Warning: no GPU\n"})
+        with pytest.raises(AsyncrlError, match=r"worker 0 wrote .* no message: b'Warning: no GPU"):
+            await made.channel.receive()
         assert made.status == "is running"
 
 
@@ -286,18 +284,19 @@ async def test_bytes_past_the_protocol_do_not_end_the_process() -> None:
 
 @pytest.mark.parametrize("native", [False, True], ids=["scope", "task"])
 async def test_a_life_that_is_cancelled_at_any_moment_leaves_nothing(native: bool) -> None:
-    """Cancelled after 0, 1, 2, ... turns of the loop, in `start`, `receive` and `aclose`."""
+    """Cancelled after 0, 1, 2, ... turns of the loop, before the start, in `receive` and `aclose`."""
     before, made = open_descriptors(), []
 
     async def life() -> None:
-        process = await WorkerProcess.start(0, fds=(), log=None, environment=PATH, program="no_such_module")
+        await anyio.lowlevel.checkpoint()
+        process = start(program="no_such_module")
         made.append(process)
         try:
             with pytest.raises(EOFError):
-                await process.control.receive()
+                await process.channel.receive()
         finally:
             await process.aclose(SOON)
-            assert process.exited.done()
+            assert process.ended.done()
 
     async def cancelled_after(turns: int) -> bool:
         scope = anyio.CancelScope()
@@ -318,7 +317,7 @@ async def test_a_life_that_is_cancelled_at_any_moment_leaves_nothing(native: boo
     for turns in range(12):
         assert await cancelled_after(turns)
         assert open_descriptors() == before
-    assert len(made) >= 11
+    assert len(made) >= 10
     assert not any(alive(process.pid) for process in made)
 
 
@@ -344,39 +343,21 @@ async def test_a_cancelled_close_has_ended_the_worker_all_the_same(turns: int, n
         async with asyncio.timeout(SOON):
             await asyncio.wait([task])
         assert task.cancelled() if native else scope.cancelled_caught
-        assert made.exited.result() == -signal.SIGKILL
+        assert made.exit_code == -signal.SIGKILL
         assert not alive(made.pid)
 
 
-async def test_who_awaits_the_end_without_a_shield_may_be_cancelled() -> None:
-    async with worker() as made:
-
-        async def watch() -> None:
-            await made.exited
-
-        wrong: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
-        watching = asyncio.ensure_future(watch())
-        await asyncio.sleep(0)
-        watching.cancel()
-        await asyncio.wait([watching])
-        os.kill(made.pid, signal.SIGKILL)
-        await made.aclose(SOON)
-        assert made.status == "was killed by SIGKILL"
-        assert not wrong
-
-
-# ---- the node ends
+# ---- the parent ends
 
 NODE = """
 import asyncio, os, sys
-from asyncrl.generation.worker.process import WorkerProcess
+from asyncrl.concurrency.child import ChildProcess, open_output
 
 async def main(program, words):
-    worker = await WorkerProcess.start(0, fds=(), log=None, environment={}, program=program)
+    worker = ChildProcess("worker 0", program, environment=os.environ, output=open_output(None))
     for word in words:
-        worker.control.send({word: True})
-        await worker.control.receive()
+        worker.channel.send({word: True})
+        await worker.channel.receive()
     print(worker.pid, flush=True)
     await asyncio.Event().wait()
 
@@ -401,7 +382,7 @@ def node(program: str, *arguments: str, **extra: str) -> Any:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("state", ["stuck", "stopped", "untied"])
 def test_a_worker_does_not_outlive_the_node(state: str, how: signal.Signals) -> None:
-    """Stuck or stopped it is the kernel that ends it; without that, the end of the control line does."""
+    """Stuck or stopped it is the kernel that ends it; without that, the end of the channel does."""
     extra = {"ASYNCRL_TEST_UNTIED": "yes"} if state == "untied" else {}
     with node(PROGRAM, "stick" if state == "stuck" else "echo", **extra) as parent:
         pid = int(line(parent))
@@ -411,7 +392,7 @@ def test_a_worker_does_not_outlive_the_node(state: str, how: signal.Signals) -> 
                 os.kill(pid, signal.SIGSTOP)
             parent.send_signal(how)
             parent.wait(SOON)
-            asyncio.run(until(lambda: not alive(pid)))  # one that is stuck or stopped reads no control line
+            asyncio.run(until(lambda: not alive(pid)))  # one that is stuck or stopped reads no channel
         finally:
             end(started)
 
@@ -442,7 +423,7 @@ def test_a_worker_is_tied_to_its_node_before_it_loads_what_takes_time_and_loads_
     collecting = on_loading("asyncrl.generation.worker.server")
     try:
         with pytest.raises(ImportError, match="about to be loaded"):
-            runpy.run_module(room.PROGRAM, run_name="__main__")
+            runpy.run_module(GENERATES, run_name="__main__")
     finally:
         gc.enable()
     assert tied == [4711] and collecting == [False]
