@@ -31,10 +31,12 @@ pytest_runtest_setup()
 
 # (file, functions) -> why they may block where an event loop runs
 MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
-    ("asyncrl/transport/memory/owners.py", ("start_time",)): "/proc/PID/stat, which the kernel writes from memory",
+    ("asyncrl/transport/memory/owners.py", ("owner_of",)): "/proc/locks, which the kernel writes from memory",
+    ("asyncrl/transport/rings/link.py", ("start_time",)): "/proc/PID/stat, the same",
+    ("asyncrl/transport/rings/record_ring.py", ("_set_aside",)): "a name in /dev/shm: no disk",
     (
         "asyncrl/transport/memory/segment.py",
-        ("check_platform", "let_go", "_link", "_still_named"),
+        ("check_platform", "let_go", "parts_of", "_link", "_still_named"),
     ): "names in /dev/shm and /proc/self/fd: no disk",
     ("asyncrl/transport/queues/tensor_receive.py", ("_connect",)): "a local socket: connected at once, or refused",
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",
@@ -53,6 +55,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/telemetry/sinks.py", ("write",)): "one line a step, into the page cache",
     ("logging/__init__.py", ("emit",)): "a line of a log",
     # Called by tests in their coroutine; a program calls them before its loop begins, or in a thread.
+    ("asyncrl/transport/inventory.py", ("clear",)): "names in /dev/shm: no disk",
     ("asyncrl/config/load.py", ("load_config", "load_resolved")): "a configuration is read before the run",
     ("asyncrl/telemetry/sinks.py", ("read_jsonl",)): "read after the run",
     ("asyncrl/cli/prompts.py", ("main",)): "a program of its own",

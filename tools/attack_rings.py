@@ -4,11 +4,11 @@
     python tools/attack_rings.py --short    # as in CI
 
 Three producers put records, and all are killed, the owner too. What then lies in shared memory is attacked again and again, from
-the same bytes. *Failed openings*: with no more than k files; with an exception at the n-th call of the system or the library;
-cancelled at the n-th turn of the loop. *Owners killed* (SIGKILL) at the n-th call of their opening, and of handing out records.
-After each the next owner has to get every record once. *Damage*: one flipped bit in the header of one ring, in the block table,
-in the header of the segment. No error may come out, the other rings have to give all that they have, and the damaged one gives
-its records or is kept. *A stranger* binds addresses before the owner does. Prints a table; exits 1 where anything was lost.
+the same bytes. *Failed openings*: with no more than k files; with an exception at the n-th call of the system or the library.
+*Owners killed* (SIGKILL) at the n-th call of their opening, and of handing out records. After each the next owner has to get
+every record once. *Damage*: one flipped bit in the header of one ring, in the header of its segment, in the header of the name.
+No error may come out, the other rings have to give all that they have, and the damaged one gives its records or is kept.
+*A stranger* binds addresses before the owner does. Prints a table; exits 1 where anything was lost.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
@@ -38,9 +39,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "transport")]
 import anyio  # noqa: E402
 from transport_records import planned, whole  # noqa: E402
 
-from asyncrl.transport.memory.segment import path_of  # noqa: E402
+from asyncrl.transport.memory.header import HEADER_BYTES  # noqa: E402
+from asyncrl.transport.memory.segment import parts_of, path_of  # noqa: E402
 from asyncrl.transport.rings.producer import Producer  # noqa: E402
 from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
+from asyncrl.transport.rings.ring import RingMemory, RingReader  # noqa: E402
 from asyncrl.transport.rings.types import RingSettings  # noqa: E402
 
 SETTINGS = RingSettings(size=1 << 18, slots=8, ring_bytes=1 << 14)
@@ -76,8 +79,11 @@ class Seen:
 # -- the victim
 
 
-def left_behind(name: str) -> bytes:
-    """The bytes of a segment with the records of three producers, all of whom were killed, as their owner was."""
+Left: TypeAlias = dict[str, bytes]  # by the name of each segment
+
+
+def left_behind(name: str) -> Left:
+    """The segments with the records of three producers, all of whom were killed, as their owner was."""
     owner = _role("own", name)
     assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
     for ring in range(RINGS):
@@ -87,7 +93,7 @@ def left_behind(name: str) -> bytes:
         producer.communicate()
     owner.kill()
     owner.communicate()
-    return Path(path_of(name)).read_bytes()
+    return {part: Path(path_of(part)).read_bytes() for part in (name, *parts_of(name, "ring"))}
 
 
 def _role(role: str, name: str, *more: str) -> subprocess.Popen[bytes]:
@@ -118,12 +124,11 @@ def groups_of(ring: int) -> set[int]:
 EVERY = set().union(*map(groups_of, range(RINGS)))
 
 
-def restore(name: str, content: bytes | bytearray) -> None:
-    path = Path(path_of(name))
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_bytes(content)
-    fresh.chmod(0o600)
-    fresh.rename(path)
+def restore(name: str, content: Left) -> None:
+    remove(name)
+    for part, raw in content.items():
+        Path(path_of(part)).write_bytes(raw)
+        Path(path_of(part)).chmod(0o600)
 
 
 def remove(name: str) -> None:
@@ -237,20 +242,7 @@ def killed_with_records_at(name: str, nth: int) -> int:
     return in_child(lambda: asyncio.run(take()))
 
 
-def cancelled_at(name: str, turns: int) -> int:
-    """Exit code of an opening that is cancelled after so many turns of the loop."""
-
-    async def main() -> None:
-        opening = asyncio.ensure_future(_open(name, lambda: None, lambda: OPENED))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        opening.cancel()
-        await opening
-
-    return in_child(lambda: asyncio.run(main()))
-
-
-def failed_openings(name: str, content: bytes, attack: Callable[[str, int], int], step: int, most: int) -> Outcome:
+def failed_openings(name: str, content: Left, attack: Callable[[str, int], int], step: int, most: int) -> Outcome:
     """`attack` at 0, step, ... until an opening succeeds; then the next owner is asked for all records."""
     outcome = Outcome()
     for n in range(0, most, step):
@@ -280,17 +272,18 @@ def judge(outcome: Outcome, seen: Seen, damaged: set[int], kept: bool = False) -
     outcome.twice += sum(count > 1 for count in seen.groups.values()) + len(set(seen.groups) - EVERY)
 
 
-def flipped(name: str, content: bytes, places: Iterator[tuple[int, set[int]]], bits: int) -> Outcome:
-    """One bit at each place (or each of `bits`), and an owner that takes what it gets. With each place: whose records may be
-    kept instead."""
+def flipped(name: str, content: Left, part: str, places: Iterable[int], bits: int) -> Outcome:
+    """One bit of a segment at each place (or each of `bits`), and an owner that takes what it gets. Records of the ring in `part`
+    may be kept instead."""
     chance, outcome = random.Random(0), Outcome()
-    for (place, damaged), number in itertools.product(places, range(bits)):
+    damaged = {group for ring in range(RINGS) for group in groups_of(ring) if ring_of(content, ring) == part}
+    for place, number in itertools.product(places, range(bits)):
         bit = number if bits == 8 else chance.randrange(8)
-        raw = bytearray(content)
+        raw = bytearray(content[part])
         raw[place] ^= 1 << bit
-        restore(name, raw)
+        restore(name, content | {part: bytes(raw)})
         seen = asyncio.run(take_all(name))
-        left = [path for path in Path(path_of(name)).parent.glob(f"{Path(path_of(name)).name}*")]
+        left = parts_of(name, "ring", "damaged")
         outcome.tried += 1
         outcome.kept += bool(left)
         before = outcome.lost
@@ -300,39 +293,25 @@ def flipped(name: str, content: bytes, places: Iterator[tuple[int, set[int]]], b
     return outcome
 
 
-def ring_at(content: bytes, ring: int) -> int:
-    at = -1
-    for _ in range(ring + 1):
-        at = content.index(b"arlring\0", at + 1)
-    return at
-
-
-def ring_header(content: bytes, step: int) -> Iterator[tuple[int, set[int]]]:
-    start = ring_at(content, 1)
-    return ((start + n, groups_of(1)) for n in range(0, 320 + 40 * SETTINGS.slots, step))
-
-
-def block_table(content: bytes, step: int) -> Iterator[tuple[int, set[int]]]:
-    """The entries of the three rings. Every ring says itself what it is, so nothing may be missing."""
-    return ((4096 + 1024 * 8 * word + n, set()) for word in range(4) for n in range(0, 8 * RINGS, step))
-
-
-def segment_header(content: bytes, step: int) -> Iterator[tuple[int, set[int]]]:
-    return (
-        (n, EVERY) for n in range(0, 100, step) if not 8 <= n < 16
-    )  # the version: another one is refused, not damaged
+def ring_of(content: Left, ring: int) -> str:
+    """The segment with the records of the producer `ring`, which are whole."""
+    for part in content.keys() - {min(content)}:
+        reader = RingReader(RingMemory(memoryview(bytearray(content[part]))[HEADER_BYTES:]))
+        if reader.take(*reader.replay()[0]).group in groups_of(ring):
+            return part
+    raise AssertionError(f"no segment has records of producer {ring}")
 
 
 # -- a stranger
 
 
-def stranger(name: str, content: bytes) -> Outcome:
+def stranger(name: str, content: Left) -> Outcome:
     """Somebody who can see every socket binds the addresses that the next owners would have, did they count."""
     outcome = Outcome()
     restore(name, content)
     owner = _role("own", name)
     assert owner.stdout is not None and owner.stdout.readline() == b"open\n"
-    prefix = f"@asyncrl/{content[48:64].hex()}/"
+    prefix = f"@asyncrl/{content[name][48:64].hex()}/"
     rows = [row.split()[-1] for row in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()]
     number = next(int(row.removeprefix(prefix)) for row in rows if row.startswith(prefix))
     sockets = []
@@ -354,17 +333,21 @@ def stranger(name: str, content: bytes) -> Outcome:
 def attacks(name: str, *, short: bool) -> dict[str, Outcome]:
     """Every attack, by what it is."""
     content = left_behind(name)
-    rare, dense, bits = (7, 5, 1) if short else (1, 1, 8)
+    rare, bits = (7, 1) if short else (1, 8)
+    ring, words = ring_of(content, 1), 320 + 40 * SETTINGS.slots
+    # Without the version: another one is refused, not damaged.
+    header = [place for place in range(0, 100, rare) if not 8 <= place < 16]
     try:
         return {
             "too many open files": failed_openings(name, content, with_few_files, 1, 100),
             "an error at the n-th call": failed_openings(name, content, with_an_error_at, rare, 5000),
-            "cancelled at the n-th turn": failed_openings(name, content, cancelled_at, 1, 30 if short else 200),
             "an owner killed at the n-th call of its opening": failed_openings(name, content, killed_at, rare, 5000),
             "and while it hands out records": failed_openings(name, content, killed_with_records_at, rare, 5000),
-            "a bit of one ring's header": flipped(name, content, ring_header(content, rare), bits),
-            "a bit of the block table": flipped(name, content, block_table(content, dense), bits),
-            "a bit of the segment's header": flipped(name, content, segment_header(content, rare), bits),
+            "a bit of one ring's header": flipped(
+                name, content, ring, range(HEADER_BYTES, HEADER_BYTES + words, rare), bits
+            ),
+            "a bit of its segment's header": flipped(name, content, ring, header, bits),
+            "a bit of the name's header": flipped(name, content, name, header, bits),
             "a stranger at the next addresses": stranger(name, content),
         }
     finally:

@@ -166,7 +166,9 @@ def lead(life: WorkersLife, options: argparse.Namespace, counts: Counter[str], s
 
 def dead_segments() -> list[str]:
     """Workers' segments whose node is dead."""
-    found = [re.fullmatch(r"asyncrl\.worker-[a-z]+-\d+\.(\d+)\.[0-9a-f]+", name) for name in os.listdir("/dev/shm")]
+    found = [
+        re.fullmatch(r"asyncrl\.worker-[a-z]+-\d+\.(\d+)\.[0-9a-f]{12}.*", name) for name in os.listdir("/dev/shm")
+    ]
     return [match[0] for match in found if match and not psutil.pid_exists(int(match[1]))]
 
 

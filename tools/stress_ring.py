@@ -36,10 +36,9 @@ from transport_records import planned, whole  # noqa: E402
 
 from asyncrl.errors import RingDetached, RingFull  # noqa: E402
 from asyncrl.transport.memory import words  # noqa: E402
-from asyncrl.transport.rings.delivery import Delivery  # noqa: E402
 from asyncrl.transport.rings.producer import Producer  # noqa: E402
 from asyncrl.transport.rings.record_ring import RecordRing  # noqa: E402
-from asyncrl.transport.rings.types import RingSettings  # noqa: E402
+from asyncrl.transport.rings.types import Delivery, RingSettings  # noqa: E402
 
 SETTINGS = RingSettings(size=64 << 20, slots=64, ring_bytes=1 << 20)
 DEADLINE = 2.0  # seconds a put waits for room

@@ -45,7 +45,7 @@ def _list(*, as_json: bool) -> int:
     if not entries:
         print("nothing of asyncrl lies in shared memory")
         return 0
-    rows: list[tuple[str, ...]] = [("name", "owner", "size", "in use", "rings", "records", "owners", "age")]
+    rows: list[tuple[str, ...]] = [("name", "owner", "size", "rings", "records", "owners", "age")]
     rows += [_row(entry) for entry in entries]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -59,8 +59,15 @@ def _list(*, as_json: bool) -> int:
 def _row(entry: Entry) -> tuple[str, ...]:
     owner = "nobody" if entry.owner is None else str(entry.owner or "not visible")
     age = "?" if not entry.created_ns else f"{(time.time_ns() - entry.created_ns) / 60e9:.1f} min"
-    size, used = f"{entry.size / 2**20:.1f} MiB", f"{entry.used / 2**20:.1f} MiB"
-    return entry.name, owner, size, used, str(entry.rings), str(entry.records), str(entry.tenure), age
+    return (
+        entry.name,
+        owner,
+        f"{entry.size / 2**20:.1f} MiB",
+        str(entry.rings),
+        str(entry.records),
+        str(entry.tenure),
+        age,
+    )
 
 
 def _clear(names: Sequence[str], drop_records: bool) -> int:

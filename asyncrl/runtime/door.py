@@ -37,12 +37,11 @@ from asyncrl.records.check import Limits, check_json
 from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import group_metadata, trajectories_of
 from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.types import RingSettings
+from asyncrl.transport.rings.types import Delivery, RingSettings
 
 if TYPE_CHECKING:
     from asyncrl.pumps.pipeline import StepReport
     from asyncrl.records.read import Record
-    from asyncrl.transport.rings.delivery import Delivery
 
     from .runtime import Runtime
 

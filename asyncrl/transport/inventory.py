@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import ArenaOwned, TransportError
-from .memory.arena import Arena
-from .memory.blocks import SLAB
+from ..errors import TransportError
 from .memory.header import HEADER_BYTES
 from .memory.owners import owner_of
-from .memory.segment import DIRECTORY, PREFIX, check_platform, path_of
-from .rings.adoption import ASIDE
-from .rings.ring import TAG, RingMemory
+from .memory.segment import DIRECTORY, PREFIX, Segment, check_platform, locked, parts_of, path_of, whole_of
+from .rings.ring import MAGIC, RingMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One segment. `owner`: a process number, 0 for one that cannot be seen from here, None for nobody."""
+    """One segment, with the rings that belong to it. `owner`: a process number, 0 for one that cannot be seen from here, None for
+    nobody."""
 
     name: str
     size: int  # bytes
-    owner: int | None
-    used: int = 0  # bytes in allocated blocks
-    blocks: int = 0
+    owner: int | None = None
     rings: int = 0
     records: int = 0  # accepted and not released
     tenure: int = 0
@@ -44,109 +39,116 @@ def inventory() -> list[Entry]:
     """Every segment of this user, by name. Looks only: it takes no lock that could disturb an owner. What is no file is no segment:
     a link is not followed."""
     check_platform()
-    found = []
+    found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
         with contextlib.suppress(FileNotFoundError):  # it ended while we looked
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                found.append(_entry(path.name.removeprefix(PREFIX), path))
-    return found
+                part = path.name.removeprefix(PREFIX)
+                entry, name = _look(part), whole_of(part)
+                found[name] = _together(found[name], entry) if name in found else replace(entry, name=name)
+    return [replace(entry, owner=_owner(entry.name)) for entry in found.values()]
 
 
-def _entry(name: str, path: Path) -> Entry:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _owner(name: str) -> int | None:
     try:
-        owner, size = owner_of(fd), os.fstat(fd).st_size
+        fd = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        return owner_of(fd)
     finally:
         os.close(fd)
+
+
+def _together(whole: Entry, part: Entry) -> Entry:
+    return replace(
+        whole,
+        size=whole.size + part.size,
+        rings=whole.rings + part.rings,
+        records=whole.records + part.records,
+        problem="; ".join(filter(None, (whole.problem, part.problem))),
+    )
+
+
+def _look(name: str) -> Entry:
+    entry = Entry(name, os.lstat(path_of(name)).st_size)
     try:
-        arena = Arena.attach(name)
+        segment = Segment.attach(name)
     except TransportError as error:
-        return Entry(name, size, owner, problem=str(error))
+        return replace(entry, problem=str(error))
     try:
-        blocks = arena.blocks()
-        rings, records, problem = _rings(arena)
-        return Entry(
-            name=name, size=size, owner=owner, used=sum(block.size for block in blocks), blocks=len(blocks), rings=rings,
-            records=records, tenure=arena.segment.tenure, created_ns=arena.segment.geometry.created_ns, problem=problem,
-        )  # fmt: skip
+        entry = replace(entry, tenure=segment.tenure, created_ns=segment.geometry.created_ns)
+        return _with_ring(entry, segment.data)
     finally:
-        arena.close(keep=True)
+        segment.close(unlink=False)
 
 
-def _rings(arena: Arena) -> tuple[int, int, str]:
-    """(rings, records that are accepted and not released, what is damaged)."""
-    rings = records = 0
-    problems = []
-    for block in arena.blocks():
-        if block.tag == ASIDE:
-            producer = bytes(arena.bytes_of(block)[32:48]).hex()
-            problems.append(f"the ring of producer {producer} (block {block.index}) is damaged and was set aside")
-        if block.tag != TAG:
-            continue
-        rings += 1
-        try:
-            memory = RingMemory(arena.bytes_of(block))
-        except TransportError as error:
-            problems.append(str(error))
-            continue
-        records += len(memory.live())
-        memory.release_views()
-    start = arena.segment.geometry.data
-    if arena.table.unplaced and arena.segment.buffer[start : start + len(SLAB)] != SLAB:
-        problems.append(f"{len(arena.table.unplaced)} entries of the block table were written over")
-    return rings, records, "; ".join(problems)
+def _with_ring(entry: Entry, data: memoryview) -> Entry:
+    """With what lies in the segment where it is a ring, or was one."""
+    damaged = ".damaged-" in entry.name
+    if not damaged and int.from_bytes(data[:8], "little") != MAGIC:
+        return entry
+    try:
+        memory = RingMemory(data)
+    except TransportError as error:
+        return replace(entry, rings=1, problem=f"{path_of(entry.name)}: {error}")
+    problem = f"the ring of producer {memory.producer.hex()} is damaged ({path_of(entry.name)})" if damaged else ""
+    records = 0 if damaged else len(memory.live())
+    memory.release_views()
+    return replace(entry, rings=1, records=records, problem=problem)
 
 
 def clear(name: str, *, drop_records: bool = False) -> int:
-    """Remove a segment that nobody owns. Returns its size in bytes.
+    """Remove a segment that nobody owns, with the rings that belong to it. Returns their size in bytes.
 
-    Errors: ArenaOwned where somebody does; TransportError where accepted records lie in it, or may lie in what is damaged, and
-    `drop_records` is not set; FileNotFoundError.
+    Errors: ArenaOwned where somebody does own it; TransportError where accepted records lie in it, or may lie in what is damaged,
+    and `drop_records` is not set; FileNotFoundError.
     """
     check_platform()
     path = path_of(name)
-    status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise TransportError(
-            f"{path} is a link or a folder, or of another user: no segment of yours; remove it by hand"
-        )
-    try:
-        arena = Arena.adopt(name)
-    except ArenaOwned:
-        raise
-    except TransportError as error:  # not readable, but somebody may hold it all the same
-        return _clear_unreadable(name, str(error), drop_records)
-    segment = arena.segment
-    size = segment.geometry.total
+    parts = parts_of(name, "ring", "damaged")
+    if not parts or os.path.lexists(path):
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise TransportError(
+                f"{path} is a link or a folder, or of another user: no segment of yours; remove it by hand"
+            )
+        parts.append(name)
+    with contextlib.ExitStack() as locks:
+        # The name first, which a new owner would lock first; it goes last, so that whoever sweeps names finds what was left.
+        for part in reversed(parts):
+            locks.enter_context(locked(part))
+        return _clear_locked(name, parts, drop_records)
+
+
+def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
     # Sealed first: a producer that puts a record after our count looks at the seal after it stored, and puts it elsewhere.
-    segment.seal()
-    _, records, problem = _rings(arena)
-    if (records or problem) and not drop_records:
-        segment.unseal()
-        arena.close(keep=True)
-        found = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
-        found += [f"may hold others: {problem}"] if problem else []
+    before = [(part, _seal(part, True)) for part in parts]
+    found = [_look(part) for part in parts]
+    records = sum(entry.records for entry in found)
+    problems = [entry.problem for entry in found if entry.problem and entry.size > HEADER_BYTES]
+    if (records or problems) and not drop_records:
+        for part, sealed in before:
+            _seal(part, sealed)
+        words = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
+        words += [f"may hold others: {'; '.join(problems)}"] if problems else []
         raise TransportError(
-            f"{segment.path} {', and '.join(found)}; start the run of this name again to train what can be read, or give "
+            f"{path_of(name)} {', and '.join(words)}; start the run of this name again to train what can be read, or give "
             "--drop-records to lose them"
         )
-    arena.close()
-    return size
+    for part in parts:
+        os.unlink(path_of(part))
+    return sum(entry.size for entry in found)
 
 
-def _clear_unreadable(name: str, problem: str, drop_records: bool) -> int:
-    path = path_of(name)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _seal(name: str, sealed: bool) -> bool:
+    """Whether it was sealed before."""
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ArenaOwned(f"{path} is owned by process {owner_of(fd) or '(unknown)'}, which lives") from None
-        size = os.fstat(fd).st_size
-        if size > HEADER_BYTES and not drop_records:
-            raise TransportError(f"{problem}. Accepted records may lie in it; give --drop-records to lose them")
-        os.unlink(path)
-        return size
-    finally:
-        os.close(fd)
+        segment = Segment.attach(name)
+    except TransportError:
+        return False
+    before = segment.sealed
+    segment.seal(sealed)
+    segment.close(unlink=False)
+    return before

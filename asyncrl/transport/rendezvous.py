@@ -1,8 +1,8 @@
-"""The rendezvous: one AF_UNIX socket per owner, over which a producer gets its ring and its eventfds. Payload never passes here.
+"""The rendezvous: one AF_UNIX socket per owner, where a producer gets the name of its ring and eventfds. Payload never passes here.
 
     producer                                   owner
     {protocol, producer}                  ->
-                                          <-   {offset, size, fresh} + eventfds [data, space], or {error}
+                                          <-   {ring, fresh} + eventfds [data, space], or {error}
     ... the connection stays open: its end tells either side that the other one is gone ...
 
 The address is abstract (nothing to clean up) and every owner has its own: the run of the segment, and the owner's number with 44
@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import RingDetached, TransportError
 from .memory.segment import Segment
 
-PROTOCOL = 1
+PROTOCOL = 2
 _LARGEST = 4096
 
 
@@ -96,6 +96,21 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return message, list(fds)
 
 
+def introduced(message: dict[str, Any]) -> bytes:
+    """The producer that a first message names. Errors: TransportError to send back."""
+    if message.get("protocol") != PROTOCOL:
+        raise TransportError(
+            f"protocol {message.get('protocol')!r}; this owner speaks {PROTOCOL}: use the same asyncrl on both sides"
+        )
+    try:
+        producer = bytes.fromhex(str(message["producer"]))
+        if len(producer) != 16:
+            raise ValueError("16 bytes expected")
+    except (KeyError, ValueError) as error:
+        raise TransportError(f"a producer introduces itself by 16 bytes in hexadecimal: {error}") from error
+    return producer
+
+
 def _close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
@@ -103,12 +118,11 @@ def _close(fds: list[int]) -> None:
 
 @dataclass(slots=True)
 class Attachment:
-    """What the owner granted: the block of the ring and the two eventfds."""
+    """What the owner granted: the segment of the ring and the two eventfds."""
 
     connection: socket.socket
-    offset: int  # of the block, from the start of the segment
-    size: int
-    fresh: bool  # the ring was made for this attachment
+    ring: str  # the name of its segment
+    fresh: bool  # it was made for this attachment
     data: int  # eventfd: the producer tells the owner that something was put
     space: int  # eventfd: the owner tells the producer that something was released
 
@@ -151,7 +165,7 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
             _close(fds)
             raise RingDetached(f"the owner of the ring {segment.name!r} sent {len(fds)} descriptors; 2 expected")
         connection.setblocking(False)
-        return Attachment(connection, answer["offset"], answer["size"], answer["fresh"], *fds)
+        return Attachment(connection, answer["ring"], answer["fresh"], *fds)
     except BaseException:
         connection.close()
         raise

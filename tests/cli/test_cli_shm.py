@@ -15,14 +15,14 @@ import pytest
 from asyncrl.cli.app import main
 from asyncrl.client import AsyncClient, Scored
 from asyncrl.transport.inventory import inventory
-from asyncrl.transport.memory.arena import Arena
+from asyncrl.transport.memory.segment import Segment
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
 OWNER = """
 import sys
-from asyncrl.transport.memory.arena import Arena
-arena = Arena.create(sys.argv[1], 1 << 20)
+from asyncrl.transport.memory.segment import Segment
+segment = Segment.create(sys.argv[1], 1 << 20)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -90,7 +90,7 @@ def test_accepted_records_are_not_cleared_without_a_word(name: str, capsys: pyte
     assert found is not None and (found["owner"], found["records"]) == (None, 1)
     assert main(["shm", "clear", name]) == 1
     assert "1 accepted records" in capsys.readouterr().err
-    Arena.adopt(name).close(keep=True)  # it is as it was: the next owner may have it
+    Segment.adopt(name).close(unlink=False)  # it is as it was: the next owner may have it
     assert main(["shm", "clear", name, "--drop-records"]) == 0
     assert entry(name, capsys) is None
 

@@ -18,8 +18,7 @@ from transport_helpers import line, living
 from asyncrl.generation.worker import names
 from asyncrl.generation.worker.names import segment_name, sweep
 from asyncrl.transport.memory import segment
-from asyncrl.transport.memory.arena import Arena
-from asyncrl.transport.memory.segment import path_of
+from asyncrl.transport.memory.segment import Segment, parts_of, path_of
 
 NODE = """
 import asyncio, sys
@@ -27,7 +26,6 @@ from asyncrl.generation.worker import names
 from asyncrl.transport.memory import segment
 names.DIRECTORY = segment.DIRECTORY = sys.argv.pop(1)
 from asyncrl.generation.worker.names import segment_name
-from asyncrl.transport.memory.arena import Arena
 from asyncrl.transport.queues.tensor_queue import share_queue
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -114,8 +112,7 @@ def test_a_users_ring_with_records_that_nobody_took_stays(user_ring: str) -> Non
         dead.wait()
     assert requests in sweep()
     assert there(results, requests) == [True, False]
-    with Arena.adopt(user_ring) as arena:
-        assert arena.blocks()
+    assert len(parts_of(user_ring, "ring")) == 1
 
 
 def test_what_is_damaged_goes_too_and_links_stay(tmp_path: Path) -> None:
@@ -130,10 +127,10 @@ def test_what_is_damaged_goes_too_and_links_stay(tmp_path: Path) -> None:
 
 
 def test_two_sweeps_at_once_remove_everything_once() -> None:
-    arenas = [Arena.create(segment_name("requests", number), 4096) for number in range(20)]
-    made = {arena.segment.name for arena in arenas}
-    for arena in arenas:
-        arena.close(keep=True)
+    segments = [Segment.create(segment_name("requests", number), 4096) for number in range(20)]
+    made = {each.name for each in segments}
+    for each in segments:
+        each.close(unlink=False)
 
     async def both() -> list[list[str]]:
         return list(await asyncio.gather(asyncio.to_thread(sweep), asyncio.to_thread(sweep)))

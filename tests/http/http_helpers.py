@@ -19,9 +19,8 @@ from asyncrl.http.atropos import AtroposDoor, Terms
 from asyncrl.http.spread import Spread
 from asyncrl.records.check import Limits
 from asyncrl.records.trajectories import trajectories_of
-from asyncrl.transport.rings.delivery import Delivery
 from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.types import RingSettings
+from asyncrl.transport.rings.types import Delivery, RingSettings
 
 M = -100
 TERMS = Terms("one", batch_size=8, limits=Limits(longest=600, vocabulary=1000), steps=None, checkpoint_dir="/c")

@@ -14,6 +14,7 @@ from runtime_helpers import FED, metrics_of, scored, write_yaml
 
 from asyncrl.client import Client
 from asyncrl.errors import RingDetached
+from asyncrl.transport.inventory import clear
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 RANK = str(Path(__file__).with_name("runtime_rank.py"))
@@ -82,4 +83,4 @@ def test_torchrun_that_is_stopped_lets_the_producers_of_every_rank_go(tmp_path: 
             assert process.wait(SECONDS + 30) != 0
     for ring in (name, f"{name}-1"):
         assert f"1 records that were not trained wait in ring {ring} " in process.output
-        os.unlink(f"/dev/shm/asyncrl.{ring}")
+        clear(ring, drop_records=True)

@@ -202,8 +202,8 @@ async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path:
             [group_id] = store._held
             members = store.rows(group_id).group.trajectories
             assert store.ready() and list(map(id, members)) == list(map(id, made))
-            assert f.ring._arena is not None
-            memory = np.frombuffer(f.ring._arena.segment.buffer, np.uint8)
+            [link] = f.ring._links.values()
+            memory = np.frombuffer(link.segment.data, np.uint8)
             for column in ("tokens", "mask", "logprobs", "versions"):
                 assert all(np.shares_memory(memory, getattr(t, column)) for t in members), column
             expected = [t.tokens.tolist() for t in members]
@@ -215,7 +215,7 @@ async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path:
         assert [t.tokens.tolist() for t in found.trajectories] == expected
         assert not any(np.shares_memory(memory, t.tokens) for t in found.trajectories)
         made.clear()
-        del memory, members
+        del memory, members, link
 
 
 async def test_groups_that_are_filtered_out_free_a_full_ring(tmp_path: Path, name: str) -> None:

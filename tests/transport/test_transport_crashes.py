@@ -165,14 +165,13 @@ for k, (label, nth) in enumerate([*json.loads(sys.argv[4]), ["", 0]]):
 """
 )
 PLACES: list[tuple[str, int]] = [
-    ("segment.link", 1),
+    # The first `segment.link`, and three words of life, are of the name itself; what follows is of a ring.
+    *(("segment.link", nth) for nth in (1, 2)),
     *((f"segment.life:{when}", nth) for nth in (1, 2, 3, 4) for when in ("before", "after")),
-    *((f"arena.{word}:{when}", 1) for word in ("offset", "size", "tag", "generation") for when in ("before", "after")),
-    *((f"arena.generation:{when}", 2) for when in ("before", "after")),  # the ring is freed
-    *((f"ring.read:{when}", 1) for when in ("before", "after")),
+    *((f"ring.owner:{when}", nth) for nth in (1, 2) for when in ("before", "after")),
     *((f"ring.released:{when}", nth) for nth in (1, 2) for when in ("before", "after")),
     ("ring.release", 1),
-    *((f"segment.life:{when}", 5) for when in ("before", "after")),  # the seal
+    *((f"segment.life:{when}", 5) for when in ("before", "after")),
 ]
 
 

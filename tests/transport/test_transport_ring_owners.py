@@ -135,15 +135,14 @@ async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next
         producer = await AsyncProducer.attach(name)
         (link,) = ring._links.values()
         await producer.put(planned(0))
-        assert ring._arena is not None and producer._core._writer is not None
-        segment, writer = ring._arena.segment, producer._core._writer
-        seal = segment.seal
+        writer, seal = producer._core._writer, link.segment.seal
+        assert writer is not None
 
         def late() -> None:
             assert writer.try_put(planned(1))
             seal()
 
-        monkeypatch.setattr(segment, "seal", late)
+        monkeypatch.setattr(link.segment, "seal", late)
         ring.end_intake()
         first = ring.get_nowait()
         assert first.record.group == 0

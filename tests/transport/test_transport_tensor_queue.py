@@ -221,7 +221,7 @@ async def test_a_queue_does_not_take_the_name_of_a_record_ring(name: str) -> Non
                 raise AssertionError
         assert ring.close() is True
     with pytest.raises(
-        TransportError, match=rf"queue '{name}': .* is no queue: 1 of its blocks .*asyncrl shm clear {name}`"
+        TransportError, match=rf"queue '{name}': .* is no queue's: 1 record rings .*asyncrl shm clear {name}`"
     ):
         async with share_queue(name, 2, 1 << 16):
             raise AssertionError

@@ -14,10 +14,9 @@ from asyncrl.records.read import Record
 from asyncrl.records.trajectories import component_sections, json_bytes, reward_number
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.transport.inventory import clear
-from asyncrl.transport.rings.delivery import Delivery
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.types import RingSettings
+from asyncrl.transport.rings.types import Delivery, RingSettings
 from asyncrl.types import FinishReason, Trajectory
 
 

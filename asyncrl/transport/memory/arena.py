@@ -9,8 +9,6 @@ Guarantees
 * One allocator: only the owner of the segment allocates and frees. Blocks begin at multiples of 64 bytes.
 * Each block has a generation number that grows by one at every allocation and every return; odd means taken. A handle
   made before a block was given back is `StaleHandle`, checked against the arena's bounds, never a segmentation fault.
-* The block table in the segment is written so that a crash between any two stores leaves it readable: a block exists
-  from the store of its odd generation on. An adopting owner finds exactly the blocks that existed.
 * A lease that is forgotten (collected without `release`) is given back and counted. Arrays of a lease keep it alive, and
   the mapping stays as long as any array does, also after `close`.
 """
@@ -18,29 +16,23 @@ Guarantees
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ArenaOwned, OutOfMemory, SegmentDamaged, TransportError
 from .blocks import ArenaStatistics, Block, BlockLease, BlockTable
 from .handles import Handle, dtype_name, numpy_dtype
 from .segment import Segment
 
 
 class Arena:
-    """See the module. Made by `create`, `adopt`, `create_or_adopt` (owners) or `attach` (lookers)."""
+    """See the module. Made by `create` (the owner) or `attach` (lookers)."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         g = segment.geometry
-        try:
-            self.table = BlockTable(segment, g.data, g.total - g.data, "arena")
-        except BaseException:
-            segment.close(unlink=not segment.adopted)  # else its lock would be held as long as the traceback lives
-            raise
+        self.table = BlockTable(segment, g.data, g.total - g.data, "arena")
 
     @classmethod
     def create(cls, name: str, size: int, *, blocks: int = 1024) -> Arena:
@@ -50,55 +42,19 @@ class Arena:
         return cls(Segment.create(name, size, blocks))
 
     @classmethod
-    def adopt(cls, name: str) -> Arena:
-        """The arena of a dead owner, with every block it had. Errors: as `Segment.adopt`."""
-        return cls(Segment.adopt(name))
-
-    @classmethod
-    def create_or_adopt(cls, name: str, size: int, said: Callable[[str], None] = lambda _: None) -> Arena:
-        """What a restarted program calls. An adopted arena keeps the geometry it has; one whose header is damaged is renamed,
-        which `said` hears, and a new one is made. Errors: ArenaOwned, OutOfMemory."""
-        while True:
-            try:
-                return cls.adopt(name)
-            except FileNotFoundError:
-                pass
-            except SegmentDamaged as error:
-                said(f"{error}; it was set aside as {Segment.set_aside(name)}, with whatever records lie in it")
-                continue
-            try:
-                return cls.create(name, size)
-            except ArenaOwned:
-                raise
-            except TransportError as error:
-                if isinstance(error, OutOfMemory):
-                    raise
-                # its owner died between our two looks: adopt it
-
-    @classmethod
     def attach(cls, name: str) -> Arena:
         """Look into an arena that somebody else owns. Errors: as `Segment.attach`."""
         return cls(Segment.attach(name))
 
     # -- the owner's side
 
-    def allocate(self, size: int, *, tag: int = 0, prepare: Callable[[memoryview], None] | None = None) -> Block:
-        """A block that stays until `free`, also across owners. Errors: OutOfMemory with figures, LifecycleError.
-
-        `prepare` fills the bytes before the block exists: an adopting owner never finds it half prepared.
-        """
-        if prepare is None:
-            return self.table.allocate(size, tag)
-        buffer = self.segment.buffer
-        return self.table.allocate(size, tag, lambda start: prepare(buffer[start : start + size]))
+    def allocate(self, size: int) -> Block:
+        """A block that stays until `free`. Errors: OutOfMemory with figures, LifecycleError."""
+        return self.table.allocate(size)
 
     def free(self, block: Block) -> None:
         """Give a block back. Errors: StaleHandle where that was done already."""
         self.table.free(block)
-
-    def blocks(self) -> list[Block]:
-        """The blocks that exist, as the table in shared memory says."""
-        return self.table.existing()
 
     def lease(self, size: int) -> Lease:
         """A block that is given back at the end of its `with`, or when it is forgotten. Errors: as `allocate`."""
@@ -119,20 +75,15 @@ class Arena:
         block = self.table.checked(handle)
         return self._array(block, handle.offset, handle.dtype, handle.shape, writable, (self, keep))
 
-    def bytes_of(self, block: Block) -> memoryview:
-        """The block's bytes, writable."""
-        self.table.check_open()
-        return self.segment.buffer[block.offset : block.offset + block.size]
-
     def statistics(self) -> ArenaStatistics:
         """As this process knows it: only the owner sees what is used."""
         return self.table.statistics()
 
-    def close(self, *, keep: bool = False) -> None:
-        """Let go. An owner also removes the name, unless `keep` leaves it for the next owner. Twice is fine."""
+    def close(self) -> None:
+        """Let go. An owner also removes the name. Twice is fine."""
         if not self.segment.closed:
             self.table.close()
-            self.segment.close(unlink=not keep)
+            self.segment.close(unlink=True)
 
     def __enter__(self) -> Arena:
         self.table.check_open()

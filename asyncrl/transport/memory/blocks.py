@@ -3,11 +3,6 @@
 The memory may be the segment's own data (an arena) or lie elsewhere, on a device (a slab): the table only counts in
 bytes from `base` on. Each block has a generation number that grows by one at every allocation and every return; odd
 means taken. Whoever has the segment mapped can tell a stale handle from a good one without asking the owner.
-
-A crash between any two stores of the table leaves it readable: a block exists from the store of its odd generation on.
-
-The owner knows its blocks by itself and only publishes them in the table: where that was written over by somebody, it is
-counted as damage and put right. An adopting owner has nothing but the table: entries that cannot be are `unplaced`.
 """
 
 from __future__ import annotations
@@ -15,8 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from ...errors import LifecycleError, OutOfMemory, StaleHandle
@@ -30,14 +24,12 @@ SLAB = b"slab1\0\0\0"  # where the data of a segment begins with it, its blocks 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An allocated block: `offset` in bytes (arena: from the start of the segment; slab: of the memory), `tag` the
-    owner's own number for its use."""
+    """An allocated block: `offset` in bytes (arena: from the start of the segment; slab: of the memory)."""
 
     index: int
     generation: int
     offset: int
     size: int
-    tag: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,6 @@ class ArenaStatistics:
     refused: int  # allocations that found no room
     leases: int
     leaked: int  # leases that were collected without release
-    adopted: int  # blocks found at adoption
     tenure: int
 
 
@@ -66,23 +57,16 @@ class BlockTable:
         self._generations = Words(buffer, g.table, g.blocks, "arena.generation")
         self._offsets = Words(buffer, g.table + 8 * g.blocks, g.blocks, "arena.offset")
         self._sizes = Words(buffer, g.table + 16 * g.blocks, g.blocks, "arena.size")
-        self._tags = Words(buffer, g.table + 24 * g.blocks, g.blocks, "arena.tag")
         self._extents = Extents(size)
         self._lock = threading.Lock()
         self.forgotten: deque[Block] = deque()  # filled by the garbage collector, emptied under the lock
         self._blocks: dict[int, Block] = {}  # the owner's: those that exist
-        self.unplaced: list[int] = []  # entries that were adopted and name no memory of their own; nobody uses them
-        self.damage = 0  # entries that somebody wrote over
         self._free = list(range(g.blocks - 1, -1, -1))
         self.leases = 0
         self._allocations = self._refused = self._leaked = 0
-        self._adopted = self._adopt() if segment.owner else 0
 
-    def allocate(self, size: int, tag: int = 0, prepare: Callable[[int], None] | None = None) -> Block:
-        """A block that stays until `free`. `prepare(offset)` runs before the block exists.
-
-        Errors: OutOfMemory with figures, LifecycleError.
-        """
+    def allocate(self, size: int) -> Block:
+        """A block that stays until `free`. Errors: OutOfMemory with figures, LifecycleError."""
         self.check_open(owner=True)
         with self._lock:
             self._collect()
@@ -94,15 +78,8 @@ class BlockTable:
                     f"{self.what}: {size:,} bytes asked; {s.used:,} of {s.size:,} are in use, the largest "
                     f"free piece has {s.largest:,}, {len(self._free)} of {len(self._generations)} block entries are free"
                 )
-            if prepare is not None:
-                try:
-                    prepare(self.base + start)
-                except BaseException:
-                    self._extents.free(start, size)
-                    raise
             index = self._free.pop()
-            self._mend_free(index)
-            block = Block(index, _after(self._generations[index]), self.base + start, size, tag)
+            block = Block(index, self._generations[index] + 1, self.base + start, size)
             self._publish(block)
             self._allocations += 1
             return block
@@ -114,60 +91,8 @@ class BlockTable:
             self._give_back(block)
 
     def existing(self) -> list[Block]:
-        """The blocks that exist: as the owner knows, or to others as the table in shared memory says."""
-        self.check_open()
-        if self.segment.owner:
-            return [block for _, block in sorted(self._blocks.items())]
-        return [self._block(index) for index, g in enumerate(self._generations.view.tolist()) if g & 1]
-
-    def mend(self) -> None:
-        """Owner: put the table right, for the next owner."""
-        self.check_open(owner=True)
-        with self._lock:
-            for block in list(self._blocks.values()):
-                if self._block(block.index) != block:
-                    self.damage += 1
-                    self._publish(block)
-            for index in self._free:
-                self._mend_free(index)
-
-    def freed(self) -> list[Block]:
-        """What the entries of blocks that do not exist any more still say: where they were."""
-        found = [self._block(index) for index in self._free if self._sizes[index]]
-        return [block for block in found if 0 <= block.offset - self.base <= self.size - block.size]
-
-    def retag(self, block: Block, tag: int) -> Block:
-        """The same block under another tag."""
-        with self._lock:
-            other = replace(block, tag=tag)
-            self._publish(other)
-            return other
-
-    def unplace(self, block: Block) -> None:
-        """An adopted entry that was found wrong: its memory is free, the entry is left until `claim` or `retire`."""
-        with self._lock:
-            del self._blocks[block.index]
-            self._extents.free(block.offset - self.base, block.size)
-            self.unplaced.append(block.index)
-
-    def claim(self, offset: int, size: int, tag: int) -> Block | None:
-        """A block exactly here, which no entry names any more; best in an entry that is wrong. None where that is not free."""
-        with self._lock:
-            entries = self.unplaced or self._free
-            if not entries or not self._extents.reserve(offset - self.base, size):
-                return None
-            index = entries.pop()
-            block = Block(index, _after(self._generations[index]) | 1, offset, size, tag)
-            self._publish(block)
-            return block
-
-    def retire(self) -> None:
-        """Whatever the entries named that are still `unplaced`, it is not there: they are free."""
-        with self._lock:
-            for index in self.unplaced:
-                self._generations.store(index, _after(self._generations[index]))
-            self._free += self.unplaced
-            self.unplaced = []
+        """The blocks that the owner has allocated."""
+        return [block for _, block in sorted(self._blocks.items())]
 
     def checked(self, handle: Handle) -> Block:
         """The block that a handle names. Errors: StaleHandle."""
@@ -200,7 +125,6 @@ class BlockTable:
                 refused=self._refused,
                 leases=self.leases,
                 leaked=self._leaked,
-                adopted=self._adopted,
                 tenure=0 if self.segment.closed else self.segment.tenure,
             )
 
@@ -213,46 +137,26 @@ class BlockTable:
 
     def close(self) -> None:
         """Let go of the views of the segment."""
-        for words in (self._generations, self._offsets, self._sizes, self._tags):
+        for words in (self._generations, self._offsets, self._sizes):
             words.release()
 
     # -- inside
 
     def _block(self, index: int) -> Block:
-        return Block(index, self._generations[index], self._offsets[index], self._sizes[index], self._tags[index])
+        return Block(index, self._generations[index], self._offsets[index], self._sizes[index])
 
     def _publish(self, block: Block) -> None:
         index = block.index
         self._offsets.store(index, block.offset)
         self._sizes.store(index, block.size)
-        self._tags.store(index, block.tag)
         self._generations.store(index, block.generation)  # from here on the block exists
         self._blocks[index] = block
-
-    def _adopt(self) -> int:
-        for index, generation in enumerate(self._generations.view.tolist()):
-            if generation & 1:
-                block = self._block(index)
-                if block.size and self._extents.reserve(block.offset - self.base, block.size):
-                    self._blocks[index] = block
-                else:  # it overlaps another, or leaves the memory
-                    self.unplaced.append(index)
-        taken = {*self._blocks, *self.unplaced}
-        self._free = [index for index in self._free if index not in taken]
-        self.damage += len(self.unplaced)
-        return len(self._blocks)
-
-    def _mend_free(self, index: int) -> None:
-        if self._generations[index] & 1:
-            self.damage += 1
-            self._generations.store(index, _after(self._generations[index]))
 
     def _give_back(self, block: Block) -> None:
         if self._blocks.get(block.index) != block:
             raise StaleHandle(f"{self.what}: block {block.index} was already given back")
-        self.damage += self._block(block.index) != block
         del self._blocks[block.index]
-        self._generations.store(block.index, _after(block.generation))
+        self._generations.store(block.index, block.generation + 1)
         self._extents.free(block.offset - self.base, block.size)
         self._free.append(block.index)
 
@@ -261,11 +165,6 @@ class BlockTable:
             self._give_back(self.forgotten.popleft())
             self._leaked += 1
             self.leases -= 1
-
-
-def _after(generation: int) -> int:
-    """The next one; whoever writes over the table may leave the largest number there."""
-    return (generation + 1) & 0xFFFF_FFFF_FFFF_FFFF
 
 
 class BlockLease:

@@ -1,22 +1,10 @@
-"""Which process owns a segment, and whether a process number still means the same process: what /proc says of both."""
+"""Which process owns a segment: what /proc says of it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
-
-
-def start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which the process began: with its number it names a process for good. None: no such.
-
-    Errors: OSError where it cannot be told, such as with too many open files: nobody is dead for that.
-    """
-    try:
-        raw = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    return int(raw.rpartition(")")[2].split()[19])
 
 
 def owner_of(fd: int) -> int | None:

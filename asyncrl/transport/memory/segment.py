@@ -4,7 +4,7 @@ Guarantees
 * Under its name a segment is always complete: it is allocated, locked and initialised while it has no name yet, and
   then linked, which fails if the name is taken. Nobody ever sees half a header, and no live segment is unlinked.
 * The owner is whoever holds the exclusive `flock`: the kernel drops it when the owner dies, however it dies. A stopped
-  owner keeps it. Process number and start time in the header are for people to read.
+  owner keeps it.
 * Pages are allocated at creation (`posix_fallocate`): a full /dev/shm is an error with figures, not a SIGBUS later.
 * An owner that forgets to close what it created removes its name at the end of the process, unless `keep_at_exit` is set. A
   segment that it adopted keeps its name, until `close` removes it.
@@ -27,6 +27,7 @@ import secrets
 import sys
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ import numpy as np
 from ...errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, TransportError
 from . import header
 from .header import HEADER_BYTES, Geometry
-from .owners import owner_of, start_time
+from .owners import owner_of
 from .words import Words, fault
 
 DIRECTORY = "/dev/shm"
@@ -44,7 +45,8 @@ forks = 0  # between the first process and this one: to compare it costs less th
 _OWNER_AT, _BOARD_AT = 128, 192
 _TENURE_BITS = 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
+_PART = r"\.(?:ring|damaged)-[0-9a-f]{16}"
+_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,119}}?(?:{_PART})?")
 
 _open_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
@@ -70,6 +72,23 @@ def path_of(name: str) -> str:
     return f"{DIRECTORY}/{PREFIX}{name}"
 
 
+def parts_of(name: str, *kinds: str) -> list[str]:
+    """The segments that belong to `name` and are of these kinds ("ring", "damaged"), sorted: each is called NAME.KIND-HEX."""
+    folder, prefix = os.path.split(path_of(name))
+    own = re.compile(rf"{re.escape(prefix)}\.({'|'.join(kinds)})-[0-9a-f]{{16}}")
+    return sorted(file.removeprefix(PREFIX) for file in os.listdir(folder) if own.fullmatch(file))
+
+
+def whole_of(name: str) -> str:
+    """The name that this segment belongs to: its own where it is no part."""
+    return re.sub(f"{_PART}$", "", name)
+
+
+def new_part(name: str, kind: str) -> str:
+    """A name for one more segment that belongs to `name`; nobody else has it."""
+    return f"{name}.{kind}-{secrets.token_hex(8)}"
+
+
 class Segment:
     """A mapping of one named segment. Make it with `create`, `adopt` or `attach`; close it in the process that made it."""
 
@@ -81,10 +100,12 @@ class Segment:
         self._finalizer = weakref.finalize(self, _Hold.let_go, hold)
         self.map = _map(hold.fd, geometry.total)
         self.buffer = memoryview(self.map)
+        self.size = geometry.total - geometry.data
+        self.data = self.buffer[geometry.data : geometry.total]
         base = np.frombuffer(self.map, np.uint8)
         self.address: int = base.__array_interface__["data"][0]
         del base  # it would keep the map from closing
-        self._life = Words(self.buffer, _OWNER_AT, 4, "segment.life")  # tenure, owner's pid, its start time, sealed
+        self._life = Words(self.buffer, _OWNER_AT, 2, "segment.life")  # secret and tenure, sealed
         self.board = Words(self.buffer, _BOARD_AT, BOARD_WORDS, "segment.board")
         self.closed = False
         _open_segments.add(self)
@@ -92,8 +113,11 @@ class Segment:
     # -- the three ways in
 
     @classmethod
-    def create(cls, name: str, size: int, blocks: int) -> Segment:
-        """A new segment with room for `size` bytes of data in at most `blocks` blocks, owned by this process.
+    def create(
+        cls, name: str, size: int, blocks: int = 0, prepare: Callable[[memoryview], None] | None = None
+    ) -> Segment:
+        """A new segment with room for `size` bytes of data in at most `blocks` blocks, owned by this process. `prepare` fills its
+        data, which are zeros, before the name exists.
 
         Errors: ArenaOwned or TransportError where the name is taken, OutOfMemory where /dev/shm has no room.
         """
@@ -111,6 +135,8 @@ class Segment:
             os.pwrite(fd, header.pack(geometry), 0)
             segment = cls(name, hold, geometry)
             segment._sign()
+            if prepare is not None:
+                prepare(segment.data)
             fault("segment.link")
             _link(fd, path)
         except FileExistsError:
@@ -154,31 +180,10 @@ class Segment:
             hold.give_up()
             raise
 
-    @staticmethod
-    def set_aside(name: str) -> str:
-        """Rename a segment that nobody owns and nobody can read, so that a new one can have its name. Returns what it is called
-        now. Errors: ArenaOwned, FileNotFoundError."""
-        path = path_of(name)
-        fd = _lock(name, path)
-        try:
-            number = 1
-            while True:
-                other = f"{name[:100]}.damaged-{number}"
-                try:
-                    os.link(path, path_of(other), follow_symlinks=False)
-                except FileExistsError:
-                    number += 1
-                    continue
-                os.unlink(path)
-                return other
-        finally:
-            os.close(fd)
-
-    def populate(self, offset: int, size: int) -> None:
-        """Map these bytes' pages now: the first touch of each would cost a page fault, in the middle of a put."""
-        start = offset & -4096
+    def populate(self) -> None:
+        """Map the pages now: the first touch of each would cost a page fault, in the middle of a put."""
         with contextlib.suppress(OSError, ValueError):  # older kernels do not know it
-            self.map.madvise(_POPULATE_WRITE, start, min(offset + size, self.geometry.total) - start)
+            self.map.madvise(_POPULATE_WRITE)
 
     # -- what it says
 
@@ -213,20 +218,14 @@ class Segment:
     @property
     def sealed(self) -> bool:
         """Its owner closes or removed it: what is written now, nobody may ever look for."""
-        return bool(self._life.view[3])
+        return bool(self._life.view[1])
 
-    def seal(self) -> None:
+    def seal(self, sealed: bool = True) -> None:
         """Before the owner's last look. Whoever writes looks at `sealed` after writing: one of the two sees the other."""
-        self._life.store(3, 1)
-
-    def unseal(self) -> None:
-        """The look found something: it stays for the next owner."""
-        self._life.store(3, 0)
+        self._life.store(1, int(sealed))
 
     def _sign(self) -> None:
-        self._life.store(3, 0)
-        self._life.store(1, os.getpid())
-        self._life.store(2, start_time(os.getpid()) or 0)
+        self._life.store(1, 0)
         tenure = (self.tenure + 1) & (1 << _TENURE_BITS) - 1
         self._life.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | tenure)
 
@@ -243,6 +242,7 @@ class Segment:
         self._hold.keep = not unlink
         self._life.release()
         self.board.release()
+        self.data.release()
         with contextlib.suppress(BufferError):
             self.buffer.release()
         with contextlib.suppress(BufferError):
@@ -264,7 +264,7 @@ class _Hold:
         if self.fd < 0 or self.pid != os.getpid():
             return  # a forked child: nothing of this is its own
         if self.owner and not self.keep and _still_named(self.fd, self.path):
-            os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_AT + 24)  # sealed, for those who still map it
+            os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_AT + 8)  # sealed, for those who still map it
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
         os.close(self.fd)
@@ -364,6 +364,16 @@ def _still_named(fd: int, path: str) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Nobody can own the segment of this name meanwhile. Errors: ArenaOwned, FileNotFoundError."""
+    fd = _lock(name, path_of(name))
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 def _taken(name: str, *, locked: bool = False) -> TransportError:

@@ -16,9 +16,9 @@ from ...concurrency.offload import offload
 from ...errors import OutOfMemory, TransportError
 from .. import rendezvous
 from ..memory.arena import Arena, Lease
-from ..memory.blocks import SLAB, Block, BlockLease
+from ..memory.blocks import Block, BlockLease
 from ..memory.handles import BFLOAT16
-from ..memory.segment import Segment
+from ..memory.segment import Segment, parts_of
 from .queue import QueueEnd, QueueStatistics, wait_in, wake_all
 from .tensor_wire import ARENA, END, HELLO, Line, Side, item_message, lay_out, number_of
 
@@ -262,23 +262,17 @@ async def share_queue(
 
 
 def _remove_leftover(name: str) -> None:
-    """Of a sender that was killed: its receiver heard so. Errors: ArenaOwned; TransportError where it is no queue's."""
+    """Remove what a sender that was killed left. Errors: ArenaOwned; TransportError where records of a ring lie there."""
     try:
         segment = Segment.adopt(name)
     except FileNotFoundError:
         return
-    data = segment.geometry.data
-    if segment.buffer[data : data + len(SLAB)] == SLAB:
-        segment.close(unlink=True)
-        return
-    arena = Arena(segment)
-    # Blocks of a queue have no tag. Those of a record ring do, and accepted records may lie in them.
-    foreign = len(arena.table.unplaced) + sum(block.tag != 0 for block in arena.blocks())
-    arena.close(keep=foreign > 0)
-    if foreign:
+    rings = parts_of(name, "ring", "damaged")
+    segment.close(unlink=not rings)
+    if rings:
         raise TransportError(
-            f"queue {name!r}: {segment.path} is no queue: {foreign} of its blocks are a record ring's, or damaged, and nobody "
-            f"owns it now. Give the queue another name, start that ring's run again, or remove it with `asyncrl shm clear {name}`"
+            f"queue {name!r}: {segment.path} is no queue's: {len(rings)} record rings belong to it, and nobody owns it now. "
+            f"Give the queue another name, start the run of those rings again, or remove it with `asyncrl shm clear {name}`"
         )
 
 

@@ -1,4 +1,4 @@
-"""What an owner holds per producer: its ring, its connection, and the means to hear of its death."""
+"""What an owner has per producer: its ring, its connection, and how it learns of its death. And where new producers come in."""
 
 from __future__ import annotations
 
@@ -7,55 +7,57 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
-from ...errors import OutOfMemory, TransportError
-from ..memory.arena import Arena, Block
-from ..memory.owners import start_time
-from ..rendezvous import PROTOCOL
-from .ring import CLOSED, TAG, RingMemory, RingReader, block_bytes, format_ring
+from ...errors import TransportError
+from .. import rendezvous
+from ..memory.segment import Segment
+from .ring import CLOSED, RingMemory, RingReader, format_ring, ring_bytes
+from .types import RingStatistics
+
+PAUSE_S = 0.1  # without a free descriptor
 
 
 class Link:
     """One producer. `connection` is None while it is not attached to this owner."""
 
-    def __init__(self, arena: Arena, block: Block) -> None:
-        self.block = block
-        self.memory = RingMemory(arena.bytes_of(block))
+    def __init__(self, segment: Segment) -> None:
+        """Takes the segment over. Errors: TransportError where no whole ring lies in it; the segment is then let go."""
+        try:
+            self.memory = RingMemory(segment.data)
+            reason = self.memory.contradiction()
+            if reason:
+                self.memory.release_views()
+                raise TransportError(reason)
+        except BaseException:
+            segment.close(unlink=False)
+            raise
+        self.memory.forget_begun_release()
+        self.segment = segment
         self.reader = RingReader(self.memory)
         self.producer = self.memory.producer
         self.connection: socket.socket | None = None
         self.space: int | None = None
         self.dead = False
-        self.told = False  # that nothing more will come
+        self.gone = False  # it was announced that nothing more will come
         self._pidfd: int | None = None
 
     @classmethod
-    def create(cls, arena: Arena, producer: bytes, pid: int, slots: int, payload: int) -> Link:
-        """A new ring. Errors: OutOfMemory."""
+    def create(cls, name: str, producer: bytes, pid: int, slots: int, payload: int) -> Link:
+        """A new ring in a segment of this name. Errors: OutOfMemory where /dev/shm has no room."""
         started = start_time(pid) or 0 if pid else 0
-        try:
-            block = arena.allocate(
-                block_bytes(slots, payload),
-                tag=TAG,
-                prepare=lambda buffer: format_ring(buffer, slots, producer, pid, started),
-            )
-        except OutOfMemory as error:
-            raise OutOfMemory(
-                f"no room for one more producer ({len(arena.blocks())} have a part; door.ring_mib, door.producer_mib): {error}"
-            ) from None
-        link = cls(arena, block)
-        link.reader.replay()
-        return link
+        prepare = partial(format_ring, slots=slots, producer=producer, pid=pid, started=started)
+        return cls(Segment.create(name, ring_bytes(slots, payload), prepare=prepare))
 
-    @classmethod
-    def adopt(cls, arena: Arena, block: Block) -> Link:
-        """A ring that an earlier owner made. Errors: TransportError where it is damaged."""
-        return cls(arena, block)
+    def holds_records(self) -> bool:
+        """A last look: something in the ring was not released, or may be there and cannot be found."""
+        return bool(self.reader.poll() or self.reader.outstanding or self.reader.lost)
 
     @property
     def invisible(self) -> bool:
         """The process cannot be seen from here (another process namespace): only the connection tells of its end."""
-        return self.memory.state[1] == 0
+        return self.memory.pid == 0
 
     @property
     def closed_well(self) -> bool:
@@ -67,32 +69,23 @@ class Link:
         return self.dead or (self.connection is None and self.closed_well)
 
     def open_space(self) -> int:
-        """The eventfd by which this producer hears that something was released; made at the first call."""
+        """The eventfd that says to this producer that something was released; made at the first call."""
         if self.space is None:
             self.space = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         return self.space
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[Link], None]) -> bool:
-        """Ask the kernel to tell when the process ends. False where it has ended already."""
-        pid, started = self.memory.state[1], self.memory.state[2]
+        """Call `on_death` when the producer's process ends. False where it has ended already."""
+        pid = self.memory.pid
         if not pid:
             return True
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             return False
-        try:
-            same = start_time(pid) == started  # else the number belongs to somebody else by now
-            if same:
-                loop.add_reader(self._pidfd, on_death, self)
-                return True
-        except BaseException:
-            os.close(self._pidfd)
-            self._pidfd = None
-            raise
-        os.close(self._pidfd)
-        self._pidfd = None
-        return False
+        loop.add_reader(self._pidfd, on_death, self)
+        # Else the number belongs to somebody else by now. An error, such as too many open files, says nothing of the process.
+        return start_time(pid) == self.memory.started
 
     def connect(
         self, loop: asyncio.AbstractEventLoop, connection: socket.socket, on_connection: Callable[[Link], None]
@@ -111,42 +104,101 @@ class Link:
             self.connection = None
 
     def died(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The producer's process has ended without closing: nothing of it is watched any more."""
+        """The producer's process has ended without closing."""
         self.dead = True
-        self._unwatch(loop)
-        self.disconnect(loop)
+        self.leave(loop)
 
     def leave(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let go of the producer; what it put can still be taken and released."""
-        self._unwatch(loop)
+        if self._pidfd is not None:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
         self.disconnect(loop)
         if self.space is not None:
             os.close(self.space)
             self.space = None
 
-    def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let go of descriptors and views; the ring itself stays as it is."""
+    def close(self, loop: asyncio.AbstractEventLoop, *, unlink: bool) -> None:
+        """Let go of descriptors and memory. `unlink`: the ring is removed, else it stays for the next owner."""
         self.leave(loop)
         with contextlib.suppress(BufferError):  # somebody still looks at a record
             self.memory.release_views()
-
-    def _unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._pidfd is not None:
-            loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        self.segment.close(unlink=unlink)
 
 
-def introduced(message: dict[str, object]) -> bytes:
-    """The producer that says so at the rendezvous. Errors: TransportError to send back."""
-    if message.get("protocol") != PROTOCOL:
-        raise TransportError(
-            f"protocol {message.get('protocol')!r}; this owner speaks {PROTOCOL}: use the same asyncrl on both sides"
-        )
+class Reception:
+    """The owner's socket, and the connections of producers that have not introduced themselves yet. From its making to `close`.
+
+    Without a free descriptor of this process nobody can be let in, and the socket stays readable: so it is not watched for
+    0.1 s then, or the loop would try nothing else.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        counts: RingStatistics,
+        call: Callable[..., None],
+        on_hello: Callable[[socket.socket], None],
+    ) -> None:
+        """`call(callback, *arguments)` is how the loop calls. `on_hello(connection)`: a producer of this user sent something."""
+        self._loop, self._listener, self._counts = loop, listener, counts
+        self._call, self._on_hello = call, on_hello
+        self._here: set[socket.socket] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def dismiss(self, connection: socket.socket) -> None:
+        """Hang up."""
+        self.let_in(connection)
+        connection.close()
+
+    def let_in(self, connection: socket.socket) -> None:
+        """Somebody else watches this connection from here on."""
+        self._loop.remove_reader(connection.fileno())
+        self._here.discard(connection)
+
+    def close(self) -> None:
+        """Nobody is let in any more; connections without an introduction end."""
+        for connection in list(self._here):
+            self.dismiss(connection)
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+
+    def _listen(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener.fileno(), self._call, self._on_visitor)
+
+    def _on_visitor(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):  # nobody waits any more, or gave up already
+                return
+            except OSError:
+                self._counts.pauses += 1
+                self._loop.remove_reader(self._listener.fileno())
+                self._pause = self._loop.call_later(PAUSE_S, self._call, self._listen)
+                return
+            connection.setblocking(False)
+            if rendezvous.trusted(connection):
+                self._here.add(connection)
+                self._loop.add_reader(connection.fileno(), self._call, self._on_hello, connection)
+            else:
+                self._counts.refused += 1
+                connection.close()
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks since boot at which the process began: with its number it names a process for good. None: no such process.
+
+    Errors: OSError where it cannot be read, such as with too many open files: nobody is dead for that.
+    """
     try:
-        producer = bytes.fromhex(str(message["producer"]))
-        if len(producer) != 16:
-            raise ValueError("16 bytes expected")
-    except (KeyError, ValueError) as error:
-        raise TransportError(f"a producer introduces itself by 16 bytes in hexadecimal: {error}") from error
-    return producer
+        raw = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    return int(raw.rpartition(")")[2].split()[19])

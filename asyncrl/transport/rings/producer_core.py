@@ -18,8 +18,6 @@ from ..memory.words import fault
 from ..rendezvous import Attachment
 from .ring import RingMemory, RingWriter
 
-VERSION_WORD = 0  # of the segment's board: policy version + 1, 0 while unknown
-
 
 class Need(Enum):
     """What a put waits for."""
@@ -74,28 +72,24 @@ class Core:
         """One try. None where nobody owns a ring of this name now. Errors: RingDetached where the owner refuses."""
         self.check()
         self._forget_attachment()
-        segment = self._segment
-        if segment is None or segment.sealed:
-            segment = Segment.attach(self.name)
+        run = Segment.attach(self.name)
         try:
-            found = rendezvous.attach(segment, self.identity, deadline)
-        except BaseException:
-            self._drop_unless_current(segment)
-            raise
+            found = rendezvous.attach(run, self.identity, deadline)
+        finally:
+            run.close(unlink=False)
         if found is None:
-            self._drop_unless_current(segment)
             return None
+        try:
+            self._use_ring(found.ring)
+        except BaseException:
+            found.close()
+            raise
         self._attachment = found
         self._heard = False
         self.unannounced = False  # whoever lets us in looks at the ring
         self.attachments += 1
         self._poll = select.poll()
         self._poll.register(found.connection, select.POLLIN)
-        if segment is not self._segment or found.fresh or self._writer is None:
-            self._forget_ring(keep=segment)
-            self._segment = segment
-            segment.populate(found.offset, found.size)
-            self._writer = RingWriter(RingMemory(segment.buffer[found.offset : found.offset + found.size]))
         return found
 
     def advance(self, plan: Plan, *, ownerless: bool) -> Need:
@@ -147,9 +141,8 @@ class Core:
                 f"nobody owns ring {self.name!r}: its owner ended in good order, and no other came within {timeout:g} s. "
                 "Put this one again once the next run is there"
             )
-        records, used = self._writer.used() if self._writer is not None else (0, 0)
         slots = self._writer.memory.slots if self._writer is not None else 0
-        capacity = self._writer.capacity if self._writer is not None else 0
+        records, used, capacity = self._used()
         owner = "attached" if self._attachment is not None else "gone"
         return RingFull(
             f"ring {self.name!r}: no room for {plan.size:,} bytes within {timeout:g} s; {records} of {slots} records and "
@@ -160,15 +153,16 @@ class Core:
     def policy_version(self) -> int:
         """The version the owner last made known; -1 before it did."""
         self.check()
-        return -1 if self._segment is None else self._segment.board[VERSION_WORD] - 1
+        return -1 if self._writer is None else self._writer.memory.owner[1] - 1
 
     def statistics(self) -> ProducerStatistics:
         """A snapshot."""
-        records, used = self._writer.used() if self._writer is not None else (0, 0)
-        capacity = self._writer.capacity if self._writer is not None else 0
-        return ProducerStatistics(
-            self.puts, self.bytes, self.waits, self._attachment is not None, self.attachments, records, used, capacity
-        )
+        attached = self._attachment is not None
+        return ProducerStatistics(self.puts, self.bytes, self.waits, attached, self.attachments, *self._used())
+
+    def _used(self) -> tuple[int, int, int]:
+        """(records, bytes) that are accepted and not released, and the bytes that there is room for."""
+        return (0, 0, 0) if self._writer is None else (*self._writer.used(), self._writer.capacity)
 
     def close(self) -> None:
         """What was accepted stays. Twice is fine."""
@@ -194,14 +188,23 @@ class Core:
             self._attachment.close()
             self._attachment = None
 
-    def _forget_ring(self, keep: Segment | None = None) -> None:
+    def _use_ring(self, name: str) -> None:
+        if self._segment is not None and self._segment.name == name:
+            return
+        segment = Segment.attach(name)
+        try:
+            segment.populate()
+            writer = RingWriter(RingMemory(segment.data))
+        except BaseException:
+            segment.close(unlink=False)
+            raise
+        self._forget_ring()
+        self._segment, self._writer = segment, writer
+
+    def _forget_ring(self) -> None:
         if self._writer is not None:
-            self._writer.release_views()
+            self._writer.memory.release_views()
             self._writer = None
-        if self._segment is not None and self._segment is not keep:  # a new ring may lie in the segment of the old one
+        if self._segment is not None:
             self._segment.close(unlink=False)
             self._segment = None
-
-    def _drop_unless_current(self, segment: Segment) -> None:
-        if segment is not self._segment:
-            segment.close(unlink=False)

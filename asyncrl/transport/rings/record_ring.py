@@ -12,8 +12,12 @@ Guarantees
 * Torn or damaged records are counted and skipped. What a dead producer had begun and not put is counted; its ring is freed
   once its records were released. A stopped producer is not dead: its ring waits for it.
 * Waiting costs nothing: eventfds for records, pidfds and the connections for deaths, all in the loop's own selector.
-* A ring that was written over is set aside, its segment kept; the others go on. An opening that fails removes nothing.
-* `end_intake` lets producers go. So does `close`, which keeps the segment for the next owner where records are left.
+* Each producer has a segment of its own, `NAME.ring-...`, that nobody else maps but the owner: who scribbles there damages no other
+  ring. A damaged one is renamed to `NAME.damaged-...` and kept for people to look at, until `asyncrl shm clear NAME
+  --drop-records`; its producer gets another. An opening that fails removes nothing.
+* `end_intake` lets producers go. So does `close`, which keeps the rings with records for the next owner.
+
+The segment NAME itself holds nothing: its lock says who the owner is, and its header where the owner listens.
 """
 
 from __future__ import annotations
@@ -24,23 +28,20 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ...concurrency.offload import offload
-from ...errors import LifecycleError, RecordError, TransportError
+from ...errors import ArenaOwned, LifecycleError, OutOfMemory, RecordError, SegmentDamaged, TransportError
 from ...records.read import Record
 from .. import rendezvous
-from ..memory.arena import Arena
+from ..memory.segment import Segment, locked, new_part, parts_of, path_of
 from ..queues.queue import wait_in, waiting, wake_all, wake_one
-from .adoption import adopted, set_aside
-from .delivery import Delivery
-from .link import Link, introduced
-from .producer_core import VERSION_WORD
-from .reception import Reception
-from .types import CameBefore, Damage, RingCounters, RingSettings, RingStatistics
+from .link import Link, Reception
+from .ring import ring_bytes
+from .types import CameBefore, Damage, Delivery, RingSettings, RingStatistics
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
@@ -59,12 +60,13 @@ class RecordRing:
         self.damage = Damage()
         self.recorder: Recorder | None = None
         self._known = CameBefore(_REMEMBERED)
-        self._counts = RingCounters()
+        self._counts = RingStatistics()
         self._links: dict[bytes, Link] = {}
         self._aside: list[Link] = []  # set aside by this owner, who may still hold records of them
         self._ready: deque[tuple[Link, int, int]] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
-        self._arena: Arena | None = None
+        self._segment: Segment | None = None  # of the name itself
+        self._version = -1
         self._reception: Reception | None = None  # None: the intake has not begun, or ended
         self._data = -1  # eventfd: something was put
         self._failure: Exception | None = None  # of a callback of the loop
@@ -76,81 +78,124 @@ class RecordRing:
         if self._state != "new":
             raise LifecycleError(f"record ring {self.name!r} was opened before; make a new one")
         self._loop = asyncio.get_running_loop()
-        # Allocation fills the pages with zeros: too long for the loop.
-        make, made = partial(Arena.create_or_adopt, self.name, self.settings.size, self.damage.say), list[Arena]()
         try:
-            await offload(lambda: made.append(make()), "record ring")
-        except asyncio.CancelledError:
-            for arena in made:
-                arena.close(keep=arena.segment.adopted)
-            raise
-        self._arena = made[0]
-        try:
-            self._open(self._arena)
+            self._open()
         except BaseException:
-            self._let_go_of_all(keep=self._arena.segment.adopted)
+            self._let_go_of_all(keep=self._segment is not None and self._segment.adopted)
             raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
 
-    def _open(self, arena: Arena) -> None:
+    def _open(self) -> None:
+        for name in parts_of(self.name, "damaged"):
+            self.damage.add(f"{path_of(name)} is damaged and kept until `asyncrl shm clear {self.name} --drop-records`")
+        self._segment = segment = self._own_name()
         self._data = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Before the look at the rings, see `Core.advance`.
-        self._reception = Reception(
-            self._loop, rendezvous.listen(arena.segment), self._counts, self._call, self._on_hello
-        )
+        self._reception = Reception(self._loop, rendezvous.listen(segment), self._counts, self._call, self._on_hello)
         self._loop.add_reader(self._data, self._call, self._on_data)
         found = []
-        for link in adopted(arena, self.damage.say):
-            self._links[link.producer] = link
-            found += [(sequence, link, slot) for slot, sequence in link.reader.replay()]
+        for name in parts_of(self.name, "ring"):
+            link = self._adopt(name)
+            if link is not None:
+                self._links[link.producer] = link
+                found += [(sequence, link, slot) for slot, sequence in link.reader.replay()]
         found.sort(key=lambda one: one[0])
         self._ready.extend((link, slot, sequence) for sequence, link, slot in found)
         self._counts.replayed = len(found)
         for link in list(self._links.values()):
             self._watch(link)
-            self._tell_if_gone(link)  # closed in good order while nobody owned it
-        arena.segment.keep_at_exit(True)
+            # It may have closed in good order while nobody owned its ring.
+            self._announce_if_gone(link)
+        segment.keep_at_exit(True)
         self._state = "open"
+
+    def _own_name(self) -> Segment:
+        """The segment of the name, adopted or made. Errors: ArenaOwned, OutOfMemory."""
+        while True:
+            try:
+                return Segment.adopt(self.name)
+            except FileNotFoundError:
+                pass
+            except SegmentDamaged as error:
+                with contextlib.suppress(FileNotFoundError), locked(self.name):
+                    self._set_aside(self.name, str(error))
+                continue
+            try:
+                return Segment.create(self.name, 0)
+            except TransportError as error:
+                if isinstance(error, ArenaOwned | OutOfMemory):
+                    raise
+                # Its owner died between the two tries: adopt it.
+
+    def _adopt(self, name: str) -> Link | None:
+        """The ring of an earlier owner. None where it is damaged, or went just now; a damaged one is set aside."""
+        try:
+            link = Link(Segment.adopt(name))
+        except FileNotFoundError:
+            return None
+        except ArenaOwned:
+            raise
+        except TransportError as error:
+            self._set_aside(name, str(error))
+            return None
+        if link.producer in self._links:  # an owner was killed while it set the one of them aside
+            link.close(self._loop, unlink=False)
+            self._set_aside(name, "its producer has another one")
+            return None
+        link.segment.keep_at_exit(True)
+        return link
+
+    def _set_aside(self, name: str, reason: str) -> None:
+        """Rename a damaged segment, so that no owner looks for records in it."""
+        aside = new_part(self.name, "damaged")
+        os.rename(path_of(name), path_of(aside))
+        self.damage.add(
+            f"{path_of(name)} is damaged: {reason}. It was renamed to {path_of(aside)} and is kept, with the records that may "
+            f"lie in it, until `asyncrl shm clear {self.name} --drop-records`. Other rings go on"
+        )
 
     def end_intake(self) -> None:
         """Let nothing more in: a producer that waits hears it now. What is here can be taken and released. Twice is fine."""
-        if self._arena is None or self._reception is None:
+        if self._reception is None:
             return
-        for link in list(self._links.values()):
-            self._gather(link)
-        # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
-        self._arena.segment.seal()
-        self._close_reception()
         for link in self._links.values():
+            self._gather(link)
+        for link in self._links.values():
+            # Who stores a head from here on sees the seal, and may put the record again elsewhere: it is left to the next owner.
+            link.segment.seal()
             link.disconnect(self._loop)
+        self._close_reception()
 
     def close(self) -> bool:
         """Stop. True where records were left for the next owner, or a damaged ring. Twice is fine."""
-        if self._state != "open" or self._arena is None:
+        if self._state != "open":
             self._state = "closed"
             return False
         self.end_intake()
-        table, links = self._arena.table, self._links.values()
-        table.mend()
-        aside = len(table.existing()) > len(links)
-        keep = aside or any(link.reader.poll() or link.reader.outstanding or link.reader.counts.lost for link in links)
-        self._let_go_of_all(keep=keep)
-        return keep
+        for producer, link in list(self._links.items()):
+            if not link.holds_records():
+                del self._links[producer]
+                link.close(self._loop, unlink=True)
+        return self._let_go_of_all(keep=False)
 
-    def _let_go_of_all(self, *, keep: bool) -> None:
+    def _let_go_of_all(self, *, keep: bool) -> bool:
+        """`keep`: the name stays also where no ring is left. Returns whether it stays."""
         self._state = "closed"
         wake_all(self._getters)
         for link in (*self._links.values(), *self._aside):
-            link.close(self._loop)
+            link.close(self._loop, unlink=False)
         self._close_reception()
         if self._data >= 0:
             self._loop.remove_reader(self._data)
             os.close(self._data)
-        assert self._arena is not None
-        self._arena.close(keep=keep)
+        if self._segment is None:
+            return False
+        keep = keep or bool(parts_of(self.name, "ring", "damaged"))
+        self._segment.close(unlink=not keep)
+        return keep
 
     # -- records
 
@@ -169,15 +214,15 @@ class RecordRing:
                 record = link.reader.take(slot, sequence)
             except RecordError:
                 self._counts.torn += 1
-                self._let_go(link, slot, sequence)
+                self._release(link, slot, sequence)
                 continue
             members = tuple(record.members.tolist())
             fresh = self._known.fresh((record.epoch, record.group), members)
             self._counts.duplicates += len(members) - len(fresh)
             if fresh:
                 self._counts.records += 1
-                return Delivery(self._release, link, slot, record, fresh)
-            self._let_go(link, slot, sequence)
+                return Delivery(partial(self._on_release, link, slot), record, fresh)
+            self._release(link, slot, sequence)
 
     def get(self) -> Coroutine[Any, Any, Delivery]:
         """Wait for a record. A cancelled get took nothing. Errors: anyio.ClosedResourceError."""
@@ -208,13 +253,22 @@ class RecordRing:
     def publish_version(self, version: int) -> None:
         """Let every producer know the policy version."""
         self._check_open()
-        assert self._arena is not None
-        self._arena.segment.board.store(VERSION_WORD, version + 1)
+        self._version = version
+        for link in self._links.values():
+            link.memory.owner.store(1, version + 1)
 
     def statistics(self) -> RingStatistics:
         """A snapshot, over all rings."""
-        damaged = self.damage.count + (self._arena.table.damage if self._arena is not None else 0)
-        return self._counts.statistics(self._links.values(), damaged)
+        counts, readers = self._counts, [link.reader for link in self._links.values()]
+        return replace(
+            counts,
+            torn=counts.torn + sum(reader.lost for reader in readers),
+            passed_over=counts.passed_over + sum(reader.passed_over for reader in readers),
+            outstanding=sum(reader.outstanding for reader in readers),
+            producers=sum(link.connection is not None for link in self._links.values()),
+            rings=len(readers),
+            damaged=self.damage.count,
+        )
 
     # -- inside
 
@@ -226,14 +280,14 @@ class RecordRing:
         if self._failure is not None:
             raise TransportError(f"record ring {self.name!r} cannot go on: {self._failure!r}") from self._failure
 
-    def _release(self, link: Link, slot: int, record: Record) -> None:
+    def _on_release(self, link: Link, slot: int, record: Record) -> None:
         if self._state != "open":
             return  # the next owner gets it again
         self._known.leave((record.epoch, record.group), tuple(record.members.tolist()))
         self._counts.released += 1
-        self._let_go(link, slot, record.sequence)
+        self._release(link, slot, record.sequence)
 
-    def _let_go(self, link: Link, slot: int, sequence: int) -> None:
+    def _release(self, link: Link, slot: int, sequence: int) -> None:
         link.reader.release(slot, sequence)
         if link.space is not None:
             os.eventfd_write(link.space, 1)
@@ -261,17 +315,19 @@ class RecordRing:
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
             wake_one(self._getters)
-        if link.reader.counts.lost and self._links.get(link.producer) is link:
-            self._set_aside(link)
+        if link.reader.lost and self._links.get(link.producer) is link:
+            # What was found in it can be taken; its producer attaches again, and gets another ring.
+            self._forget(link)
+            self._aside.append(link)
+            link.leave(self._loop)
+            reason = f"accepted records of producer {link.producer.hex()} are not where they belong"
+            self._set_aside(link.segment.name, reason)
 
-    def _set_aside(self, link: Link) -> None:
-        """Somebody wrote over its words. What was found in it can be taken; its producer attaches again, and gets another ring."""
-        assert self._arena is not None
+    def _forget(self, link: Link) -> None:
+        """What its reader counted stays."""
+        self._counts.passed_over += link.reader.passed_over
+        self._counts.torn += link.reader.lost
         del self._links[link.producer]
-        self._aside.append(link)
-        self._counts.leave(link.reader.counts)
-        link.leave(self._loop)
-        set_aside(self._arena, link.block, "accepted records are not where they belong", self.damage.say)
 
     # -- producers come and go
 
@@ -307,29 +363,35 @@ class RecordRing:
 
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
         """The ring of this producer: the one it had, or a new one. Answers it. Errors: TransportError to send back."""
-        assert self._arena is not None
-        producer = introduced(message)
+        producer = rendezvous.introduced(message)
         link = self._links.get(producer)
         fresh = link is None
         if link is None:
-            s, pid = self.settings, rendezvous.peer(connection)[0]
-            link = Link.create(self._arena, producer, pid, s.slots, s.ring_bytes)
-            self._links[producer] = link
-            try:
-                self._watch(link)
-            except BaseException:  # nobody would hear of its death
-                self._links.pop(producer).close(self._loop)
-                self._arena.free(link.block)
-                raise
-            if link.dead:
-                raise TransportError("the producer died while it attached")
-        answer = {
-            "offset": link.block.offset,
-            "size": link.block.size,
-            "fresh": fresh,
-            "checksum": False,
-        }  # last: for 0.1.0
+            link = self._new_link(producer, rendezvous.peer(connection)[0])
+        answer = {"ring": link.segment.name, "fresh": fresh}
         rendezvous.send(connection, answer, [self._data, link.open_space()])
+        return link
+
+    def _new_link(self, producer: bytes, pid: int) -> Link:
+        """Errors: OutOfMemory; TransportError where the producer has died meanwhile."""
+        s = self.settings
+        size, used = ring_bytes(s.slots, s.ring_bytes), sum(link.segment.size for link in self._links.values())
+        if used + size > s.size:
+            raise OutOfMemory(
+                f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {s.size:,} bytes, and one "
+                f"more takes {size:,} (door.ring_mib, door.producer_mib)"
+            )
+        name = new_part(self.name, "ring")
+        self._links[producer] = link = Link.create(name, producer, pid, s.slots, s.ring_bytes)
+        try:
+            link.memory.owner.store(1, self._version + 1)
+            self._watch(link)
+        except BaseException:  # nobody would hear of its death
+            self._links.pop(producer).close(self._loop, unlink=True)
+            raise
+        if link.dead:
+            raise TransportError("the producer died while it attached")
+        link.segment.keep_at_exit(True)
         return link
 
     def _watch(self, link: Link) -> None:
@@ -347,7 +409,7 @@ class RecordRing:
         link.disconnect(self._loop)
         self._gather(link)
         if link.ended():
-            self._tell_if_gone(link)
+            self._announce_if_gone(link)
         elif link.invisible:
             self._on_death(link)
 
@@ -358,12 +420,12 @@ class RecordRing:
         if not link.closed_well:
             self._counts.deaths += 1
             self._counts.half_written += link.memory.unpublished()
-        self._tell_if_gone(link)
+        self._announce_if_gone(link)
 
-    def _tell_if_gone(self, link: Link) -> None:
+    def _announce_if_gone(self, link: Link) -> None:
         """Behind its last record, so that who takes records hears of it in order."""
-        if link.ended() and not link.told:
-            link.told = True
+        if link.ended() and not link.gone:
+            link.gone = True
             self._ready.append((link, _GONE, 0))
             wake_one(self._getters)
         self._free_if_done(link)
@@ -373,9 +435,6 @@ class RecordRing:
             return
         if self._reception is None:  # the intake ended: what was not looked at may lie in it
             return
-        assert self._arena is not None
-        self._counts.leave(link.reader.counts)
-        del self._links[link.producer]
-        link.close(self._loop)
-        self._arena.free(link.block)
+        self._forget(link)
+        link.close(self._loop, unlink=True)
         self._counts.reclaimed += 1

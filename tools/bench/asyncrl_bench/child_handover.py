@@ -28,10 +28,9 @@ from asyncrl.client import Client, Scored
 from asyncrl.records.layout import Section
 from asyncrl.records.write import Draft, Plan, plan
 from asyncrl.transport.queues.tensor_queue import attach_queue, share_queue
-from asyncrl.transport.rings.delivery import Delivery
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.types import RingSettings
+from asyncrl.transport.rings.types import Delivery, RingSettings
 
 from .job import RING, HandoverJob, new_loop
 from .peers.handover_group import (
