@@ -22,6 +22,19 @@ MOST_REASONS = 50  # kept apart: errors of environments may each have a text of 
 OTHER = "another reason"
 
 
+class GroupIds:
+    """Ids for groups that no prompt of the cursor names: those of this rank, apart from everybody else's."""
+
+    def __init__(self, first: int, stride: int) -> None:
+        self.next = first
+        self._stride = stride
+
+    def take(self) -> int:
+        """The next id."""
+        taken, self.next = self.next, self.next + self._stride
+        return taken
+
+
 class GroupBook:
     """Tickets of the groups that were admitted and are not claimed by a step."""
 

@@ -1,197 +1,342 @@
 """Building a step: from claimed rows to microbatches.
 
-    rows ─▶ penalty (KL to the reference) ─▶ advantages ─▶ hook ─▶ replay ─▶ masks ─▶ log-probs as columns ─▶ packing
+    rows ─▶ penalties ─▶ advantages ─▶ hook ─▶ minibatches ─▶ replay ─▶ masks ─▶ skipping ─▶ log-probs ─▶ packing
 
-Each stage writes its column into the rows; packing reads them.
+`Building.microbatches` calls the stages in this order. A stage takes rows and returns rows. What it computes is a column of them,
+which packing reads. Where it changes a group (penalties, masks) it returns other rows that share their columns with those given.
+
+* A group is judged as Atropos does it: rewards are scaled by length before its members are compared, and a member that says
+  `set_advantage_to_zero` gets 0 afterwards.
+* A statistic of the whole step is one of all ranks. Each rank sends its numbers (a few floats a completion, never texts), all sort
+  them by group id, and each takes the advantages of its own groups out of the same result. So advantages are the same to the last
+  bit however the groups lie on the ranks.
+* Minibatches: the groups of a step on all ranks, in the order of their ids, are cut into runs whose lengths differ by at most one.
+  So they are the same on any number of ranks, and each rank trains the groups that it holds of one, perhaps none.
+* A group without a signal keeps its place in the step and its line in the rollouts. A replayed group, if there is one, is trained
+  instead: its tokens are in N, and those of the group without a signal are not. Replayed groups have names of their own in the
+  metrics and count in no other one.
+* Log-probs of the reference depend on the tokens alone, so they may be computed ahead, while the rewards of a group are scored
+  (`Intake`). Log-probs of the policy would be stale by the time of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from asyncrl.algorithms.base import Loss
-from asyncrl.algorithms.kl import RewardPenalty, lowered
+from asyncrl.algorithms.advantages import Estimator, GroupRewards
+from asyncrl.algorithms.kl import lowered
 from asyncrl.algorithms.masks import without_overlong
-from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, Rows, owned
 from asyncrl.errors import DataError
 from asyncrl.ports import Trainer
-from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import Group, Microbatch
+from asyncrl.records.check import SILENT
+from asyncrl.types import Float32Array, Group, Microbatch
 
-from .book import GroupBook
-from .failing import GroupsFailed
-from .hooks import Hooks
-from .metrics import Gather
-from .minibatches import part_of_each
-from .reference import logprob_columns
-from .replaying import Replaying
-from .signal import Advantages, RewardReader, counted_only
-from .step import Step
+from .pipeline import Ports
+from .step import GroupsFailed, Step, laid_to
 
-FLOAT32 = float(np.finfo(np.float32).max)  # the largest that a microbatch can hold
-
-
-@dataclass(frozen=True, slots=True)
-class BuildingParts:
-    """What building works with."""
-
-    algorithm: AlgorithmConfig
-    tokens_per_microbatch: int
-    skips_zero_advantage: bool  # `resolve` allows it only where it changes no gradient
-    updates: int  # optimizer steps of a batch
-    ranks: int
-    rank: int
-    gather: Gather
-    loss: Loss
-    reader: RewardReader
-    penalty: RewardPenalty | None  # KL to the reference, taken off the rewards
-    trainer: Trainer
-    book: GroupBook
-    hooks: Hooks
-    recorder: Recorder
+# By group id, [G].
+Advantages = dict[int, npt.NDArray[np.float64]]
+# The largest that a microbatch can hold.
+FLOAT32 = float(np.finfo(np.float32).max)
+_NONE = np.zeros(0, np.float32)
 
 
 class Building:
-    """See the module docstring."""
+    """Calls the stages of the module docstring."""
 
-    def __init__(
-        self, parts: BuildingParts, replaying: Replaying, published: Callable[[], Awaitable[None]], *, surveys: bool
-    ) -> None:
-        """`published`: until the last step is, which may have a collective, too: in the same order on every rank.
-        `surveys`: every rank comes along before each optimizer step, also one without groups."""
-        self._parts = parts
-        self._replaying = replaying
+    def __init__(self, ports: Ports, published: Callable[[], Awaitable[None]], *, surveys: bool) -> None:
+        """`published` waits until the last step is published. A publish may have a collective, which has to come before those of
+        the next step on every rank. `surveys`: every rank comes along before each optimizer step, also one without groups."""
+        self._ports = ports
         self._published = published
-        several = parts.ranks > 1
-        self._compares = (
-            several and parts.reader.estimator.needs_whole_step
-        )  # never where steps are streamed (`resolve`)
-        self._divides = several and parts.algorithm.minibatches > 1
+        self._reader = RewardReader.of(ports)
+        # Never where steps are streamed (`resolve`).
+        self._compares = ports.ranks > 1 and ports.advantage.needs_whole_step
+        self._divides = ports.ranks > 1 and ports.config.algorithm.minibatches > 1
         self._all_come = surveys or self._compares or self._divides
 
     async def microbatches(self, step: Step) -> list[Microbatch] | None:
-        """Of the claimed groups that were not trained yet. Where a batch takes several updates, they are in `step.parts`
+        """Of the claimed groups that were not trained yet. Where a batch takes several optimizer steps, they are in `step.parts`
         instead. None: there is nothing to train now, and no rank expects this one to come along."""
-        fresh = step.untrained()
-        if not (fresh or self._all_come):
+        ports, rows = self._ports, step.untrained()
+        if not (rows or self._all_come):
             return None
-        await self._weigh(step, fresh)
-        chosen = self._replaying.chosen(fresh, step.replayed, step.version)
-        if self._parts.updates == 1:
-            return await self._pack(chosen)
-        if self._divides:
+        judged = await less_penalties(ports, step, rows)
+        if self._compares or self._divides:
             await self._published()
-        count = self._parts.algorithm.minibatches
-        numbers = await part_of_each([rows.group for rows in fresh], count, self._parts.gather, self._parts.rank)
-        step.parts = [
-            await self._pack([rows for rows, number in zip(chosen, numbers, strict=True) if number == part])
-            for part in range(count)
-        ]
+        advantages = await advantages_of(ports, self._reader, judged, over_ranks=self._compares)
+        rows = await with_advantages(ports, rows, advantages)
+        parts = []
+        for part in await minibatches(ports, rows):
+            part = masked(ports, with_replayed(ports, self._reader, step, part))
+            trained, skipped = moving(ports, part)
+            parts.append(packed(ports, await with_logprobs(ports, trained), skipped))
+        if versions_per_batch(ports.config) == 1:
+            return parts[0]
+        step.parts = parts
         return None
 
-    async def _weigh(self, step: Step, fresh: Sequence[Rows]) -> None:
-        parts = self._parts
-        groups = await self._less_penalties(step, fresh)
-        advantages: Advantages
-        if self._compares:
-            await self._published()
-            advantages = await parts.reader.advantages_over_ranks(groups, parts.gather, parts.rank)
+
+# -- the stages ------------------------------------------------------------------------------------------------------
+
+
+async def less_penalties(ports: Ports, step: Step, rows: list[Rows]) -> list[Rows]:
+    """With the KL to the reference taken off the rewards, where that is asked for: for the comparison alone."""
+    if ports.reward_penalty is None:
+        return rows
+    await fill(ports, REFERENCE, rows)
+    penalties = dict[tuple[int, int], float]()
+    for batch in _pack(ports, rows, advantages=False):
+        if batch.reference_logprobs is not None:
+            found, kl = ports.reward_penalty(batch, batch.reference_logprobs)
+            penalties |= found
+            step.kl.append(kl)
+    return [replace(each, group=lowered(each.group, penalties)) for each in rows]
+
+
+async def advantages_of(ports: Ports, reader: RewardReader, rows: list[Rows], *, over_ranks: bool) -> Advantages:
+    """Of these rows; `over_ranks`: compared with those of all ranks, which is a collective. Errors: whatever the collective raises
+    where a rank is gone."""
+    groups = [each.group for each in rows]
+    if over_ranks:
+        mine = [(group.group_id, reader.numbers(group)) for group in groups]
+        return _by_group(groups, of_rank(ports.advantage, await ports.gather(mine), ports.rank))
+    try:
+        return reader.advantages(groups)
+    except Exception as error:
+        # Of an estimator that compares the whole step, a group alone says nothing.
+        if ports.advantage.needs_whole_step:
+            raise
+        raise GroupsFailed(_first_that_fails(rows, lambda each: reader.advantages([each.group])), error) from error
+
+
+async def with_advantages(ports: Ports, rows: list[Rows], advantages: Advantages) -> list[Rows]:
+    """With their column of advantages, on which the hook has the last word."""
+    for each in rows:
+        values = advantages[each.group_id]
+        if not (np.abs(values) <= FLOAT32).all():
+            raise GroupsFailed([each.group_id], DataError(f"its advantages are {values.tolist()}, beyond float32"))
+        if ports.hooks.after_advantages is not None:
+            with ports.recorder.watch("train pump", f"group {each.group_id}", on="hook after_advantages"):
+                # A group that the user's own code keeps must outlive the lease.
+                values = await ports.hooks.weighed(owned(each.group) if each.leases else each.group, values)
+        ports.book.write(each.group_id, ADVANTAGES, values)
+    return rows
+
+
+async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
+    """The rows of each minibatch, in order. With several of them and several ranks a collective."""
+    count = ports.config.algorithm.minibatches
+    if count == 1:
+        return [rows]
+    numbers = parts_of_rank(await ports.gather([each.group_id for each in rows]), ports.rank, count)
+    return [[each for each, number in zip(rows, numbers, strict=True) if number == part] for part in range(count)]
+
+
+def with_replayed(ports: Ports, reader: RewardReader, step: Step, rows: list[Rows]) -> list[Rows]:
+    """With a replayed group in the place of each one without a signal, where the buffer has one."""
+    if ports.replay is None:
+        return rows
+    # The last optimizer step of the batch counts for the age.
+    last, chosen = step.version + versions_per_batch(ports.config) - 1, []
+    for each in rows:
+        if not any(each.columns[ADVANTAGES]):
+            taken = {group.group_id for group in step.replayed.values()}
+            other = ports.replay.draw(last, (ports.ledger.turn, each.group_id), taken)
+            if other is not None:
+                step.replayed[each.group_id] = other
+                each = Rows(other, {ADVANTAGES: reader.advantages([other])[other.group_id]}, claimed=True)
+        chosen.append(each)
+    return chosen
+
+
+def masked(ports: Ports, rows: list[Rows]) -> list[Rows]:
+    """Without the tokens of completions that were cut off or are too long, where that is asked for."""
+    mask = ports.config.algorithm.mask
+    return [
+        replace(each, group=without_overlong(each.group, truncated=mask.truncated, longest=mask.longer_than))
+        for each in rows
+    ]
+
+
+def moving(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
+    """The rows that can move a weight, and those that need not run: `resolve` allows that only where it changes no gradient."""
+    if not ports.config.train.skip_zero_advantage:
+        return rows, []
+    moves = [any(each.columns[ADVANTAGES]) for each in rows]
+    trained = [each for each, moved in zip(rows, moves, strict=True) if moved]
+    return trained, [each for each, moved in zip(rows, moves, strict=True) if not moved]
+
+
+async def with_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
+    """With the columns of log-probs that the loss asks for. Those of the policy are computed once, before the first optimizer step
+    of the batch."""
+    if ports.loss.needs_reference:
+        await fill(ports, REFERENCE, rows)
+    algorithm = ports.config.algorithm
+    if algorithm.old_logprobs != "sampler" and ports.loss.needs_old and versions_per_batch(ports.config) > 1:
+        await fill(ports, OLD, rows)
+    return rows
+
+
+def packed(ports: Ports, rows: list[Rows], skipped: list[Rows]) -> list[Microbatch]:
+    """The microbatches of these rows, and one that counts those that are skipped."""
+    try:
+        batches = _pack(ports, rows)
+    except Exception as error:
+        raise GroupsFailed(_first_that_fails(rows, lambda each: _pack(ports, [each])), error) from error
+    if ports.config.algorithm.old_logprobs == "sampler":
+        batches = [replace(each, old_logprobs=each.sampler_logprobs) if each.scored else each for each in batches]
+    if skipped:
+        batches.append(counted_only([each.group for each in skipped]))
+        ports.recorder.count("train/skipped_groups", len(skipped))
+    return batches
+
+
+# -- what the stages use ---------------------------------------------------------------------------------------------
+
+
+async def fill(ports: Ports, column: str, rows: Sequence[Rows]) -> None:
+    """Compute the log-probs of the rows that lack this column."""
+    lacking = [each for each in rows if column not in each.columns]
+    model: Literal["policy", "reference"] = "reference" if column == REFERENCE else "policy"
+    size = ports.config.train.tokens_per_microbatch
+    found = await logprob_columns(ports.trainer, [each.group for each in lacking], size, model)
+    for each, values in zip(lacking, found, strict=True):
+        if each.group_id in ports.store:
+            ports.book.write(each.group_id, column, values)
         else:
-            advantages = self._advantages(groups)
-        for rows in fresh:
-            values = advantages[rows.group_id]
-            if not (np.abs(values) <= FLOAT32).all():
-                raise GroupsFailed([rows.group_id], DataError(f"its advantages are {values.tolist()}, beyond float32"))
-            if parts.hooks.after_advantages is not None:  # what the user's own code keeps must outlive the lease
-                with parts.recorder.watch("train pump", f"group {rows.group_id}", on="hook after_advantages"):
-                    values = await parts.hooks.weighed(owned(rows.group) if rows.leases else rows.group, values)
-            parts.book.write(rows.group_id, ADVANTAGES, values)
+            # From the replay buffer.
+            each.columns[column] = values
 
-    def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        reader = self._parts.reader
+
+async def logprob_columns(
+    trainer: Trainer, groups: Sequence[Group], tokens_per_microbatch: int, model: Literal["policy", "reference"]
+) -> list[list[Float32Array]]:
+    """[G] of [s] for each group: log-probs of its scored tokens. Errors: those of the trainer."""
+    columns = [[_NONE] * len(group.trajectories) for group in groups]
+    place = {group.group_id: index for index, group in enumerate(groups)}
+    for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], tokens_per_microbatch):
+        if not batch.scored:
+            continue
+        with laid_to(batch.group_ids.tolist()):
+            logprobs_S = await trainer.compute_logprobs(batch, model)
+        ends = np.cumsum(np.bincount(batch.sequence, minlength=batch.sequences))[:-1]
+        parts = np.split(np.asarray(logprobs_S), ends)
+        for group_id, member, part in zip(batch.group_ids.tolist(), batch.members.tolist(), parts, strict=True):
+            columns[place[group_id]][member] = part
+    return columns
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReader:
+    """How this run reads rewards. `weights`: of the components, by name; `scale_by_length`: `reward.scale_adv_by_len`."""
+
+    estimator: Estimator
+    weights: Mapping[str, float]
+    scale_by_length: bool
+
+    @classmethod
+    def of(cls, ports: Ports) -> RewardReader:
+        """As these ports are configured."""
+        return cls(ports.advantage, ports.weights, ports.config.reward.scale_adv_by_len)
+
+    def numbers(self, group: Group) -> GroupRewards:
+        """The numbers of a group as estimators take them."""
+        lengths = [int(t.mask.sum()) for t in group.trajectories]
+        factors = lengths if self.scale_by_length else [1] * len(lengths)
+
+        def scaled(values: Sequence[float | None]) -> list[float | None]:
+            return [None if v is None else v * factor for v, factor in zip(values, factors, strict=True)]
+
+        names = dict.fromkeys(name for t in group.trajectories for name in t.components)
+        components = {name: scaled([t.components.get(name) for t in group.trajectories]) for name in names}
+        return GroupRewards(scaled([t.reward for t in group.trajectories]), components, self.weights, lengths)
+
+    def has_signal(self, group: Group) -> bool:
+        """As `Estimator.has_signal`."""
+        return self.estimator.has_signal(self.numbers(group))
+
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
+        """Of `groups`: all groups of the step where the estimator needs the whole step, else any of them."""
+        return _by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
+
+
+def of_rank(
+    estimator: Estimator, parts: Sequence[Sequence[tuple[int, GroupRewards]]], rank: int
+) -> list[npt.NDArray[np.float64]]:
+    """[G] of every group of `parts[rank]`, with the statistics of all parts. `parts`: by rank, (group id, its rewards)."""
+    places = [(group_id, r, i) for r, part in enumerate(parts) for i, (group_id, _) in enumerate(part)]
+    # As one rank sorts them: the rounding of the sums depends on the order.
+    places.sort()
+    values = estimator.of_step([parts[r][i][1] for _, r, i in places])
+    found = {i: value for (_, r, i), value in zip(places, values, strict=True) if r == rank}
+    return [found[i] for i in range(len(parts[rank]))]
+
+
+def parts_of_rank(ids: Sequence[Sequence[int]], rank: int, count: int) -> list[int]:
+    """The minibatch of each group of `ids[rank]`, from 0 to `count` - 1; `ids`: by rank, group ids in any order."""
+    places = sorted((group_id, r, i) for r, each in enumerate(ids) for i, group_id in enumerate(each))
+    found = {i: place * count // len(places) for place, (_, r, i) in enumerate(places) if r == rank}
+    return [found[i] for i in range(len(ids[rank]))]
+
+
+def counted_only(groups: Sequence[Group]) -> Microbatch:
+    """A microbatch without a token that brings nothing but the counts of `groups`, which need not run."""
+    none, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    trajectories = [t for group in groups for t in group.trajectories]
+    return Microbatch(
+        tokens=none,
+        positions=none,
+        prefix_start=none,
+        prefix_length=none,
+        suffix_start=none,
+        suffix_length=none,
+        suffix_tree=none,
+        source=none,
+        target=none,
+        sequence=none,
+        sampler_logprobs=floats,
+        temperature=floats,
+        advantages=floats,
+        versions=np.zeros(0, np.int32),
+        group_ids=none,
+        members=none,
+        skipped_tokens=sum(int(t.mask.sum()) for t in trajectories),
+        skipped_sequences=len(trajectories),
+    )
+
+
+def _by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[np.float64]]) -> Advantages:
+    result: Advantages = {}
+    for group, advantage_G in zip(groups, values, strict=True):
+        silent_G = np.array([bool(t.metadata.get(SILENT)) for t in group.trajectories])
+        result[group.group_id] = np.where(silent_G, 0.0, advantage_G)
+    return result
+
+
+def _pack(ports: Ports, rows: Sequence[Rows], *, advantages: bool = True) -> list[Microbatch]:
+    """With zeros where the advantages are not known yet."""
+    groups = [
+        (each.group, each.columns[ADVANTAGES] if advantages else np.zeros(len(each.group.trajectories)))
+        for each in rows
+    ]
+    return pack_groups(groups, ports.config.train.tokens_per_microbatch, [each.columns for each in rows])
+
+
+def _first_that_fails(rows: Sequence[Rows], alone: Callable[[Rows], object]) -> list[int]:
+    """Of groups that failed together the id of the first one that fails by itself; all ids where none does."""
+    for each in rows:
         try:
-            return reader.advantages(groups)
-        except Exception as error:
-            if reader.estimator.needs_whole_step:  # a group alone says nothing
-                raise
-            raise GroupsFailed(_first_that_fails(groups, lambda g: reader.advantages([g])), error) from error
-
-    async def _less_penalties(self, step: Step, fresh: Sequence[Rows]) -> list[Group]:
-        """The groups with the KL to the reference taken off their rewards, where that is asked for."""
-        groups = [rows.group for rows in fresh]
-        penalty = self._parts.penalty
-        if penalty is None:
-            return groups
-        await self._fill(REFERENCE, fresh, groups)
-        penalties = dict[tuple[int, int], float]()
-        zeros = [(group, np.zeros(len(group.trajectories))) for group in groups]
-        for batch in pack_groups(zeros, self._parts.tokens_per_microbatch, [rows.columns for rows in fresh]):
-            if batch.reference_logprobs is not None:
-                found, kl = penalty(batch, batch.reference_logprobs)
-                penalties |= found
-                step.kl.append(kl)
-        return [lowered(group, penalties) for group in groups]
-
-    async def _pack(self, chosen: Sequence[Rows]) -> list[Microbatch]:
-        parts, algorithm = self._parts, self._parts.algorithm
-        truncated, longest = algorithm.mask.truncated, algorithm.mask.longer_than
-        masked = [without_overlong(rows.group, truncated=truncated, longest=longest) for rows in chosen]
-        moves = [not parts.skips_zero_advantage or any(rows.columns[ADVANTAGES]) for rows in chosen]
-        rows = [each for each, kept in zip(chosen, moves, strict=True) if kept]
-        groups = [group for group, kept in zip(masked, moves, strict=True) if kept]
-        if parts.loss.needs_reference:
-            await self._fill(REFERENCE, rows, groups)
-        if algorithm.old_logprobs != "sampler" and parts.updates > 1 and parts.loss.needs_old:
-            await self._fill(OLD, rows, groups)  # once, before the first update of the batch
-        batches = self._packed(groups, rows)
-        if algorithm.old_logprobs == "sampler":
-            batches = [
-                replace(batch, old_logprobs=batch.sampler_logprobs) if batch.scored else batch for batch in batches
-            ]
-        without = [group for group, kept in zip(masked, moves, strict=True) if not kept]
-        if without:
-            batches.append(counted_only(without))
-            parts.recorder.count("train/skipped_groups", len(without))
-        return batches
-
-    def _packed(self, groups: Sequence[Group], rows: Sequence[Rows]) -> list[Microbatch]:
-        size = self._parts.tokens_per_microbatch
-        found = [(group, each.columns[ADVANTAGES], each.columns) for group, each in zip(groups, rows, strict=True)]
-        try:
-            return pack_groups([one[:2] for one in found], size, [columns for *_, columns in found])
-        except Exception as error:
-            columns = {group.group_id: (weights, column) for group, weights, column in found}
-
-            def alone(group: Group) -> object:
-                weights, column = columns[group.group_id]
-                return pack_groups([(group, weights)], size, [column])
-
-            raise GroupsFailed(_first_that_fails(groups, alone), error) from error
-
-    async def _fill(self, column: str, rows: Sequence[Rows], groups: Sequence[Group]) -> None:
-        """Compute the column of those that lack it. `groups`: theirs, as they are trained."""
-        lacking = [(each, group) for each, group in zip(rows, groups, strict=True) if column not in each.columns]
-        model: Literal["policy", "reference"] = "reference" if column == REFERENCE else "policy"
-        size = self._parts.tokens_per_microbatch
-        found = await logprob_columns(self._parts.trainer, [group for _, group in lacking], size, model)
-        for (each, _), values in zip(lacking, found, strict=True):
-            if each.group_id in self._parts.book.store:
-                self._parts.book.write(each.group_id, column, values)
-            else:  # from the replay buffer
-                each.columns[column] = values
-
-
-def _first_that_fails(groups: Sequence[Group], alone: Callable[[Group], object]) -> list[int]:
-    """Of groups that failed together the first one that fails by itself; all where none does."""
-    for group in groups:
-        try:
-            alone(group)
+            alone(each)
         except Exception:
-            return [group.group_id]
-    return [group.group_id for group in groups]
+            return [each.group_id]
+    return [each.group_id for each in rows]

@@ -36,23 +36,14 @@ from asyncrl.errors import DataError, LifecycleError
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Prompt, Trajectory
 
-from .evaluate import EvaluatePump
-from .evaluations import Evaluations, Tell
-from .intake import Intake
-from .pipeline import Publication, Scoring, StepReport
+from .claims import Claims
+from .evaluate import EvaluatePump, Evaluations, Report
+from .intake import Intake, ScorePump
+from .pipeline import Ports, Publication, Scoring, StepReport
 from .publish import PublishPump
 from .rollout import RolloutPump
-from .score import ScorePump
-from .wiring import (
-    Ports,
-    evaluate_parts,
-    make_claims,
-    make_intake,
-    make_reroll,
-    make_train,
-    publish_parts,
-    rollout_parts,
-)
+from .screen import Reroll
+from .train import TrainPump
 
 T = TypeVar("T")
 Edge: TypeAlias = tuple[QueueSender[T], QueueReceiver[T]]
@@ -74,15 +65,15 @@ class Graph:
         """`catch_up(last)`: what is due before the first step, or is missing after the `last`; `evaluated`: of `EvaluatePump`."""
         self._ports = ports
         self._prompts = prompts
-        reroll = make_reroll(ports, prompts)
-        self.intake = make_intake(ports, reroll)
+        reroll = Reroll(ports, prompts)
+        self.intake = Intake(ports, reroll)
         self._catch_up = catch_up
-        self._publish = PublishPump(publish_parts(ports), at_version, partial(catch_up, False))
-        self._claims = make_claims(ports)
+        self._publish = PublishPump(ports, at_version, partial(catch_up, False))
+        self._claims = Claims(ports)
         self._trained_out = False  # no step can come any more, and that is right
-        self._train = make_train(ports, self._claims, reroll, self._publish.published, on_step)
+        self._train = TrainPump(ports, self._claims, reroll, self._publish.published, on_step)
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
-        evaluate = EvaluatePump(evaluate_parts(ports), held_out, environment, evaluated) if held_out else None
+        evaluate = EvaluatePump(ports, held_out, environment, evaluated) if held_out else None
         self.evaluations = Evaluations(evaluate, ports.engine, self._publish.sync)
         self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # no step can come any more, the last one is published
@@ -184,7 +175,7 @@ class Graph:
             with self._generation_scope:
                 async with scoring_in, scoring_out, anyio.create_task_group() as pumps:
                     self._pumps = pumps.cancel_scope
-                    self._rollout = rollout = RolloutPump(rollout_parts(self._ports), self._prompts, scoring_in)
+                    self._rollout = rollout = RolloutPump(self._ports, self._prompts, scoring_in)
                     score = ScorePump(self.intake, scoring_out, calls)
                     spawn(pumps, "rollout pump", rollout.run)
                     spawn(pumps, "score pump", score.run)
@@ -221,20 +212,20 @@ class Graph:
     async def settle(self) -> None:
         """Wait until every step is published and written, and every engine has the newest weights."""
         await self._publish.published(self._ports.ledger.turn)
-        await self.all_told()
+        await self.all_reported()
         await self._publish.sync()
 
     # -- what the facade asks --------------------------------------------------------------------------------------
 
-    async def evaluate(self, version: int, tell: Tell, *, first: bool, last: bool) -> None:
-        """`tell` gets the metrics of the held-out prompts at this version; none where it is not due, or there are no such
-        prompts. Steps may go on meanwhile, but for the `first` and the `last` version of a run: see `Evaluations.at`. The
+    async def evaluate(self, version: int, report: Report, *, first: bool, last: bool) -> None:
+        """Calls `report` with the metrics of the held-out prompts at this version; with none where it is not due, or there are no
+        such prompts. Steps may go on meanwhile, but for the `first` and the `last` version of a run: see `Evaluations.at`. The
         training does not end before."""
-        await self.evaluations.at(version, tell, last=last, beside=None if first or last else self._training_tasks)
+        await self.evaluations.at(version, report, last=last, beside=None if first or last else self._training_tasks)
 
-    async def all_told(self) -> None:
-        """Wait until the metrics of every version that came to `evaluate` were told."""
-        await self.evaluations.all_told()
+    async def all_reported(self) -> None:
+        """Wait until the metrics of every version that came to `evaluate` are reported."""
+        await self.evaluations.all_reported()
 
     @property
     def unevaluated(self) -> Sequence[int]:

@@ -15,93 +15,56 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import anyio
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
-from asyncrl.config.schema_rollouts import OverlongConfig
-from asyncrl.data.store import Lease, owned
+from asyncrl.config.resolve import turns_bound, versions_per_batch
+from asyncrl.data.store import REFERENCE, Lease, owned
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
-from asyncrl.ports import Ledger, Reward
 from asyncrl.records.check import MOST_COMPONENTS, Limits, check_trains, check_trajectory
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.queues.queue import QueueReceiver
 from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
-from .book import GroupBook
-from .hooks import Hooks
-from .pipeline import Scoring
-from .reference import ReferenceAhead
-from .screen import OVERLONG, Screen, shaped
+from .building import logprob_columns
+from .pipeline import Ports, Scoring
+from .screen import OVERLONG, Reroll, Screen, shaped
+from .step import GroupsFailed
 
 REMEMBERED = 65_536  # ids of groups from outside; more than any pipeline holds at once
-
-
-class GroupIds:
-    """Ids for groups that no prompt of the cursor names: those of this rank, apart from everybody else's."""
-
-    def __init__(self, first: int, stride: int) -> None:
-        self.next = first
-        self._stride = stride
-
-    def take(self) -> int:
-        """The next id."""
-        taken, self.next = self.next, self.next + self._stride
-        return taken
-
-
-@dataclass(frozen=True, slots=True)
-class IntakeParts:
-    """What the intake works with."""
-
-    recorder: Recorder
-    ledger: Ledger
-    book: GroupBook
-    reward: Reward
-    scores: bool  # the run has reward functions or models
-    hooks: Hooks
-    limits: Limits
-    overlong: OverlongConfig
-    version: Callable[[], int]  # the policy's, now
-    versions_per_turn: int
-    turns_bound: int  # largest age of a group in turns
-    counters: Counter[str]
 
 
 class Intake:
     """See the module docstring."""
 
-    def __init__(
-        self,
-        parts: IntakeParts,
-        screen: Screen,
-        reference: ReferenceAhead,
-        ids: GroupIds,
-        saw: Callable[[Group], None] = lambda group: None,
-    ) -> None:
-        """`saw` hears of every scored group that the filters drop; `reference` works beside the reward workers."""
-        self._parts = parts
-        self._screen = screen
-        self._reference = reference
-        self._saw = saw
+    def __init__(self, ports: Ports, reroll: Reroll) -> None:
+        self._ports = ports
+        self._screen = Screen(ports)
+        self._reroll = reroll
+        algorithm = ports.config.algorithm
+        needed = ports.loss.needs_reference or ports.reward_penalty is not None
+        # The reference's log-probs of a group are computed on the lane while its rewards are scored in other processes.
+        self._reference_ahead = needed and algorithm.kl.reference_ahead and ports.score_groups
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of own groups that are not whole yet
         self._came: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, the newest ones
         self._components: set[str] = set()  # names that came from outside
         self._closed = ""
         self._waiting: set[anyio.CancelScope] = set()
         self._crowded: list[Lease] = []  # of groups that were too late for a place, until a group ends
-        parts.book.when_ended(self._group_ended)
-        self.ids = ids
+        ports.book.when_ended(self._group_ended)
+        self.ids = ports.ids
         self.scored = 0  # trajectories
 
     # -- own rollouts: they have their slot ------------------------------------------------------------------------
 
     async def take(self, item: Scoring) -> None:
         """One played trajectory, or all of a group in member order."""
-        ticket, book = item.ticket, self._parts.book
-        self._parts.recorder.gauge("queue/stash/depth", self.incomplete)
+        ticket, book = item.ticket, self._ports.book
+        self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
         if ticket.group_id not in book:  # a sibling failed meanwhile
             return
         if len(item.trajectories) == item.trajectories[0].group_size:
@@ -127,7 +90,7 @@ class Intake:
     async def end_of_rollouts(self) -> None:
         """Groups that can never be whole are dropped and counted."""
         for group_id in list(self._members):
-            await self._parts.book.end(group_id, "dropped", "incomplete at the end of the rollouts")
+            await self._ports.book.end(group_id, "dropped", "incomplete at the end of the rollouts")
 
     # -- from outside ----------------------------------------------------------------------------------------------
 
@@ -142,40 +105,40 @@ class Intake:
         step that could make room. Errors: LifecycleError where no step can come any more, also while it waits; DataError
         for a group that cannot be trained, or was submitted before. None of them keeps the slot, or ends a lease.
         """
-        parts = self._parts
+        ports = self._ports
         members = whole(trajectories)
         self._check_open()
-        if (group_id := prompt.group_id) in self._came and group_id not in parts.book:
+        if (group_id := prompt.group_id) in self._came and group_id not in ports.book:
             raise DataError(f"group {group_id} was submitted before; a group is submitted once")
         versions = [t.oldest_version for t in members if t.oldest_version >= 0]
         # None, where no token says its age: it counts as of the version that has room for it.
-        oldest = min(versions) // parts.versions_per_turn if versions else None
+        oldest = min(versions) // versions_per_batch(ports.config) if versions else None
         newest = max(t.newest_version for t in members)
-        if newest > (version := parts.version()):
+        if newest > (version := ports.trainer.version):
             raise VersionAhead(
                 f"group {group_id} claims to be sampled by version {newest}, but this run is at {version}: left by an earlier "
                 "run, or stamped with another policy's version"
             )
-        ended = parts.book.ended
+        ended = ports.book.ended
         ticket = await self._admit(group_id, oldest)
         if ticket is None:
-            parts.counters["staleness/dropped"] += 1
+            ports.counters["staleness/dropped"] += 1
             assert oldest is not None, "what says no version is never too old"
-            if oldest + parts.turns_bound < parts.ledger.turn or ended != parts.book.ended:
+            if oldest + turns_bound(ports.config) < ports.ledger.turn or ended != ports.book.ended:
                 _release(leases)  # nobody has its place (any more): no end to come would give the memory back
             else:
                 self._crowded += leases
             return False
-        parts.book.open(ticket)
+        ports.book.open(ticket)
         try:
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
-            await self._enter(parts.book.put(Group(ticket, prompt, members), leases), leased=bool(leases))
+            await self._enter(ports.book.put(Group(ticket, prompt, members), leases), leased=bool(leases))
             self.scored += len(members)
             self._remember(group_id)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await parts.book.end(group_id, "dropped", "was not handed on", release=False)
+                await ports.book.end(group_id, "dropped", "was not handed on", release=False)
             raise
         return True
 
@@ -183,7 +146,7 @@ class Intake:
         """Once for each member from outside, before anything waits for it. Errors: DataError that names member and field."""
         check_trajectory(trajectory, limits)
         check_trains(trajectory)
-        if trajectory.reward is None and not self._parts.scores:
+        if trajectory.reward is None and not self._ports.scores:
             raise DataError(
                 f"member {trajectory.member} came without a reward, and the run has no reward functions to score it "
                 "(reward.functions); bring one for each member"
@@ -195,7 +158,7 @@ class Intake:
                 f"{MOST_COMPONENTS + 1} of this run; at most {MOST_COMPONENTS} names may come from outside"
             )
         self._components = names
-        if OVERLONG in trajectory.components and self._parts.overlong.cache is not None:
+        if OVERLONG in trajectory.components and self._ports.config.reward.overlong.cache is not None:
             raise DataError(f"member {trajectory.member}: component {OVERLONG!r} is that of reward.overlong: rename")
 
     def close(self, reason: str) -> None:
@@ -214,7 +177,7 @@ class Intake:
             self._waiting.add(scope)
             try:
                 await anyio.lowlevel.checkpoint_if_cancelled()
-                return await self._parts.ledger.admit(group_id, oldest)
+                return await self._ports.ledger.admit(group_id, oldest)
             finally:
                 self._waiting.discard(scope)
         raise LifecycleError(f"submit: {self._closed}")
@@ -222,7 +185,7 @@ class Intake:
     def _group_ended(self, group_ids: Sequence[int]) -> None:
         for group_id in group_ids:
             self._members.pop(group_id, None)
-        if not self._parts.book.over:
+        if not self._ports.book.over:
             _release(self._crowded)
             self._crowded.clear()
 
@@ -239,37 +202,76 @@ class Intake:
 
     async def _settle(self, group: Group, *, leased: bool = False) -> None:
         """Its members were scored; a reward that is None still is one that does not apply."""
-        parts = self._parts
-        if parts.overlong.cache is not None:
-            group = replace(group, trajectories=tuple(shaped(t, parts.overlong) for t in group.trajectories))
-        if group.group_id not in parts.book:
+        ports = self._ports
+        if ports.config.reward.overlong.cache is not None:
+            group = replace(
+                group, trajectories=tuple(shaped(t, ports.config.reward.overlong) for t in group.trajectories)
+            )
+        if group.group_id not in ports.book:
             return
-        if parts.hooks.after_rewards is not None:
+        if ports.hooks.after_rewards is not None:
             # What the user's own code keeps must outlive the lease.
-            with parts.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
-                group = await parts.hooks.rewarded(owned(group) if leased else group, parts.limits)
+            with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
+                group = await ports.hooks.rewarded(owned(group) if leased else group, ports.limits)
         reason = self._screen.refuses(group)
         if reason is None:
-            parts.book.scored(group)
-            parts.recorder.gauge("queue/groups/depth", len(parts.book.ready()))
-        elif await parts.book.end(group.group_id, "dropped", reason):
-            self._screen.dropped(reason)
-            self._saw(group)
+            ports.book.scored(group)
+            ports.recorder.gauge("queue/groups/depth", len(ports.book.ready()))
+        elif await ports.book.end(group.group_id, "dropped", reason):
+            ports.counters[f"filter/{reason}"] += 1
+            self._reroll.saw(group)
 
     async def _rewarded(self, group: Group) -> tuple[Trajectory, ...]:
         """With rewards; those that came with one are not asked for again."""
-        parts, recorder = self._parts, self._parts.recorder
+        ports, recorder = self._ports, self._ports.recorder
         missing = [t for t in group.trajectories if t.reward is None]
         scored: dict[int, Trajectory] = {}
         if missing:
             first = missing[0]
             with recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(missing)):
                 async with plain_task_group() as beside:
-                    if self._reference.wanted and len(group.trajectories) == first.group_size:
-                        spawn(beside, "reference log-probs", self._reference.compute, group)
+                    if self._reference_ahead and len(group.trajectories) == first.group_size:
+                        spawn(beside, "reference log-probs", self._compute_reference, group)
                     with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):
-                        scored = {t.member: t for t in await parts.reward.score(group.prompt, missing)}
+                        scored = {t.member: t for t in await ports.reward.score(group.prompt, missing)}
         return tuple(scored.get(t.member, t) for t in group.trajectories)
+
+    async def _compute_reference(self, group: Group) -> None:
+        """Of all members of a group whose rows are in the store. Errors: those of the trainer."""
+        ports = self._ports
+        with suppress(GroupsFailed):  # the step comes to the same error, where it is laid to the group
+            size = ports.config.train.tokens_per_microbatch
+            [column] = await logprob_columns(ports.trainer, [group], size, "reference")
+            ports.book.write(group.group_id, REFERENCE, column)
+
+
+class ScorePump:
+    """The score pump: played trajectories, through the intake.
+
+        consumes     trajectories, one by one or a whole group in member order (`reward.batch`): edge 3
+        produces     scored members for the intake (edge 4)
+        waits for    a played trajectory; rewards
+        is woken by  the rollout pump; reward workers
+
+    As many scorers as calls of reward functions can be under way, and one more, so that a worker is never idle while a reply is
+    handled. The buffer before them is bounded; rollouts wait there for a free scorer.
+    """
+
+    def __init__(self, intake: Intake, scoring: QueueReceiver[Scoring], workers: int) -> None:
+        self._intake = intake
+        self._scoring = scoring
+        self._workers = workers
+
+    async def run(self) -> None:
+        """Ends when every rollout is scored. Groups that can never be whole by then are dropped and counted."""
+        async with self._scoring, anyio.create_task_group() as scorers:
+            for _ in range(self._workers + 1):
+                spawn(scorers, "scorer", self._score)
+        await self._intake.end_of_rollouts()
+
+    async def _score(self) -> None:
+        async for item in self._scoring:
+            await self._intake.take(item)
 
 
 def whole(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:

@@ -9,43 +9,40 @@ the same way with one part.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.algorithms.advantages import GroupRewards
+from asyncrl.algorithms.base import kind
 from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
-T = TypeVar("T")
-
-COUNTED = (
-    "reward/",
-    "groups/",
-    "filter/",
-    "reroll/",
-    "train/",
-    "ledger/",
-    "text/",
-    "own/",
-)  # counts of the recorder that are summed over ranks
+# Counts of the recorder that are summed over ranks.
+COUNTED = ("reward/", "groups/", "filter/", "reroll/", "train/", "ledger/", "text/", "own/")
 
 
 class Row(NamedTuple):
-    """One trajectory. Tuples, because they travel (`parts.py`): some 50 bytes and the components."""
+    """One trajectory, as a tuple: it is sent to the other ranks in some 50 bytes and the components."""
 
     reward: float | None
-    components: dict[str, float | None]  # and the numbers among what reward functions logged
-    length: int  # sampled tokens
-    tokens: int  # that were sampled and may be trained
-    clipped: bool  # by the limit on its length
-    spans: bool  # more than one version sampled it
+    # And the numbers among what reward functions logged.
+    components: dict[str, float | None]
+    # Sampled tokens, and those of them that may be trained.
+    length: int
+    tokens: int
+    # By the limit on its length.
+    clipped: bool
+    # More than one version sampled it.
+    spans: bool
 
 
 class GroupRows(NamedTuple):
-    """One group. Tuples, as above."""
+    """One group, as a tuple: see `Row`."""
 
     group_id: int
     oldest_version: int
@@ -57,22 +54,42 @@ class StepPart:
     """What one rank knows of a step: small, and of plain values, so that it can be sent to the others."""
 
     groups: tuple[GroupRows, ...]
-    sums: Mapping[str, float] = field(default_factory=dict)  # by name; the step's number is the sum over ranks
-    replayed_ages: tuple[int, ...] = ()  # in versions, of the replayed groups that took the place of one of `groups`
-    kl: float | None = None  # sum over the tokens, where it is taken off the rewards
+    # By name; the step's number is the sum over ranks.
+    sums: Mapping[str, float] = field(default_factory=dict)
+    # In versions, of the replayed groups that took the place of one of `groups`.
+    replayed_ages: tuple[int, ...] = ()
+    # Sum over the tokens, where the KL is taken off the rewards.
+    kl: float | None = None
 
 
-class Gather(Protocol):
-    """The parts of all ranks, in rank order: a collective, of what `parts.py` knows how to send."""
-
-    async def __call__(self, part: T) -> list[T]:
-        """Every rank's part; all ranks call it, in the same order."""
-        ...
+# What ranks send each other in the course of a step: its metrics, the rewards of their groups by group id (for advantages that
+# compare the whole step), or the ids of their groups (for minibatches).
+Part: TypeAlias = StepPart | list[tuple[int, GroupRewards]] | list[int]
 
 
-async def alone(part: T) -> list[T]:
-    """The gathering of a run with one rank."""
-    return [part]
+def packed(part: Part) -> bytes:
+    """As JSON, of which nothing is ever executed: the same on the other side to the last bit, NaN and infinities included."""
+    return json.dumps(part, default=_plain).encode()
+
+
+def unpacked(data: bytes) -> Part:
+    """The inverse of `packed`."""
+    plain: Any = json.loads(data)
+    if isinstance(plain, dict):
+        groups = [
+            GroupRows(number, oldest, tuple(Row(*row) for row in rows)) for number, oldest, rows in plain["groups"]
+        ]
+        return StepPart(tuple(groups), plain["sums"], tuple(plain["replayed_ages"]), plain["kl"])
+    if plain and isinstance(plain[0], int):
+        return list(plain)
+    return [(group_id, GroupRewards(**rewards)) for group_id, rewards in plain]
+
+
+def _plain(value: Any) -> Any:
+    """Of a dataclass its fields, of a mapping a dict, of numpy's numbers and arrays those of Python."""
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else value.tolist()
 
 
 def group_rows(groups: Sequence[Group]) -> tuple[GroupRows, ...]:
@@ -176,3 +193,28 @@ def _staleness_metrics(groups: Sequence[GroupRows], rows: Sequence[Row], version
         "staleness/max": float(ages.max()),
         "staleness/spanning_token_share": float(spanning / max(sum(row.tokens for row in rows), 1)),
     }
+
+
+def over_parts(results: Sequence[StepResult]) -> StepResult:
+    """What is reported of a pass over a batch: counts are sums over its optimizer steps, everything else means, smallest and
+    largest values of them; version and learning rate are those of the last."""
+    if len(results) == 1:
+        return results[0]
+    metrics: dict[str, float] = {}
+    for name in {name: None for result in results for name in result.metrics}:
+        values = [result.metrics[name] for result in results if name in result.metrics]
+        if kind(name) != "sum":
+            metrics[name] = min(values) if kind(name) == "min" else max(values)
+        else:
+            metrics[name] = math.fsum(values) / (1 if name.endswith("_tokens") else len(values))
+    last = results[-1]
+    metrics["optim/lr"] = last.lr
+    return replace(
+        last,
+        loss=math.fsum(result.loss for result in results) / len(results),
+        grad_norm=math.fsum(result.grad_norm for result in results) / len(results),
+        tokens=sum(result.tokens for result in results),
+        sequences=sum(result.sequences for result in results),
+        microbatches=sum(result.microbatches for result in results),
+        metrics=metrics,
+    )

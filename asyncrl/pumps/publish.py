@@ -1,4 +1,9 @@
-"""The publish pump: a new version out to every engine, then the slots of its step back to the ledger (edge 6).
+"""The publish pump: a new version out to every engine, then the slots of its step back to the ledger.
+
+    consumes     publications of the train pump (edge 6)
+    produces     weights of the version in every engine; evaluation and checkpoint; slots for the next groups (edge 1)
+    waits for    the acknowledgement of every sink; evaluation and checkpoint; the next publication
+    is woken by  the train pump (a step was committed), the engines
 
 Order for each version: every sink acknowledges, evaluation and checkpoint where they are due (both see exactly this
 version: the train pump does not finish its next step before they are done, unless a worker is pinned to the version for
@@ -12,29 +17,16 @@ still sample from old weights. It has slots for k - 1 such steps more (`config.r
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 
 import anyio
 
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.errors import EngineClosed
-from asyncrl.ports import Ledger, SettlingSink, WeightSink
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.ports import SettlingSink, WeightSink
 from asyncrl.transport.queues.queue import QueueReceiver
 
-from .pipeline import Publication
-
-
-@dataclass(frozen=True, slots=True)
-class PublishParts:
-    """What the publish pump works with."""
-
-    recorder: Recorder
-    ledger: Ledger
-    sinks: Sequence[WeightSink]
-    interval: int  # `rollout.weight_sync_interval`, in steps
-    warmup_steps: int
+from .pipeline import Ports, Publication
 
 
 class PublishPump:
@@ -42,16 +34,16 @@ class PublishPump:
 
     def __init__(
         self,
-        parts: PublishParts,
+        ports: Ports,
         at_version: Callable[[int], Awaitable[None]],
         first: Callable[[], Awaitable[None]],
     ) -> None:
         """`at_version(version)` does what is due at that version: evaluation, checkpoint; `first()`, before the first step, too."""
-        self._parts = parts
+        self._ports = ports
         self._at_version = at_version
         self._first = first
-        self._done_turn = parts.ledger.turn - 1  # turns below this one are published; and `first` is to come
-        self._synced_turn = parts.ledger.turn  # the engines hold the weights that follow the turn before this one
+        self._done_turn = ports.ledger.turn - 1  # turns below this one are published; and `first` is to come
+        self._synced_turn = ports.ledger.turn  # the engines hold the weights that follow the turn before this one
         self._owed: Publication | None = None  # the newest one, where the engines do not have it
         self._advanced = anyio.Event()
 
@@ -70,17 +62,17 @@ class PublishPump:
             if self._owed is not None:
                 last = self._owed
                 await self.sync()
-                await self._parts.ledger.release(last.turn)
+                await self._ports.ledger.release(last.turn)
 
     async def _publish(self, publication: Publication) -> None:
-        parts = self._parts
+        ports = self._ports
         self._owed = publication
         if self._due(publication.turn):
             await self.sync()
         await self._at_version(publication.version)
         if self._owed is None:
-            await parts.ledger.release(publication.turn)  # and with it every earlier turn that was not
-        for sink in parts.sinks:
+            await ports.ledger.release(publication.turn)  # and with it every earlier turn that was not
+        for sink in ports.sinks:
             if isinstance(sink, SettlingSink):
                 await sink.settled()
         self._advance(publication.turn + 1)
@@ -91,21 +83,21 @@ class PublishPump:
         self._advanced = anyio.Event()
 
     def _due(self, turn: int) -> bool:
-        parts = self._parts
-        return turn < parts.warmup_steps or turn + 1 - self._synced_turn >= parts.interval
+        rollout = self._ports.config.rollout
+        return turn < rollout.sync_warmup_steps or turn + 1 - self._synced_turn >= rollout.weight_sync_interval
 
     async def sync(self) -> None:
         """Hand the newest published version to every engine now, unless they have it."""
         if self._owed is None:
             return
-        parts, version = self._parts, self._owed.version
-        with parts.recorder.span("publish", track="publish pump", version=version):
-            with parts.recorder.wait("publish pump", f"version {version}", on="the engines", cause="publish"):
+        ports, version = self._ports, self._owed.version
+        with ports.recorder.span("publish", track="publish pump", version=version):
+            with ports.recorder.wait("publish pump", f"version {version}", on="the engines", cause="publish"):
                 started = anyio.current_time()
                 async with anyio.create_task_group() as sinks:
-                    for sink in parts.sinks:
+                    for sink in ports.sinks:
                         spawn(sinks, "hand-over of weights", self._hand_over, sink, version)
-                parts.recorder.observe("time/weight_sync", anyio.current_time() - started)
+                ports.recorder.observe("time/weight_sync", anyio.current_time() - started)
         self._synced_turn, self._owed = self._owed.turn + 1, None
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:

@@ -1,60 +1,64 @@
-"""The rollout pump: prompts in, trajectories out (edges 1 to 3). One slot per group, admitted by the ledger.
+"""The rollout pump: prompts in, trajectories out. One slot per group, admitted by the ledger.
 
-A group's members play in a task group of their own. A member that fails, its retries included (episode.py), ends the whole
+    consumes     prompts of the cursor, one for each slot (edge 1)
+    produces     played trajectories, one by one or a whole group (edge 3)
+    waits for    a slot; episodes, which wait for the engine (edge 2); a free scorer
+    is woken by  the publish pump (slots come free), the engine, the score pump
+
+A group's members play in a task group of their own. A member that fails, its retries included, ends the whole
 group: its slot goes back at once, to another prompt, and its rows are forgotten. More than `rollout.max_failed_groups` such
 groups end the run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import hashlib
+import itertools
+import logging
+import math
+import struct
+import traceback
+from dataclasses import replace
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.supervisor import spawn
-from asyncrl.config.schema import RolloutConfig
+from asyncrl.config.imports import is_interrupt
+from asyncrl.config.resolve import slots
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import DataError, GenerationError
-from asyncrl.ports import Engine, Ledger
-from asyncrl.records.check import Limits, check_trajectory
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, EngineClosed, GenerationError
+from asyncrl.ports import Generate
+from asyncrl.records.check import check_trajectory
 from asyncrl.transport.queues.queue import QueueSender
-from asyncrl.types import Prompt, Ticket, Trajectory
+from asyncrl.types import Generation, GenerationRequest, Prompt, Ticket, Trajectory
 
-from .book import GroupBook
-from .episode import EpisodeFailed, Episodes
-from .hooks import Hooks
-from .pipeline import Scoring, hand_on
+from .pipeline import Ports, Scoring, hand_on
 
-_CAUSES = 3  # that are named where the budget is used up
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutParts:
-    """What the rollout pump works with."""
-
-    recorder: Recorder
-    ledger: Ledger
-    book: GroupBook
-    engine: Engine
-    environment: Episodes
-    hooks: Hooks
-    limits: Limits
-    rollout: RolloutConfig
-    max_steps: int | None
-    at_once: int | None  # groups of this rank that are played at a time; None: as many as have slots
-    whole_groups: bool  # a group is handed on once its last member is done, not member by member
+# Of failed groups, that are named where the budget is used up.
+_CAUSES = 3
+# Of failures that are logged; each is counted.
+MOST_KINDS = 50
+# Of a traceback.
+_LAST_LINES = 3
+# Other errors of ours, such as a divergence, are the run's.
+_OF_EPISODES = (GenerationError, ConfigError, DataError)
+# The next attempt would fail too; a coroutine that is closed must not wait.
+_UNMENDABLE = (ConfigError, GeneratorExit)
+logger = logging.getLogger("asyncrl.pumps")
 
 
 class RolloutPump:
     """See the module docstring."""
 
-    def __init__(self, parts: RolloutParts, prompts: PromptSource, scoring: QueueSender[Scoring]) -> None:
-        self._parts = parts
+    def __init__(self, ports: Ports, prompts: PromptSource, scoring: QueueSender[Scoring]) -> None:
+        self._ports = ports
+        self._episodes = Episodes(ports)
         self._prompts = prompts
         self._scoring = scoring
-        self._playing = None if parts.at_once is None else anyio.Semaphore(parts.at_once)
+        # Of several ranks each plays its share of the slots: else the first to start would take all into its queue.
+        self._playing = None if ports.ranks == 1 else anyio.Semaphore(-(-slots(ports.config) // ports.ranks))
         self._over_budget = False
         self.in_hand: int | None = None  # a prompt taken from the cursor that waits for its slot: a checkpoint keeps it
 
@@ -64,10 +68,10 @@ class RolloutPump:
         async with self._scoring, anyio.create_task_group() as groups:
             while (admitted := await self._admit()) is not None:
                 together.append(admitted)
-                if not self._parts.ledger.due():
+                if not self._ports.ledger.due():
                     self._start(groups, together)
             self._start(groups, together)
-            await self._parts.ledger.exhaust()
+            await self._ports.ledger.exhaust()
 
     def _start(self, groups: TaskGroup, together: list[tuple[Ticket, Prompt]]) -> None:
         """They enter the engine in the same turn of the loop, so that reruns of `sync` have the same company on each rank."""
@@ -84,26 +88,26 @@ class RolloutPump:
         still enter the engine in the same turn: `sync` depends on no timing.)
         """
         if self._playing is not None:
-            with self._parts.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
+            with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
                 await self._playing.acquire()
         prompt = self._prompts.next() if await self._wanted() else None
         if prompt is None:
             return None
-        with self._parts.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
+        with self._ports.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
             self.in_hand = prompt.group_id  # also after a cancellation: the cursor is past it and nobody played it
-            ticket = await self._parts.ledger.admit(prompt.group_id)
+            ticket = await self._ports.ledger.admit(prompt.group_id)
         self.in_hand = None
         assert ticket is not None, "a fresh group always gets a ticket"
-        self._parts.book.open(ticket)
+        self._ports.book.open(ticket)
         return ticket, prompt
 
     async def _wanted(self) -> bool:
         """Whether another group is needed to reach `max_steps`; waits while that depends on groups that may still fail."""
-        max_steps = self._parts.max_steps
+        max_steps = self._ports.config.train.max_steps
         if max_steps is None:
             return True
-        ledger = self._parts.ledger
-        limit = (max_steps - ledger.first_turn) * self._parts.rollout.groups_per_step
+        ledger = self._ports.ledger
+        limit = (max_steps - ledger.first_turn) * self._ports.config.rollout.groups_per_step
         while True:
             seen = ledger.changes
             books = ledger.statistics()
@@ -111,24 +115,24 @@ class RolloutPump:
                 return True
             if books.live == 0:
                 return False
-            with self._parts.recorder.wait("rollout pump", "the last groups", on="train pump", cause="group"):
+            with self._ports.recorder.wait("rollout pump", "the last groups", on="train pump", cause="group"):
                 await ledger.wait_changed(seen)
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
-        parts = self._parts
+        ports = self._ports
         done: dict[int, Trajectory] = {}
         try:
-            if parts.hooks.before_group is not None:
-                with parts.recorder.watch("rollout pump", f"group {ticket.group_id}", on="hook before_group"):
-                    prompt = await parts.hooks.prompt(prompt)
+            if ports.hooks.before_group is not None:
+                with ports.recorder.watch("rollout pump", f"group {ticket.group_id}", on="hook before_group"):
+                    prompt = await ports.hooks.prompt(prompt)
             async with anyio.create_task_group() as members:
-                for member in range(parts.rollout.group_size):
+                for member in range(ports.config.rollout.group_size):
                     name = f"member {member} of group {ticket.group_id}"
                     spawn(members, name, self._member, ticket, prompt, member, done)
         except* EpisodeFailed as failures:
             await self._failed(ticket, failures)
         else:
-            if parts.whole_groups:
+            if ports.score_groups:
                 await hand_on(self._scoring, Scoring(ticket, prompt, tuple(done[member] for member in sorted(done))))
         finally:
             if self._playing is not None:
@@ -136,27 +140,25 @@ class RolloutPump:
 
     async def _member(self, ticket: Ticket, prompt: Prompt, member: int, done: dict[int, Trajectory]) -> None:
         trajectory = await self._episode(ticket, prompt, member)
-        if self._parts.whole_groups:
+        if self._ports.score_groups:
             done[member] = trajectory
         else:  # an error here is the score pump's end, not ours
             await hand_on(self._scoring, Scoring(ticket, prompt, (trajectory,)))
 
     async def _episode(self, ticket: Ticket, prompt: Prompt, member: int) -> Trajectory:
         """Errors: as `Episodes.play`."""
-        parts, group_id = self._parts, prompt.group_id
-        group_size = parts.rollout.group_size
-        with parts.recorder.span("rollout", track="rollout", group=group_id, member=member):
+        ports, group_id = self._ports, prompt.group_id
+        group_size = ports.config.rollout.group_size
+        with ports.recorder.span("rollout", track="rollout", group=group_id, member=member):
             # What has to be trained first goes first: the second round of an old group before the first of a new one.
-            trajectory = await parts.environment.play(
-                prompt, member, group_size, parts.engine.generate, ticket.deadline
-            )
+            trajectory = await self._episodes.play(prompt, member, group_size, ports.engine.generate, ticket.deadline)
         try:
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
                 raise GenerationError(
                     f"the environment was asked for member {member} of {group_size} of group {group_id} and returned "
                     f"member {trajectory.member} of {trajectory.group_size} of group {trajectory.group_id}"
                 )
-            check_trajectory(trajectory, parts.limits)
+            check_trajectory(trajectory, ports.limits)
         except DataError as error:
             raise EpisodeFailed from GenerationError(
                 f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
@@ -167,7 +169,7 @@ class RolloutPump:
 
     async def _failed(self, ticket: Ticket, failures: BaseExceptionGroup[EpisodeFailed]) -> None:
         """The group's slot goes to another prompt, within the budget. Errors: GenerationError once that is used up."""
-        book, rollout = self._parts.book, self._parts.rollout
+        book, rollout = self._ports.book, self._ports.config.rollout
         error = failures.exceptions[0].__cause__
         assert error is not None
         while isinstance(error, BaseExceptionGroup):
@@ -176,7 +178,7 @@ class RolloutPump:
         limit, asked = rollout.max_failed_groups, "rollout.max_failed_groups"
         if limit is None:
             asked += ", left out, is a tenth of all groups and at least those of a step, and"
-            limit = max(rollout.groups_per_step, self._parts.ledger.statistics().admitted // 10)
+            limit = max(rollout.groups_per_step, self._ports.ledger.statistics().admitted // 10)
         if book.failed > limit and not self._over_budget:
             self._over_budget = True  # others fail in the same moment, and have nothing to add
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
@@ -184,3 +186,102 @@ class RolloutPump:
                 f"group {ticket.group_id} failed in the environment ({type(error).__name__}: {error}), as {book.failed} groups "
                 f"did; {asked} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_CAUSES:])}"
             ) from error
+
+
+class EpisodeFailed(Exception):
+    """An episode failed, its retries included; the cause says how."""
+
+
+def request_seed(seed: int, number: int) -> int:
+    """Of the request `number` of an episode, in [0, 2**64): the environment's own `seed` for the first, else a hash of both.
+    An environment that gives each request the seed of its episode gets other random numbers in each round."""
+    if not number:
+        return seed
+    packed = struct.pack("<QQ", seed % (1 << 64), number)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"asyncrl-request").digest(), "little")
+
+
+class Episodes:
+    """The environment, as everybody who plays it uses it: within its time, seen by the watchdog, and again where it failed.
+
+    Whatever the environment raises is a failure of this episode alone, SystemExit and the like included. It is played again up to
+    `rollout.retries` times, by a new call of `run` with the random numbers of the first: a run of `sync` that is repeated is the
+    same, and no member gets a completion that was chosen because it does not fail. `rollout.timeout_s` covers the retries of an
+    episode and its waits for the engine.
+    """
+
+    def __init__(self, ports: Ports) -> None:
+        self._environment = ports.environment
+        self._recorder = ports.recorder
+        self._limit_s = ports.config.rollout.timeout_s
+        self._retries = ports.config.rollout.retries
+        # The kinds of failures that were logged.
+        self._logged = ports.logged
+
+    async def play(self, prompt: Prompt, member: int, group_size: int, generate: Generate, priority: int) -> Trajectory:
+        """`priority`: of all its requests. Errors: EpisodeFailed; EngineClosed and what else ends the run."""
+        asked = open_requests = tokens = 0
+        who = f"member {member} of group {prompt.group_id}"
+
+        async def counted(request: GenerationRequest) -> Generation:
+            nonlocal asked, open_requests, tokens
+            seed = request_seed(request.seed, next(numbers))
+            request = replace(request, priority=priority, seed=seed, group=prompt.group_id)
+            asked, open_requests = asked + 1, open_requests + 1
+            place.passes_to("the engine")
+            try:
+                generation = await generate(request)
+            finally:
+                open_requests -= 1
+                if not open_requests:
+                    place.passes_to("the environment")
+            tokens += len(generation.token_ids)
+            return generation
+
+        with (
+            anyio.move_on_after(self._limit_s),
+            self._recorder.watch(who, "its episode", on="the environment") as place,
+        ):
+            for attempt in itertools.count():
+                numbers = itertools.count()  # of the requests, in the order of their calls
+                try:
+                    return await self._environment.run(prompt, member, group_size, counted)
+                except BaseException as error:
+                    failure = await self._failure(error)
+                self._log(who, failure)
+                if attempt == self._retries or isinstance(failure, _UNMENDABLE):
+                    raise EpisodeFailed from failure
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                self._recorder.count("rollout/retries")
+        raise EpisodeFailed from GenerationError(
+            f"the episode of {who} did not end within rollout.timeout_s = {self._limit_s:g} s: it asked the engine "
+            f"{asked} times and got {tokens} tokens"
+        )
+
+    async def _failure(self, error: BaseException) -> BaseException:
+        """What the episode failed with. Raises `error` where it is none: the run is being stopped, or this episode."""
+        if isinstance(error, EngineClosed) or (isinstance(error, AsyncrlError) and not isinstance(error, _OF_EPISODES)):
+            # Cancelled together with the engine: that is the reason then.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            raise error
+        if is_interrupt(error):
+            raise error
+        if not isinstance(error, asyncio.CancelledError):
+            return error
+        if anyio.current_effective_deadline() == -math.inf:
+            raise error
+        # Nobody here asked for it: the environment awaited something of its own that was cancelled. A task group would
+        # take that for an ordinary end, and the group's slot would be lost without a word.
+        failure = GenerationError(f"the episode was cancelled from inside the environment {error}")
+        failure.__cause__ = error
+        return failure
+
+    def _log(self, who: str, failure: BaseException) -> None:
+        """The first of each kind: a class of errors, raised at one line."""
+        frames = traceback.extract_tb(failure.__traceback__)
+        kind = type(failure).__name__, f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        if kind in self._logged or len(self._logged) >= MOST_KINDS:
+            return
+        self._logged.add(kind)
+        lines = "".join(traceback.format_exception(failure)[-_LAST_LINES:]).rstrip()
+        logger.warning("%s failed in the environment; later failures of this kind are only counted\n%s", who, lines)

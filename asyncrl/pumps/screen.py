@@ -1,26 +1,39 @@
-"""What happens to a scored group before it may be trained: length shaping, then the filters that drop and refill.
+"""What happens to a scored group before it may be trained, and to the prompts of which every completion failed.
 
-A dropped group gives its slot back at once, so the next prompt is admitted for the same step: zero-signal groups are
-taken out of N and replaced (DAPO's dynamic sampling). The reservation rule covers the newcomer as it covers any fresh
-group: its deadline is never before the open step, so nothing waits for a place that cannot come, and no age grows.
-Not for ever: a step drops at most `rollout.filter.max_refills x groups_per_step` groups (per rank); what comes after that is
-kept, so that a task that is solved, or hopeless, still ends its steps. (verl's `max_num_gen_batches` ends the run there.)
+Length shaping comes first, then the filters that drop a group and let another one take its place. A dropped group gives its slot
+back at once, so the next prompt is admitted for the same step: groups without a signal are taken out of N and replaced (DAPO's
+dynamic sampling). The reservation rule covers the newcomer as it covers any fresh group: its deadline is never before the open
+step, so nothing waits for a place that cannot come, and no age grows. Not for ever: a step drops at most
+`rollout.filter.max_refills x groups_per_step` groups (per rank). Groups that come after that are kept, so that a task that is
+solved, or hopeless, still ends its steps. (verl's `max_num_gen_batches` ends the run there.)
+
+Re-roll plays prompts again of which every completion failed, from a given fraction of the run on:
+
+    a group ends (trained, or dropped by the filters) --all its rewards at most `reward_at_most`--> waits in the cursor
+    a step is committed, from `start_fraction` on --at most `groups_per_step` of those that wait, oldest first-->
+        next prompts of the cursor, before fresh ones
+
+Failures are remembered from the first step on: prompts that were too hard at the start may be what a later policy learns from.
+A prompt that is played again has a group id, and so random numbers, of its own; at most `attempts` times. The prompts that wait are
+part of the prompt cursor's state: a resumed run goes on with them. Where `max_epochs` ends the run, prompts that fail after
+the cursor has come to its end are not played again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from asyncrl.algorithms.advantages import soft_overlong
-from asyncrl.config.schema_rollouts import OverlongConfig, RolloutConfig
-from asyncrl.ports import Ledger
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.config.schema_rollouts import FilterConfig, OverlongConfig
+from asyncrl.data.prompts import MAX_FAILED, PromptSource, attempt_of
 from asyncrl.types import Group, Trajectory
 
-from .signal import RewardReader
+from .building import RewardReader
+from .pipeline import Ports
 
-OVERLONG = "overlong"  # the component that shaping adds
+# The component that shaping adds.
+OVERLONG = "overlong"
 NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 
@@ -54,68 +67,97 @@ def unshaped(group: Group, overlong: OverlongConfig) -> Group:
     return replace(group, trajectories=tuple(trajectories))
 
 
+def refusal(group: Group, filters: FilterConfig, overlong: OverlongConfig, reader: RewardReader) -> str | None:
+    """Why the filters refuse the group; None where they do not. They look at rewards before the shaping, unless `filter.by`
+    names its component."""
+    if filters.by != OVERLONG:
+        group = unshaped(group, overlong)
+    whole = filters.by == "reward"
+    values = [t.reward if whole else t.components.get(filters.by) for t in group.trajectories]
+    known = [value for value in values if value is not None]
+    if filters.dynamic_sampling and not (reader.has_signal(group) if whole else len(set(known)) > 1):
+        return NO_SIGNAL
+    if not known:
+        return None
+    mean = sum(known) / len(known)
+    if filters.min_mean_reward is not None and mean < filters.min_mean_reward:
+        return TOO_HARD
+    if filters.max_mean_reward is not None and mean > filters.max_mean_reward:
+        return TOO_EASY
+    return None
+
+
 class Screen:
     """Says which scored groups of any source are not worth a place. Used from the loop thread."""
 
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        overlong: OverlongConfig,
-        ledger: Ledger,
-        reader: RewardReader,
-        counters: Counter[str],
-        recorder: Recorder,
-    ) -> None:
-        self._rollout = rollout
-        self._overlong = overlong
-        self._ledger = ledger
-        self._reader = reader
-        self._counters = counters
-        self._recorder = recorder
-        self._turn = ledger.turn
-        self._dropped = 0  # in this turn
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
+        self._reader = RewardReader.of(ports)
+        self._turn = ports.ledger.turn
+        # Groups that were refused in this turn.
+        self._refused = 0
 
     def refuses(self, group: Group) -> str | None:
         """Why the group is to be dropped; None where it is kept, which may be because the step dropped enough of them."""
-        reason = self.reason(group)
+        ports, config = self._ports, self._ports.config
+        reason = refusal(group, config.rollout.filter, config.reward.overlong, self._reader)
         if reason is None:
             return None
-        if self._ledger.turn != self._turn:
-            self._turn, self._dropped = self._ledger.turn, 0
-        if self._dropped >= self._rollout.filter.max_refills * self._rollout.groups_per_step:
-            self._counters["filter/kept"] += 1
-            self._recorder.count("filter/kept")
+        if ports.ledger.turn != self._turn:
+            self._turn, self._refused = ports.ledger.turn, 0
+        if self._refused >= config.rollout.filter.max_refills * config.rollout.groups_per_step:
+            ports.counters["filter/kept"] += 1
+            ports.recorder.count("filter/kept")
             return None
-        self._dropped += 1
+        self._refused += 1
         return reason
 
-    def dropped(self, reason: str) -> None:
-        """The group was dropped for it."""
-        self._counters[f"filter/{reason}"] += 1
 
-    def reason(self, group: Group) -> str | None:
-        """Why the filters refuse the group; None where they do not. They look at rewards before the shaping, unless `filter.by`
-        names its component."""
-        filters = self._rollout.filter
-        if filters.by != OVERLONG:
-            group = unshaped(group, self._overlong)
-        if filters.dynamic_sampling and not self._has_signal(group):
-            return NO_SIGNAL
-        whole = filters.by == "reward"
-        values = [t.reward if whole else t.components.get(filters.by) for t in group.trajectories]
-        known = [value for value in values if value is not None]
-        if not known:
-            return None
-        mean = sum(known) / len(known)
-        if filters.min_mean_reward is not None and mean < filters.min_mean_reward:
-            return TOO_HARD
-        if filters.max_mean_reward is not None and mean > filters.max_mean_reward:
-            return TOO_EASY
-        return None
+class Reroll:
+    """The policy of re-roll; the queue is the cursor's. Without prompts (embedding), or with fraction 1, it does nothing."""
 
-    def _has_signal(self, group: Group) -> bool:
-        name = self._rollout.filter.by
-        if name == "reward":
-            return self._reader.has_signal(group)
-        values = {t.components.get(name) for t in group.trajectories} - {None}
-        return len(values) > 1
+    def __init__(self, ports: Ports, prompts: PromptSource | None) -> None:
+        self._ports = ports
+        self._config = config = ports.config.reroll
+        self._prompts = prompts if config.start_fraction < 1 else None
+        self._start = 0
+        if self._prompts is not None:
+            train = ports.config.train
+            # Of the whole run; `resolve` has seen to it that one of both is known where prompts are played again.
+            steps: float | None = train.max_steps
+            if steps is None:
+                assert train.max_epochs is not None
+                steps = train.max_epochs * len(self._prompts) / ports.config.rollout.groups_per_step
+            self._start = max(1, int(config.start_fraction * steps))
+
+    def saw(self, group: Group) -> None:
+        """A scored group has ended."""
+        if self._prompts is None:
+            return
+        played = unshaped(group, self._ports.config.reward.overlong)
+        rewards = [t.reward for t in played.trajectories if t.reward is not None]
+        failed = bool(rewards) and max(rewards) <= self._config.reward_at_most
+        full = self._prompts.failing == MAX_FAILED
+        if failed and self._prompts.failed(group.group_id, self._config.attempts):
+            self._count("reroll/failed", 1)
+            self._count("reroll/evicted", int(full))
+
+    def step_over(self, groups: Iterable[Group]) -> None:
+        """A step was committed: look at its groups, and let some of the failed prompts in. Never waits."""
+        for group in groups:
+            self.saw(group)
+        if self._prompts is not None and self._ports.ledger.turn >= self._start:
+            self._count("reroll/admitted", len(self._prompts.reroll(self._config.groups_per_step)))
+
+    def _count(self, name: str, number: int) -> None:
+        if number:
+            self._ports.counters[name] += number
+            self._ports.recorder.count(name, number)
+
+    def sums(self, groups: Iterable[Group]) -> dict[str, float]:
+        """`reroll/groups`: groups of the step whose prompt was played before; `reroll/waiting`: failed prompts that wait to
+        be played again. Of this rank, to be added up."""
+        if self._prompts is None:
+            return {}
+        again = sum(attempt_of(group.group_id) > 0 for group in groups)
+        return {"reroll/groups": float(again), "reroll/waiting": float(self._prompts.failing)}

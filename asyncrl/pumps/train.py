@@ -1,36 +1,89 @@
-"""The train pump: rows that are ready in, optimizer steps out (edges 5 and 6).
+"""The train pump: rows that are ready in, optimizer steps out.
 
-    claims (claims.py)            building (building.py)              running (running.py)
-    ready rows, ledger's order ─▶ penalty, advantages, hook, replay, ─▶ begin · microbatch x K · rounds · finish
-      ▲        late ones dropped   masks, log-probs, packing             │ applied                │ not applied
-      └──────────────── given back ◀─────────────────────────────────────┼──────── abort ─────────┘
-                                                                         ▼
-                            commit: the ledger's next turn, rows cleared, leases ended ─▶ report ─▶ publish pump
+    consumes     rows of scored groups (edge 5), in the order that the ledger allows
+    produces     one optimizer step or several a batch, its report, and its publication (edge 6)
+    waits for    another group that may have a place; the publish of the last step; the lane of the trainer
+    is woken by  the score pump (a group became ready), the ledger (a group ended, a slot came free), the publish pump
 
-Never waits to fill a microbatch; where steps are streamed, what is claimed is trained while later groups are still generated.
+    claims (claims.py)            building (building.py)                   this file
+    ready rows, ledger's order ─▶ penalties, advantages, hook, replay, ──▶ begin · microbatch x K · rounds · finish
+      ▲        late ones dropped  masks, log-probs, packing                │ applied               │ not applied
+      └──────────────── given back ◀───────────────────────────────────────┼─────── abort ─────────┘
+                                                                           ▼
+                              commit: the ledger's next turn, rows cleared, leases ended ─▶ report ─▶ publish pump
+
+The pump never waits to fill a microbatch; where steps are streamed, it trains claimed groups while later ones are generated.
 
 A step whose optimizer step was not applied is aborted, after the work that is already on the lane: its groups are live
-again and their rows are still in the store, but for those that it failed on (failing.py). Once it was applied (once, where a
-batch is used for several updates), its groups count as trained, whatever fails or is cancelled afterwards: no group is ever
+again and their rows are still in the store, but for those that it failed on (step.py). Once the optimizer step was applied (the
+first one, where a batch takes several), the groups count as trained, whatever fails or is cancelled afterwards: no group is ever
 trained in two steps.
+
+Rounds. Under `distributed.sharding: fsdp` a microbatch is a collective, so a rank that trains needs all others there at once.
+Round k of a step is due when `k x every` places of the step are claimed, over all ranks. That number is in the shared books,
+which only grow within a step; so every rank joins every due round, in order, with the groups that it has claimed by then (perhaps
+none: it runs a microbatch of weight 0), and no rank waits for one that has no reason to come.
+
+    claimed   0  1  2  3  4  5  6  7  8 = full
+    round           1     2     3     4, then the last ones: until every rank says that it is finishing
+
+While a rank waits in a round its lane decodes nothing. That cannot become a circle: another rank comes as soon as its own
+lane and its publish of the last step let it, and neither waits for this rank's groups. The publish has collectives of its
+own, so a rank joins no round before its publish of the last step is through. A rank that dies or raises closes its connections: the
+others' collective fails then, at the latest after its time-out.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
 import anyio
+import numpy as np
 
 from asyncrl.concurrency.supervisor import spawn
-from asyncrl.errors import DivergenceError
+from asyncrl.config.check_losses import needs_second_buffer
+from asyncrl.config.resolve import versions_per_batch
+from asyncrl.data.store import ADVANTAGES, owned
+from asyncrl.errors import DataError, DivergenceError, RankLost
+from asyncrl.ports import Ledger
 from asyncrl.transport.queues.queue import QueueSender
-from asyncrl.types import ClaimState
+from asyncrl.types import ClaimState, Group, Microbatch, StepResult
 
 from .building import Building
 from .claims import Claims
-from .failing import Failing, GroupsFailed, laid_to
-from .pipeline import Publication
-from .rounds import Rounds
-from .running import Running
-from .step import Step
+from .metrics import COUNTED, StepPart, group_rows, over_parts, step_metrics
+from .pipeline import Ports, Publication, Round, StepReport, hand_on
+from .screen import Reroll
+from .step import FailedGroups, GroupsFailed, Step, laid_to
+
+
+class Rounds:
+    """Of one rank: see the module docstring. Without a trainer that has rounds nothing is ever due."""
+
+    def __init__(self, join: Round | None, ledger: Ledger, every: int | None) -> None:
+        """`every`: claimed places, over all ranks, from one round to the next; None: only the last ones, at finish."""
+        self._join = join
+        self._ledger = ledger
+        self._every = every
+
+    def due(self, joined: int) -> bool:
+        """Whether round `joined + 1` of the open step is due."""
+        if self._join is None or self._every is None:
+            return False
+        return self._ledger.statistics().claimed >= (joined + 1) * self._every
+
+    async def join(self) -> None:
+        """A step must be open. Errors: whatever the collective raises when a rank is gone."""
+        assert self._join is not None
+        await self._join(False)
+
+    async def last(self) -> None:
+        """Rounds until every rank has come here and nothing is left to run."""
+        if self._join is not None:
+            while not await self._join(True):
+                pass
 
 
 class TrainPump:
@@ -38,66 +91,83 @@ class TrainPump:
 
     def __init__(
         self,
+        ports: Ports,
         claims: Claims,
-        building: Building,
-        running: Running,
-        rounds: Rounds,
-        failing: Failing,
-        *,
-        streams_from: int | None,
+        reroll: Reroll,
+        published: Callable[[int], Awaitable[None]],
+        on_step: Callable[[StepReport], None],
     ) -> None:
-        """`streams_from`: so many claimed groups are trained before the step is full; None: steps are not streamed."""
+        """`published(turn)` waits until the publish pump is done with every turn below this one; `on_step` takes the report of each
+        committed step."""
+        algorithm, rollout = ports.config.algorithm, ports.config.rollout
+        self._ports = ports
         self._claims = claims
-        self._building = building
-        self._running = running
-        self._rounds = rounds
-        self._failing = failing
-        self._streams_from = streams_from
+        self._reroll = reroll
+        self._published = published
+        self._on_step = on_step
+        # Optimizer steps of a batch.
+        self._updates = versions_per_batch(ports.config)
+        streams = bool(rollout.streaming) and self._updates == 1
+        # So many claimed groups are trained before the step is full; None: steps are not streamed.
+        self._streams_from = rollout.streaming_min_groups if streams else None
+        # Every rank says what the loss has to know of the whole step, before each optimizer step.
+        self._surveys = ports.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)
+        every = max(rollout.streaming_min_groups, 1) * ports.ranks if streams else None
+        self._rounds = Rounds(ports.round, ports.ledger, every)
+        self._building = Building(ports, self._last_published, surveys=self._surveys)
+        self._failed_groups = FailedGroups(ports)
 
     async def run(self, publications: QueueSender[Publication]) -> None:
         """Step after step, until there is none any more; then the publish pump's edge is closed."""
         async with publications, anyio.create_task_group() as tasks:
-            spawn(tasks, "watch of the claims", self._claims.watch, self._claims.seen)
+            spawn(tasks, "watch of the claims", self._claims.watch, self._ports.ledger.changes)
             while not self._claims.finished and await self._step(publications):
                 pass
             tasks.cancel_scope.cancel()
 
+    async def _last_published(self) -> None:
+        """Evaluation and checkpoint read the weights of their version, so the next optimizer step must not come before they are
+        done; and a publish may have a collective, which has to come in the same order on every rank."""
+        await self._published(self._ports.ledger.turn)
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
     async def _step(self, publications: QueueSender[Publication]) -> bool:
         """False if nothing can come any more."""
-        step = self._running.new_step()
+        step = Step(version=self._ports.trainer.version, started=anyio.current_time())
         failure: GroupsFailed | DivergenceError | None = None
         try:
             if not await self._fill(step):
                 return False
-            await self._running.finish(step, publications)
+            await self._finish(step, publications)
         except (GroupsFailed, DivergenceError) as error:
             if step.applied:  # it is committed: whose fault it was is no longer the question
                 raise (error.cause if isinstance(error, GroupsFailed) else error) from None
             failure = error
         finally:
             try:
-                await self._running.close(step)
+                await self._close(step)
             finally:
                 if failure is not None:
-                    await self._failing.step_failed(step, failure)
+                    await self._failed_groups.end(step, failure)
         return True
 
     async def _fill(self, step: Step) -> bool:
         """Claim and train until the step is full, or nothing more can come. False: there is no step to finish."""
-        least = self._streams_from
+        claims, least = self._claims, self._streams_from
         while True:
-            changed = self._claims.changed  # taken before the claim: a change during it is not slept over
-            full = await self._claims.claim_ready(step) is ClaimState.FULL
+            changed = claims.changed  # taken before the claim: a change during it is not missed
+            full = await claims.claim_ready(step) is ClaimState.FULL
             if least is not None and (full or len(step.untrained()) >= least):
                 await self._train_new(step)
             await self._join_rounds(step)
             if full:
                 break
-            if self._claims.exhausted:
+            if self._ports.ledger.finished:
                 return False
-            await self._claims.drop_late()
-            await self._claims.wait(changed)
-        if self._claims.too_few:
+            await claims.drop_late()
+            await claims.wait(changed)
+        if claims.too_few:
             return False
         if least is None:
             step.rows.sort(key=lambda rows: rows.group_id)  # the sums do not depend on who was faster
@@ -107,14 +177,150 @@ class TrainPump:
     async def _train_new(self, step: Step) -> None:
         batches = await self._building.microbatches(step)
         if batches is not None:
-            await self._running.train(step, batches)
+            await self._train(step, batches)
 
     async def _join_rounds(self, step: Step) -> None:
         """Also where the step turns out to be full: every rank joins the same number of rounds."""
         while self._rounds.due(step.rounds):
-            await self._running.last_published()
+            await self._last_published()
             await self._train_new(step)
-            await self._running.begin(step)
+            await self._begin(step)
             step.rounds += 1
             with laid_to(step.group_ids):
                 await self._rounds.join()
+
+    async def _train(self, step: Step, batches: list[Microbatch]) -> None:
+        """Begin where that was not done, and add these microbatches. Every rank comes here once before each optimizer
+        step whose loss is surveyed, or none does: that is a collective."""
+        trainer = self._ports.trainer
+        if self._surveys:
+            if self._ports.ranks > 1:  # the publish has a collective too (time limit): in the same order on every rank
+                await self._last_published()
+            with laid_to(step.group_ids):
+                step.loss, batches = await trainer.survey(self._ports.loss, batches)
+        for batch in batches:
+            await self._begin(step)
+            with laid_to(batch.group_ids.tolist()):
+                await trainer.train_microbatch(batch)
+
+    async def _begin(self, step: Step) -> None:
+        """Open the trainer's step, once."""
+        if not step.begun:
+            step.begun = True  # before the await: a cancelled begin may still have opened the step on the lane
+            await self._ports.trainer.begin_train_step(step.loss or self._ports.loss)
+
+    # -- its end ---------------------------------------------------------------------------------------------------
+
+    async def _finish(self, step: Step, publications: QueueSender[Publication]) -> None:
+        """The optimizer steps of the batch, the commit, the report, and the new version to the publish pump."""
+        ports = self._ports
+        turn = ports.ledger.turn
+        with ports.recorder.wait("train pump", "the last publish", on="publish pump", cause="publish"):
+            await self._last_published()
+        async with ports.book.moving:
+            for update in range(self._updates):
+                if self._updates > 1:
+                    await self._train(step, step.parts[update % len(step.parts)])
+                # Also where another rank did all the work of this step: the reduction needs everybody.
+                await self._begin(step)
+                with laid_to(step.group_ids):  # which of them, the trainer does not say
+                    await self._rounds.last()
+                step.results.append(await self._apply(step, update))
+            with anyio.CancelScope(shield=True):  # the weights moved: the books are kept, whatever happens now
+                groups = await self._commit(step)
+                every = [self._part(step, groups)]
+                try:
+                    # Every rank comes here once after each step that it committed: a collective, like the reduction before it.
+                    # The next one (of the time limit, of the next step) is asked for only afterwards.
+                    every = await ports.gather(every[0])
+                finally:  # also where another rank is gone: a step that is committed has its line, of this rank's groups
+                    self._report(step, groups, every)
+        await hand_on(publications, Publication(turn=turn, version=step.results[-1].version))
+
+    async def _close(self, step: Step) -> None:
+        """A step that was not finished: committed and reported where it was applied, aborted where it was not."""
+        if step.committed or not (step.rows or step.begun):
+            return
+        with anyio.CancelScope(shield=True):  # abort queues behind whatever the lane is doing
+            if step.applied:
+                groups = await self._commit(step)
+                self._report(step, groups, [self._part(step, groups)])  # the other ranks do not come to a gathering
+                return
+            if step.begun:
+                await self._ports.trainer.abort_train_step()
+            if not step.in_doubt:
+                await self._claims.give_back()
+
+    async def _apply(self, step: Step, update: int) -> StepResult:
+        """The optimizer step. Not cancelled half-way: it may have moved the weights, and then its result is wanted."""
+        trainer = self._ports.trainer
+        before = trainer.version
+        try:
+            with (
+                self._ports.recorder.span("train/finish", track="train pump", update=update),
+                anyio.CancelScope(shield=True),
+            ):
+                result = await trainer.finish_train_step()
+            step.begun = False
+            return result
+        except (DataError, DivergenceError) as error:
+            if error.groups:
+                raise GroupsFailed(error.groups, error) from error
+            raise
+        except RankLost:
+            step.in_doubt = True
+            raise
+        finally:
+            step.applied |= trainer.version > before  # also where it failed only afterwards
+
+    async def _commit(self, step: Step) -> tuple[Group, ...]:
+        """Its groups, which outlive their rows."""
+        ports = self._ports
+        groups = tuple(owned(rows.group) if rows.leases else rows.group for rows in step.rows)
+        if step.begun:  # a later update of the same batch was cut off
+            await ports.trainer.abort_train_step()
+            step.begun = False
+        await ports.ledger.commit()
+        step.committed = True
+        self._reroll.step_over([rows.group for rows in step.rows])
+        if (
+            ports.replay is not None
+        ):  # only now, so that no step draws its own groups; and before their rows are cleared
+            for rows in step.rows:
+                ports.replay.add(rows.group, rows.columns[ADVANTAGES])
+        ports.book.trained(rows.group_id for rows in step.rows)
+        return groups
+
+    def _report(self, step: Step, groups: tuple[Group, ...], every: Sequence[StepPart]) -> None:
+        """Of a step that was committed, once each. `every`: the parts of all ranks, or of those that there are."""
+        result = self._result(step)
+        metrics = step_metrics(every, step.version, result, anyio.current_time() - step.started)
+        if len(every) < self._ports.ranks:
+            metrics["train/ranks_reported"] = len(every)
+        advantages = {rows.group_id: np.asarray(rows.columns[ADVANTAGES]) for rows in step.rows}
+        self._on_step(StepReport(result.version, result, metrics, groups, advantages))
+
+    def _result(self, step: Step) -> StepResult:
+        """Of its last pass over the batch; of the optimizer steps that there are of that pass, where it was cut off."""
+        version = self._ports.trainer.version
+        done = step.results[-self._ports.config.algorithm.minibatches :]
+        if not done:  # applied, and then the trainer failed
+            return StepResult(version, math.nan, math.nan, math.nan, tokens=0, sequences=0, microbatches=0)
+        return replace(over_parts(done), version=version)
+
+    def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
+        """This rank's part of the step, and what it counted since its last one."""
+        ports = self._ports
+        sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
+        sums["staleness/dropped"] = float(ports.counters["staleness/dropped"])
+        if ports.replay is not None:
+            sums["replay/groups"], sums["replay/size"] = float(len(step.replayed)), float(len(ports.replay))
+            sums["replay/evicted"] = float(ports.replay.evicted)
+            if replayed := [t for group in step.replayed.values() for t in group.trajectories]:
+                sums["replay/tokens"] = float(sum(int(t.mask.sum()) for t in replayed))
+        return StepPart(
+            group_rows(groups),
+            sums,
+            tuple(step.version - group.oldest_version for group in step.replayed.values()),
+            None if ports.reward_penalty is None else sum(step.kl),
+        )

@@ -27,13 +27,11 @@ from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.generation.requests import sampling_params
 from asyncrl.ports import Environment
-from asyncrl.pumps.book import GroupBook
+from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.hooks import Hooks, StoreWatch
-from asyncrl.pumps.intake import GroupIds
-from asyncrl.pumps.metrics import Gather, alone
-from asyncrl.pumps.parts import packed, unpacked
+from asyncrl.pumps.metrics import packed, unpacked
+from asyncrl.pumps.pipeline import Gather, Ports, alone
 from asyncrl.pumps.screen import OVERLONG
-from asyncrl.pumps.wiring import Ports
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool, RewardSpec

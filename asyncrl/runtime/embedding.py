@@ -16,7 +16,7 @@ from asyncrl.data.texts import decode
 from asyncrl.data.tokenizing import encode_prompt, read_prompt
 from asyncrl.errors import AsyncrlError, DataError, GenerationError
 from asyncrl.ports import Generate
-from asyncrl.pumps.episode import EpisodeFailed, Episodes
+from asyncrl.pumps.rollout import EpisodeFailed, Episodes
 from asyncrl.rewards.forms import RESERVED
 from asyncrl.types import Prompt, Trajectory
 

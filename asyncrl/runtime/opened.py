@@ -185,7 +185,7 @@ class OpenRun:
 
     def _start_when_told(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
         async def when_told() -> None:
-            await self.graph.all_told()
+            await self.graph.all_reported()
             await work(*arguments)
 
         self.supervisor.start(name, when_told)

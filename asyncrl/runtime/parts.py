@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts_files import Rows
 from asyncrl.distributed.world import World
 from asyncrl.ports import Engine, Trainer, WeightSink
-from asyncrl.pumps.rounds import Round
+from asyncrl.pumps.pipeline import Round
 from asyncrl.rewards.models import TextModel
 from asyncrl.telemetry.recorder import Recorder
 

@@ -21,7 +21,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
 from asyncrl.models.routing import require_routing
 from asyncrl.ports import Engine, WeightSink
-from asyncrl.pumps.rounds import Round
+from asyncrl.pumps.pipeline import Round
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer

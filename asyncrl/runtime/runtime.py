@@ -35,7 +35,7 @@ from asyncrl.pumps.evaluate import EvaluatePump
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.intake import Intake
 from asyncrl.pumps.pipeline import StepReport
-from asyncrl.pumps.wiring import episodes, evaluate_parts
+from asyncrl.pumps.rollout import Episodes
 from asyncrl.records.check import Limits
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.recorder import Recorder
@@ -239,9 +239,9 @@ class Runtime:
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.prompt(prepared)
         if sampling is None:
-            return await play(episodes(ports), prepared, n, ports.engine.generate)
+            return await play(Episodes(ports), prepared, n, ports.engine.generate)
         played = await play(
-            episodes(ports), prepared, n, lambda asked: ports.engine.generate(replace(asked, sampling=sampling))
+            Episodes(ports), prepared, n, lambda asked: ports.engine.generate(replace(asked, sampling=sampling))
         )
         # An environment stamps the run's temperature, and a trainer divides the logits by what is stamped.
         return [replace(trajectory, temperature=sampling.temperature) for trajectory in played]
@@ -294,8 +294,8 @@ class Runtime:
             run.graph.intake.check(played, self.limits)
             return played
 
-        parts = evaluate_parts(replace(run.ports, environment=SimpleNamespace(run=episode)))
-        pump = EvaluatePump(parts, [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts], name)
+        ports = replace(run.ports, environment=SimpleNamespace(run=episode))
+        pump = EvaluatePump(ports, [Prompt(0, np.zeros(0, np.int32), prompt) for prompt in prompts], name)
         async with run.ports.book.moving:
             await run.graph.settle()
             await run.journal.write(self.version, metrics := await pump.run(self.version))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import anyio
 
 from asyncrl.pumps.graph import Graph
-from asyncrl.pumps.wiring import Ports
+from asyncrl.pumps.pipeline import Ports
 
 Say = Callable[[str], None]  # `LiveView.status`
 _EVERY_S = 1.0

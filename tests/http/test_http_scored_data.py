@@ -16,7 +16,7 @@ from asyncrl.client.scored import Sender, group_draft
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import DataError
 from asyncrl.http.scored_data import read_group
-from asyncrl.pumps.signal import RewardReader
+from asyncrl.pumps.building import RewardReader
 from asyncrl.records.check import SILENT, Limits
 from asyncrl.records.read import read
 from asyncrl.records.trajectories import trajectories_of

@@ -39,10 +39,9 @@ from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.generation.dry_run import DryRunEngine
+from asyncrl.pumps.book import GroupIds
 from asyncrl.pumps.graph import Graph
-from asyncrl.pumps.intake import GroupIds
-from asyncrl.pumps.pipeline import StepReport
-from asyncrl.pumps.wiring import Ports
+from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import LedgerStatistics, Microbatch, SamplingParams

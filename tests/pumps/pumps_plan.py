@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -172,6 +173,12 @@ class Prompts:
             return None
         self.delivered += 1
         return make_prompt(self.delivered - 1)
+
+
+def episode_ports(environment: Any, recorder: Any, timeout_s: float = 60.0, retries: int = 0, **rest: Any) -> Any:
+    """What of the ports an episode needs; `rest`: of the plan of the run."""
+    config = Plan(retries=retries, rollout={"timeout_s": timeout_s}, **rest).config()
+    return SimpleNamespace(config=config, environment=environment, recorder=recorder, logged=set())
 
 
 class ScriptedEnvironment:

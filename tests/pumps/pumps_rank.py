@@ -16,8 +16,8 @@ import torch
 from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.distributed.world import World
-from asyncrl.pumps.parts import packed, unpacked
-from asyncrl.pumps.signal import of_rank
+from asyncrl.pumps.building import of_rank
+from asyncrl.pumps.metrics import packed, unpacked
 
 Row = tuple[int, GroupRewards]
 STEP_ADVANTAGES = [name for name, each in ADVANTAGES.items() if each.needs_whole_step]

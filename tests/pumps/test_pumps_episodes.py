@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from pumps_house import House, live
-from pumps_plan import Plan, make_prompt, make_trajectory
+from pumps_plan import Plan, episode_ports, make_prompt, make_trajectory
 
 from asyncrl.config.imports import is_interrupt
 from asyncrl.errors import ConfigError, DivergenceError, GenerationError
-from asyncrl.pumps.episode import EpisodeFailed, Episodes
+from asyncrl.pumps.rollout import EpisodeFailed, Episodes
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -68,7 +68,7 @@ async def test_each_request_of_an_episode_has_random_numbers_of_its_own_and_a_re
         return Generation(nothing, nothing, nothing, nothing, FinishReason.STOP)
 
     recorder = Recorder(max_events=0)
-    await Episodes(Rounds(), recorder, 60.0, 2, set()).play(make_prompt(3), 1, 2, generate, 0)
+    await Episodes(episode_ports(Rounds(), recorder, 60.0, 2)).play(make_prompt(3), 1, 2, generate, 0)
     digests = [
         hashlib.blake2b(struct.pack("<QQ", SEED, n), digest_size=8, person=b"asyncrl-request").digest()
         for n in (1, 2, 3)
@@ -196,10 +196,10 @@ async def test_the_first_failure_of_each_kind_is_logged_once(caplog: pytest.LogC
         async def run(self, *_: Any) -> Any:
             raise LookupError("no such tool")
 
-    logged: set[tuple[str, str]] = set()
+    ports = episode_ports(Broken(), Recorder(max_events=0), 60.0, 1)
     for _ in range(3):
         with pytest.raises(EpisodeFailed) as failed:
-            await Episodes(Broken(), Recorder(max_events=0), 60.0, 1, logged).play(make_prompt(0), 0, 1, None, 0)  # type: ignore[arg-type]
+            await Episodes(ports).play(make_prompt(0), 0, 1, None, 0)  # type: ignore[arg-type]
         assert isinstance(failed.value.__cause__, LookupError)
     [record] = caplog.records
     assert 'raise LookupError("no such tool")' in record.message and "LookupError: no such tool" in record.message

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 from pumps_house import House, live
-from pumps_plan import Plan, make_prompt, make_trajectory
+from pumps_plan import Plan, episode_ports, make_prompt, make_trajectory
 
 from asyncrl.concurrency.supervisor import Supervisor
-from asyncrl.config.schema import EvaluateConfig
-from asyncrl.pumps.evaluate import EvaluatePump
-from asyncrl.pumps.evaluations import Evaluations
+from asyncrl.pumps.evaluate import EvaluatePump, Evaluations
 from asyncrl.types import Generation, GenerationRequest
 
 
@@ -119,9 +116,9 @@ def test_steps_go_on_beside_an_evaluation_until_they_need_its_half(in_place: boo
 )
 def test_which_evaluation_is_owed(evaluated: int, version: int, owed: bool, owed_at_the_end: bool) -> None:
     """Of those at every fourth version; the newest one that was made is known."""
-    parts: Any = SimpleNamespace(settings=EvaluateConfig(every=4))
     engine: Any = Workers()
-    evaluations = Evaluations(EvaluatePump(parts, [], "", evaluated), engine, anyio.sleep_forever)
+    ports = episode_ports(None, None, held_out=1, evaluate_every=4)
+    evaluations = Evaluations(EvaluatePump(ports, [], "", evaluated), engine, anyio.sleep_forever)
     assert (evaluations.owes(version, last=False), evaluations.owes(version, last=True)) == (owed, owed_at_the_end)
     assert not Evaluations(None, engine, anyio.sleep_forever).owes(version, last=True)
 

@@ -13,8 +13,8 @@ from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.errors import RewardCrash, RewardError, RewardTimeout
 from asyncrl.pumps.book import MOST_REASONS, OTHER, GroupBook
+from asyncrl.pumps.intake import ScorePump
 from asyncrl.pumps.pipeline import Scoring
-from asyncrl.pumps.score import ScorePump
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import open_queue
 

@@ -10,7 +10,7 @@ from pumps_house import House, live
 from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
 from asyncrl.pumps.hooks import Hooks
-from asyncrl.pumps.wiring import episodes
+from asyncrl.pumps.rollout import Episodes
 from asyncrl.telemetry.budget import RunBudget
 from asyncrl.types import GenerationRequest, SamplingParams
 
@@ -47,7 +47,7 @@ async def submits(house: House, supervisor: object) -> None:
 async def generates(house: House, supervisor: object) -> None:
     """As `rt.generate`, with a tool of the program's between two calls."""
     for group in range(2):
-        await episodes(house.ports).play(make_prompt(group), 0, 1, house.ports.engine.generate, priority=0)
+        await Episodes(house.ports).play(make_prompt(group), 0, 1, house.ports.engine.generate, priority=0)
         await anyio.sleep(TOOL_S)
 
 

@@ -14,8 +14,7 @@ from pumps_house import live
 from pumps_plan import Plan, make_prompt, make_trajectory
 
 from asyncrl.algorithms.advantages import GroupRewards
-from asyncrl.pumps.metrics import GroupRows, Row, StepPart, group_rows, step_metrics
-from asyncrl.pumps.parts import packed, unpacked
+from asyncrl.pumps.metrics import GroupRows, Row, StepPart, group_rows, packed, step_metrics, unpacked
 from asyncrl.records.check import SILENT
 from asyncrl.telemetry.rollouts import row
 from asyncrl.types import FinishReason, Group, Prompt, StepResult, Ticket, Trajectory

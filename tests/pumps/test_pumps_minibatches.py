@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pumps_house import House, live
 from pumps_plan import TOKENS, Plan
 
-from asyncrl.pumps.minibatches import over_parts, parts_of_rank
+from asyncrl.pumps.building import parts_of_rank
+from asyncrl.pumps.metrics import over_parts
 from asyncrl.types import StepResult
 
 

@@ -22,7 +22,7 @@ from pumps_plan import Plan
 import asyncrl
 from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
-from asyncrl.pumps.signal import of_rank
+from asyncrl.pumps.building import of_rank
 
 STEP_ADVANTAGES = [name for name, each in ADVANTAGES.items() if each.needs_whole_step]
 

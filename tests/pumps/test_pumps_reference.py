@@ -12,7 +12,7 @@ from pumps_plan import Plan, make_prompt, make_trajectory
 
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import REFERENCE
-from asyncrl.pumps.reference import logprob_columns
+from asyncrl.pumps.building import logprob_columns
 from asyncrl.types import Float32Array, Group, Microbatch, Ticket
 
 

@@ -11,7 +11,7 @@ from pumps_plan import Plan
 from asyncrl.config.schema import DataConfig
 from asyncrl.data import prompts
 from asyncrl.data.prompts import REROLLS, PromptSource, attempt_of
-from asyncrl.pumps import reroll
+from asyncrl.pumps import screen
 
 STEPS = 10
 
@@ -135,7 +135,7 @@ def test_epochs_are_a_measure_of_the_run_too() -> None:
 
 
 def test_the_oldest_failure_gives_way_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reroll, "MAX_FAILED", 3)
+    monkeypatch.setattr(screen, "MAX_FAILED", 3)
     monkeypatch.setattr(prompts, "MAX_FAILED", 3)
     house = live(plan(reroll={"start_fraction": 0.5}, reward=lambda group, member: 0.0))
     assert [report.metrics["reroll/waiting"] for report in house.reports][:4] == [2, 3, 3, 3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.distributed.ledger import LocalLedger
-from asyncrl.pumps.rounds import Rounds
+from asyncrl.pumps.train import Rounds
 from asyncrl.types import ClaimState
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +11,10 @@ from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
 from asyncrl.algorithms.masks import without_overlong
 from asyncrl.algorithms.registry import build_advantage
-from asyncrl.config.schema_rollouts import FilterConfig, OverlongConfig, RolloutConfig
-from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.config.schema_rollouts import FilterConfig, OverlongConfig
+from asyncrl.pumps.building import RewardReader
 from asyncrl.pumps.metrics import group_rows
-from asyncrl.pumps.screen import NO_SIGNAL, Screen, shaped, unshaped
-from asyncrl.pumps.signal import RewardReader
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.pumps.screen import NO_SIGNAL, refusal, shaped, unshaped
 from asyncrl.types import Group, Ticket, Trajectory
 
 SOLVED = {0, 1, 4, 7}  # all rewards 1
@@ -175,14 +172,12 @@ def test_filters_and_rerolls_look_at_rewards_before_the_punishment(reward: float
     before = unshaped(group, overlong)
     assert {t.reward for t in before.trajectories} == {round(reward, 9)}
     assert all("overlong" not in t.components for t in before.trajectories)
-    ledger = LocalLedger(1, 0, "wait", 0, recorder=Recorder())
     reader = RewardReader(build_advantage("grpo"), {"overlong": 0.3}, False)
     for by, mean, said in (("reward", None, NO_SIGNAL), ("overlong", None, None), ("reward", reward, NO_SIGNAL)):
         filters = FilterConfig(dynamic_sampling=True, by=by, min_mean_reward=mean)
-        screen = Screen(RolloutConfig(filter=filters), overlong, ledger, reader, Counter(), Recorder())
-        assert screen.reason(group) == said
+        assert refusal(group, filters, overlong, reader) == said
     hard = FilterConfig(min_mean_reward=reward - 1e-6)  # the mean of the sums is below it
-    assert Screen(RolloutConfig(filter=hard), overlong, ledger, reader, Counter(), Recorder()).reason(group) is None
+    assert refusal(group, hard, overlong, reader) is None
 
 
 def test_a_group_is_scored_in_one_call() -> None:

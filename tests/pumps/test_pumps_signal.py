@@ -9,7 +9,7 @@ from pumps_house import live
 from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
 from asyncrl.algorithms.registry import build_advantage
-from asyncrl.pumps.signal import RewardReader, group_rewards
+from asyncrl.pumps.building import RewardReader
 from asyncrl.types import Group, Ticket, Trajectory
 
 
@@ -24,7 +24,7 @@ def scored(reward: float | None, tokens: int = 2, **rest: object) -> Trajectory:
 
 def test_rewards_times_lengths_before_the_group_is_compared() -> None:
     group = group_of(scored(1.0, 3, components={"a": 2.0}), scored(2.0, 5), scored(None, 4))
-    found = group_rewards(group, {"a": 0.5}, scale_by_length=True)
+    found = RewardReader(build_advantage("dr_grpo"), {"a": 0.5}, True).numbers(group)
     assert found.rewards == [3.0, 10.0, None] and found.components == {"a": [6.0, None, None]}
     assert found.lengths == [3, 5, 4] and found.weights == {"a": 0.5}
     advantages = RewardReader(build_advantage("dr_grpo"), {}, True).advantages([group])

@@ -9,14 +9,14 @@ from typing import Any
 import anyio
 import pytest
 from pumps_house import House, live
-from pumps_plan import Plan, make_prompt
+from pumps_plan import Plan, episode_ports, make_prompt
 from virtual_time import run_virtual
 
 from asyncrl.concurrency.describe import culprit
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.errors import GenerationError, LifecycleError
 from asyncrl.generation.dry_run import DryRunEngine
-from asyncrl.pumps.episode import EpisodeFailed, Episodes
+from asyncrl.pumps.rollout import EpisodeFailed, Episodes
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.records import Wait
 from asyncrl.types import GenerationRequest, Prompt, SamplingParams, Trajectory
@@ -116,7 +116,7 @@ def test_an_episode_that_samples_for_ever_ends_at_its_limit_and_says_how_far_it_
     async def main() -> None:
         recorder = Recorder(asyncio.get_running_loop().time, nvtx=False)
         with pytest.raises(EpisodeFailed) as failed:
-            await Episodes(Endless(samples=True), recorder, 10.5, 2, set()).play(PROMPT, 1, 2, sample, 0)
+            await Episodes(episode_ports(Endless(samples=True), recorder, 10.5, 2)).play(PROMPT, 1, 2, sample, 0)
         told = str(failed.value.__cause__)
         assert re.search(
             r"group 7 did not end within .* = 10.5 s: it asked the engine 11 times and got 30 tokens", told
@@ -182,7 +182,9 @@ def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other()
                 "group 9 of rank 1 is waited for; here rollout pump waits for a slot from publish"
             )
             await anyio.sleep(2.0)
-            tasks.start_soon(Episodes(Endless(samples=False), recorder, 100.0, 0, set()).play, PROMPT, 1, 2, None, 0)
+            tasks.start_soon(
+                Episodes(episode_ports(Endless(samples=False), recorder, 100.0, 0)).play, PROMPT, 1, 2, None, 0
+            )
             await anyio.sleep(3.0)
             said = culprit(
                 recorder.active_waits(), asyncio.get_running_loop().time(), "group 9 of rank 1 is waited for"

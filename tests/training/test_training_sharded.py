@@ -31,7 +31,7 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, LifecycleError, TrainStepError
 from asyncrl.models.head.output import PLAIN_HEAD
 from asyncrl.models.policy import PolicyModel
-from asyncrl.pumps.signal import counted_only
+from asyncrl.pumps.building import counted_only
 from asyncrl.training.passes import outside_error
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 

@@ -10,7 +10,7 @@ from training_helpers import MAX_LENGTH, make_group, tiny_policy
 from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
-from asyncrl.pumps.signal import counted_only
+from asyncrl.pumps.building import counted_only
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import StepResult
 

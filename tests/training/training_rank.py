@@ -13,7 +13,7 @@ from asyncrl.algorithms.registry import build_loss
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
-from asyncrl.pumps.signal import counted_only
+from asyncrl.pumps.building import counted_only
 from asyncrl.training.trainer import TorchTrainer
 
 GROUPS = 5

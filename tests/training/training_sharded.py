@@ -24,7 +24,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.distributed.world import World
 from asyncrl.models.policy import PolicyModel
-from asyncrl.pumps.signal import counted_only
+from asyncrl.pumps.building import counted_only
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch

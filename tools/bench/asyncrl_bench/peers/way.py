@@ -29,11 +29,10 @@ from asyncrl.config.resolve import resolve, turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.store import Store, store_metrics
 from asyncrl.distributed.ledger import LocalLedger
-from asyncrl.pumps.book import GroupBook
+from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.graph import Graph
-from asyncrl.pumps.intake import GroupIds, Intake
-from asyncrl.pumps.pipeline import StepReport
-from asyncrl.pumps.wiring import Ports
+from asyncrl.pumps.intake import Intake
+from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.records.check import Limits
 from asyncrl.runtime.dry import ByteTokenizer
 from asyncrl.runtime.embedding import as_group
