@@ -10,7 +10,7 @@
 
 Temperature: overrides before generation_params before group_overrides before 1. The policy version of the tokens:
 overrides before group_overrides before the version at arrival (Atropos' protocol has none). `set_advantage_to_zero` travels in
-the member's metadata and means what it means for every source (pumps/signal.py). A trained first token is masked: nothing
+the member's metadata and means what it means for every source (pumps/building.py). A trained first token is masked: nothing
 predicts it. What a run would have to ignore is refused instead: `advantages` (it computes its own from the scores),
 `ref_logprobs` (under its own reference), `images`, `distill_*`.
 

@@ -7,7 +7,7 @@
 
 Order for each version: every sink acknowledges, evaluation and checkpoint where they are due (both see exactly this
 version: the train pump does not finish its next step before they are done, unless a worker is pinned to the version for
-the evaluation: evaluations.py), then the slots are released together.
+the evaluation: evaluate.py), then the slots are released together.
 
 With `rollout.weight_sync_interval: k` the sinks hear of a version once k steps were applied since they last did (elapsed
 steps, not a multiple of k: no rhythm of steps can miss it), sooner where an evaluation needs the newest weights, in the

@@ -14,7 +14,7 @@
 * A record is released in the very step of the loop that commits or drops its group: a checkpoint of that step finds it gone,
   and a run that goes on from there does not train it again.
 * What cannot be trained is refused by name and leaves the ring (`records/check.py`), and so does a group that a step, or the run's
-  reward function, fails on all the same: dropped by name, once; a second one ends the run (`pumps/failing.py`).
+  reward function, fails on all the same: dropped by name, once; a second one ends the run (`pumps/step.py`).
 * What else was not trained when the run ends stays in the ring for the next run of this name. The ring is opened before the
   Runtime and closed after it: what is trained once the ring is closed cannot be released, and would come again.
 """

@@ -8,7 +8,7 @@
 What has no scored token, or was skipped because it cannot move a weight, is counted and never asks for a place in a round:
 that is the skip at round agreement. A round is agreed by one reduction of [ranks, 2] numbers, which also says who is
 finishing: ranks that come to a finish while others ask for a round take part in the round first, so collectives never
-cross, however many rounds each rank asked for. Nobody may be left without a reason to come: see `pumps/rounds.py`.
+cross, however many rounds each rank asked for. Nobody may be left without a reason to come: see `pumps/train.py`.
 
 No product is divided by the number of ranks: gradients are sums over all microbatches of all ranks, then x 1/N as ever.
 After the optimizer step the same closure gathers all weights into the policy that the engine reads, in the matmul dtype,
