@@ -1,8 +1,8 @@
-"""The optional native parts: the kernels (asyncrl/models/native/native.cpp) and the copy of the weight board
-(asyncrl/transport/memory/checksum.c). Everything else of the package is in pyproject.toml, but the examples in a wheel.
+"""The optional native part: the kernels (asyncrl/models/native/native.cpp). Everything else of the package is in pyproject.toml,
+but the examples in a wheel.
 
 Where there is no compiler, or none for x86-64, the build goes on without them: `optional` turns its errors into a warning,
-and the torch or Python code of their callers runs.
+and the torch code of their callers runs.
 """
 
 import shutil
@@ -15,7 +15,6 @@ from setuptools.command.build_py import build_py
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"]
 QUIET = ["-g0", "-Wno-psabi"]
 KERNELS = ["asyncrl/models/native/native.cpp", "asyncrl/models/native/vectors.h"]
-BOARD = ["asyncrl/transport/memory/checksum.c"]
 
 
 def stamp(texts: list[str]) -> str:
@@ -31,16 +30,6 @@ def kernels(name: str, *machine: str) -> Extension:
         extra_compile_args=[*FLAGS, *QUIET, stamp(KERNELS), *machine],
         extra_link_args=["-fopenmp"],
         language="c++",
-        optional=True,
-    )
-
-
-def board() -> Extension:
-    return Extension(
-        "asyncrl.transport.memory._checksum",
-        BOARD,
-        extra_compile_args=["-O3", "-fopenmp", "-g0", stamp(BOARD)],
-        extra_link_args=["-fopenmp"],
         optional=True,
     )
 
@@ -64,6 +53,5 @@ if __name__ == "__main__":
         ext_modules=[
             kernels("_native_avx2", "-march=x86-64-v3"),
             kernels("_native_avx512", "-march=x86-64-v4", "-mprefer-vector-width=512"),
-            board(),
         ],
     )

@@ -51,8 +51,7 @@ LOADED = (
     "asyncrl.runtime.runtime",
     "asyncrl.training.lane_trainer",
     "asyncrl.training.sharded",
-    "asyncrl.weights.posted",
-    "asyncrl.weights.shared",
+    "asyncrl.weights.sync",
 )
 
 

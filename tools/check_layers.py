@@ -36,6 +36,7 @@ SAME_FLOOR: dict[str, set[str]] = {
     "ports": {"types"},
     "types": set(),
     "records": {"types", "errors"},  # the schema is data about the nouns
+    "generation": {"weights"},  # a worker's end of the weight board
     "runtime": {"pumps"},  # the facade owns the pumps; the pumps know nothing of it
     "main": {"http"},  # opens it where the configuration asks for it
     "cli": {"main"},  # two doors to the same run

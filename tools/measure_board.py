@@ -2,18 +2,15 @@
 
     python tools/measure_board.py [--repeat 9] [--layers 30] [--dtype float32 bfloat16]
 
-    write      copy into a half with a checksum for every bucket, over memcpy into the same half (the goal: at most 1.2)
-    check      a reader's look at one bucket, the largest of all buckets' medians
+    write      copy into a half, over memcpy into the same half
     bind       the modules of a reader move to a half
     pack       copies of all weights in oneDNN's layout
-    proof      what the trainer compares at every version before it writes, and in the half behind it
-    refresh    bfloat16: what the optimizer's closure does with the masters: cast by torch into a working copy; and, as a run does
-               it, cast into a half with its checksums
-    hand-over  a version, from the optimizer's end until a reader's modules have it, as a run does it (weights/posted.py): proofs,
-               the copy (float32 alone), and the reader's bind
+    check      what the trainer looks at before it names a version
+    refresh    bfloat16: what the optimizer's closure does with the masters, cast into a half
+    hand-over  a version, from the optimizer's end until a reader's modules have it, as a run does it (weights/sync.py): checks,
+               the copy (float32 alone), the fixed row, and the reader's bind
 
-All sides take turns in one process; what is printed are medians, and of ratios the median of those of a turn. ASYNCRL_NATIVE=0
-measures what runs without the native copy.
+All sides take turns in one process; what is printed are medians, and of ratios the median of those of a turn.
 """
 
 from __future__ import annotations
@@ -35,10 +32,8 @@ from asyncrl.models.native import library
 from asyncrl.models.parameters.packed import pack, packing_works
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.machine import describe_cpu
-from asyncrl.transport.memory import checksum
-from asyncrl.transport.memory.board import BUCKET_BYTES, Board
-from asyncrl.weights.posted import PostedWeights
-from asyncrl.weights.proof import Proof
+from asyncrl.transport.memory.board import Board
+from asyncrl.weights.sync import WeightPublisher, require_current
 
 MS = 1e3
 
@@ -61,7 +56,7 @@ def timed(call: Callable[[], object]) -> float:
 def measure(dtype: str, layers: int, repeat: int) -> None:
     trainer = PolicyModel(module_of(layers), dtype)
     served = PolicyModel(module_of(layers), dtype, served=True)
-    weights, proof = trainer.weights, Proof(trainer)
+    weights = trainer.weights
     found: dict[str, list[float]] = {}
     with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
         reader = Board.attach(board.description, os.dup(board.fd), board.layout)
@@ -74,40 +69,31 @@ def measure(dtype: str, layers: int, repeat: int) -> None:
                 "memcpy": lambda target=target: ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes),
                 "copy_": lambda target=target: target.copy_(source),
                 "write": lambda half=half, turn=turn: board.write(half, turn, source),
-                "proof": lambda turn=turn: proof.prove(turn),
-                "compare": lambda target=target: proof.compare(target, 0),
+                "check": lambda turn=turn: require_current(trainer, turn),
                 "bind": lambda half=half, turn=turn: served.move_to(reader.half(half), turn),
             }
             if packing_works(trainer.dtype, trainer.device):
                 sides["pack"] = lambda: [pack(product.weight()) for product in trainer.products]
             if trainer.flat.has_working_copy:
-                sides |= {
-                    "cast": lambda: source.copy_(master),
-                    "cast into": lambda half=half, turn=turn: board.complete(half, turn, board.cast(half, master)),
-                }
+                sides["cast"] = lambda target=target: target.copy_(master)
             order = list(sides) if turn % 2 else sorted(sides, reverse=True)
             for name in order:
                 took = timed(sides[name])
                 if turn:  # the first warms up
                     found.setdefault(name, []).append(took)
-        checks = [median(timed(lambda b=b: reader.check(half, b)) for _ in range(3)) for b in range(reader.buckets)]
-        assert all(reader.check(half, bucket) for bucket in range(reader.buckets))
         reader.close()
     ratio = median(w / m for w, m in zip(found["write"], found["memcpy"], strict=True))
     ratio_torch = median(w / m for w, m in zip(found["write"], found["copy_"], strict=True))
     size = source.nbytes / 2**20
-    print(f"{dtype}, {size:,.0f} MiB in {board.buckets} buckets of {BUCKET_BYTES >> 10} KiB")
+    print(f"{dtype}, {size:,.0f} MiB")
     print(f"  memcpy {median(found['memcpy']):8.2f} ms   copy_ {median(found['copy_']):8.2f} ms")
     print(f"  write  {median(found['write']):8.2f} ms   {ratio:.2f} x memcpy, {ratio_torch:.2f} x copy_")
-    print(f"  check  {max(checks):8.3f} ms   of one bucket; {sum(checks):.1f} ms of all")
     print(f"  bind   {median(found['bind']):8.2f} ms   {median(found['bind']) / median(found['memcpy']):.3f} x memcpy")
-    print(f"  proof  {median(found['proof']):8.2f} ms   of the modules; {median(found['compare']):.2f} ms of the half")
+    print(f"  check  {median(found['check']):8.2f} ms")
     if "pack" in found:
         print(f"  pack   {median(found['pack']):8.2f} ms")
     if "cast" in found:
-        print(
-            f"  refresh {median(found['cast']):7.2f} ms   by torch; {median(found['cast into']):.2f} ms into the half"
-        )
+        print(f"  refresh {median(found['cast']):7.2f} ms   into the half")
 
 
 class Reader:
@@ -133,8 +119,8 @@ async def hand_over(dtype: str, layers: int, repeat: int) -> None:
     async with ThreadLane("cpu", on_start=lambda: torch.set_num_threads(1)) as lane:
         with Board.create(weights.size, trainer.dtype, weights.layout_digest()) as board:
             reader = Reader(PolicyModel(module_of(layers), dtype, served=True), board)
-            posted = PostedWeights(trainer, board, reader, lane)
-            await posted.post_first()
+            publisher = WeightPublisher(trainer, board, reader, lane)
+            await publisher.post_first()
             source, target = weights.working.clone(), torch.empty_like(weights.working)
 
             def optimize() -> float:
@@ -145,7 +131,7 @@ async def hand_over(dtype: str, layers: int, repeat: int) -> None:
             for turn in range(repeat + 1):
                 took = {"refresh": await lane.run(optimize, name="optimize")}
                 began = time.perf_counter()
-                await posted.update_weights(trainer.version)
+                await publisher.update_weights(trainer.version)
                 took["hand-over"] = (time.perf_counter() - began) * MS
                 for name, call in (
                     ("memcpy", lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)),
@@ -155,7 +141,7 @@ async def hand_over(dtype: str, layers: int, repeat: int) -> None:
                 for name, milliseconds in took.items():
                     if turn:  # the first warms up
                         found.setdefault(name, []).append(milliseconds)
-            posted.close()
+            publisher.close()
     total, ratios = median(found["hand-over"]), []
     for name in ("memcpy", "copy_"):
         ratio = median(a / b for a, b in zip(found["hand-over"], found[name], strict=True))
@@ -170,7 +156,7 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{describe_cpu()}; board: {checksum.build()}, kernels: {library.build()}, one thread")
+    print(f"{describe_cpu()}; kernels: {library.build()}, one thread")
     for dtype in options.dtype:
         measure(dtype, options.layers, options.repeat)
         asyncio.run(hand_over(dtype, options.layers, options.repeat))

@@ -1,7 +1,7 @@
 """What a model computes for one short fixed row: two processes that hold the same weights must say the same.
 
-Checksums show that bytes arrived, this shows that they are computed with: an old packed copy, a parameter that was bound to
-something else, a model of another form have other outputs.
+Weights that did not arrive, a tensor that was damaged on the way, an old packed copy, a parameter that was bound to something else
+and a model of another form have other outputs.
 """
 
 from __future__ import annotations

@@ -190,13 +190,6 @@ class PolicyModel:
         """[N, E] -> [N, V] in the matmul dtype, without a graph: the head's product with its bias, alone."""
         return self._head_product(hidden_NE.to(self.head.weight.dtype))
 
-    @torch.no_grad()
-    def packed_agrees(self, version: int) -> bool:
-        """Whether packed copies of weights hold what the modules read now: all by a sample of what they were made of, and one of
-        them, which `version` chooses (0: the head), by its output. On the lane."""
-        products = self.products
-        return all(product.is_fresh() for product in products) and products[version % len(products)].agrees()
-
     def move_to(self, buffer: Tensor, version: int) -> None:
         """Of a served policy: every parameter becomes a view of `buffer`, laid out like `weights`, and the policy is at `version`.
         Both happen in one step: no token is sampled from one version and named after the other. Nothing is copied; the storage of

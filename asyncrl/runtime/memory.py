@@ -74,7 +74,7 @@ def predicted(
 def _of_workers(config: Config, parts: dict[str, int], placement: Placement, positions: int) -> dict[str, int]:
     """What they add to memory that they share with the trainer, and what of its own they take over to their own devices."""
     board = 2 * parameter_count(config.model) * DTYPES[config.model.dtype].itemsize
-    # Else the working copy is a half of the board (weights/posted.py).
+    # Else the working copy is a half of the board (weights/sync.py).
     apart = config.model.lora.rank or config.distributed.sharding == "fsdp"
     working = parts["working_copy"] if apart else 0
     if placement.trainer.type != "cpu":

@@ -25,7 +25,7 @@ from asyncrl.pumps.pipeline import Round
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.weights.shared import SharedWeights
+from asyncrl.weights.sync import SharedWeights
 
 from .gate import Verdict, check_for
 from .memory import GIB, batch_tokens, check_memory, kv_positions
@@ -63,9 +63,8 @@ async def open_real(site: Site) -> Parts:
         )
         judges = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
     trainer = LaneTrainer(core, lane, recorder)
-    shards = core.sharded.parameters if isinstance(core, ShardedTrainer) else None
     round_: Round | None = trainer.train_round if isinstance(core, ShardedTrainer) else None
-    sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts), shards)
+    sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts))
     engine, sink = await (open_workers(site, placement, sampler) if placement.workers else _open_shared(site, sampler))
     return Parts(
         engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges, placement.line
@@ -73,7 +72,7 @@ async def open_real(site: Site) -> Parts:
 
 
 async def _open_shared(site: Site, sampler: Sampler) -> tuple[Engine, WeightSink]:
-    """The engine on the trainer's lane, and the proof that it reads the trainer's weights."""
+    """The engine on the trainer's lane, which reads the trainer's weights."""
     config = site.config
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
@@ -89,7 +88,7 @@ async def _open_shared(site: Site, sampler: Sampler) -> tuple[Engine, WeightSink
         record_routes=config.algorithm.router_replay,
     )
     await site.stack.enter_async_context(engine)
-    return engine, SharedWeights(sampler.policy, engine, sampler.lane, sampler.shards)
+    return engine, SharedWeights(sampler.policy, engine, sampler.lane)
 
 
 def _load_reward_models(config: Config, device: torch.device) -> list[RewardModel]:

@@ -20,8 +20,7 @@ from asyncrl.models.reading import describe_rest
 from asyncrl.models.routing import RoutesShape, has_experts
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import SlabHalves
-from asyncrl.weights.posted import PostedWeights
-from asyncrl.weights.proof import Shards
+from asyncrl.weights.sync import WeightPublisher
 
 from .parts import Site
 from .placement import Placement
@@ -37,7 +36,6 @@ class Sampler:
     tokenizer: Any
     lane: Lane  # the trainer's
     kv_positions: int  # of all engines of this rank together
-    shards: Shards | None  # the masters of a model that is cut over the ranks
 
 
 def _form(sampler: Sampler) -> dict[str, Any]:
@@ -92,7 +90,7 @@ def _create_board(policy: PolicyModel) -> Board:
     return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
 
 
-async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, PostedWeights]:
+async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tuple[WorkerEngine, WeightPublisher]:
     """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
     Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError for what the engine cannot run."""
     config, world, policy = site.config, site.world, sampler.policy
@@ -139,7 +137,7 @@ async def open_workers(site: Site, placement: Placement, sampler: Sampler) -> tu
         )
 
     engine = WorkerEngine(limits, setup, site.recorder, say=site.say)
-    posted = PostedWeights(policy, board, engine, sampler.lane, sampler.shards)
+    posted = WeightPublisher(policy, board, engine, sampler.lane)
     site.stack.callback(posted.close)  # after the engine, whose workers read the board
     engine.begin_with(*await posted.post_first())
     await site.stack.enter_async_context(engine)

@@ -47,7 +47,6 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("engine/prefill", "prefill"),
     ("engine/weights", "publish"),
     ("engine/bind", "publish"),
-    ("engine/check", "publish"),
     ("engine/outputs", "publish"),
     ("decode", "decode"),
     ("prefill", "prefill"),

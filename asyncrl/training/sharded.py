@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import ShardedParameters
-from asyncrl.errors import ConfigError, DivergenceError, LifecycleError
+from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.copying import to_device
 from asyncrl.models.head.logprobs import HeadKernel, Spare, token_logprobs
@@ -303,25 +303,7 @@ class ShardedTrainer(TorchTrainer):
     def _advance(self) -> int:
         """All weights into the policy's modules: a collective. Then its version moves."""
         self.sharded.parameters.gather(self._served.write)
-        version = self.policy.advance()
-        self._check_copies()
-        return version
-
-    def _check_copies(self) -> None:
-        """Every rank holds the same weights now: a sum over the bits of some of them, which no order of summation changes,
-        is the same on all ranks. Errors: DivergenceError."""
-        working = self._served.working
-        sample = working[:: max(working.numel() // 65_536, 1)].contiguous()
-        bits = sample.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[sample.element_size()]).to(torch.int64)
-        places = torch.arange(1, bits.numel() + 1, device=bits.device)
-        table = torch.zeros(self.reducer.world_size, dtype=torch.float64)
-        table[self.reducer.rank] = float(int((bits * places).sum()) % (1 << 52))  # exact in float64
-        table = sum_over_ranks(self.reducer, table, self.policy.device)
-        if not bool((table == table[0]).all()):
-            raise DivergenceError(
-                f"version {self.version}: the ranks gathered different weights; their engines would sample from different "
-                "policies"
-            )
+        return self.policy.advance()
 
     def state_dict(self) -> dict[str, Any]:
         """As TorchTrainer's, with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0's

@@ -1,2 +1,1 @@
-"""How an engine comes to have version v, and how that is proved (`proof.py`): `shared.py` in one process, `posted.py` on a board
-for others."""
+"""How an engine comes to have version v of the weights: all of it is `sync.py`."""

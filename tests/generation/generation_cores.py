@@ -210,7 +210,7 @@ class Worker:
         self.server = server
 
     async def update_weights(self, version: int, half: int, outputs: Any) -> None:
-        await self.server.move(version, half, outputs)
+        await self.server.weights.move(version, half, outputs)
 
     def reads(self, half: int) -> bool:
         return False

@@ -28,7 +28,7 @@ from asyncrl.training.snapshot import Snapshot, take
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.transport.memory.board import Board
 from asyncrl.types import Generation, GenerationRequest, Group, Microbatch, Prompt, Ticket, Trajectory
-from asyncrl.weights.posted import PostedWeights
+from asyncrl.weights.sync import WeightPublisher
 
 pytestmark = [needs_vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -100,8 +100,8 @@ async def test_after_an_update_with_adapters_it_samples_what_a_fresh_vllm_sample
     try:
         async with opened_core("vllm", policy, plain) as made:
             server = Server(theirs, made.engine, made.lane, reader, producer)
-            posted = PostedWeights(policy, owner, Worker(server), made.lane)
-            await server.move(*await posted.post_first())
+            posted = WeightPublisher(policy, owner, Worker(server), made.lane)
+            await server.weights.move(*await posted.post_first())
             before = await generate_all(made.engine, asked)
             batch = batch_of(sampled, await generate_all(made.engine, sampled))
             await made.lane.run(lambda: train(core, batch), name="train")

@@ -70,7 +70,7 @@ async def said_of(
             made.cores[0].bind = lambda _, **__: way(made.cores[0], policy)
             version = change_weights(policy)
             owner.write(version % 2, version, policy.weights.working)
-            await server.move(version, version % 2, fixed_logprobs(policy))
+            await server.weights.move(version, version % 2, fixed_logprobs(policy))
             theirs.send({"last": 0})
             assert await ours.receive() == {"bound": version}
             return await ours.receive()

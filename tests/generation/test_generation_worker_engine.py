@@ -41,7 +41,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import SlabHalves
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
-from asyncrl.weights.posted import PostedWeights
+from asyncrl.weights.sync import WeightPublisher
 
 MODEL, REWARDS = (Path(__file__).parents[1] / f"runtime/runtime_{name}.py" for name in ("model", "rewards"))
 SOON = 60.0  # seconds: a bound for what other processes do, on a busy machine
@@ -52,7 +52,7 @@ class Opened:
     """An open engine with two workers or one, the policy whose weights they read, and its lane."""
 
     def __init__(
-        self, engine: WorkerEngine, posted: PostedWeights, policy: PolicyModel, tokenizer: Any, lane: ThreadLane
+        self, engine: WorkerEngine, posted: WeightPublisher, policy: PolicyModel, tokenizer: Any, lane: ThreadLane
     ) -> None:
         self.engine, self.posted = engine, posted
         self.policy, self.tokenizer, self.lane = policy, tokenizer, lane
@@ -100,7 +100,7 @@ async def opened(folder: Path, workers: int, kv_after_update: str, apart: bool =
     async with AsyncExitStack() as stack:
         lane = await stack.enter_async_context(ThreadLane("trainer", recorder))
         policy, tokenizer = await lane.run(lambda: load_policy(config.model, device, config.seed), name="load")
-        sampler = Sampler(policy, tokenizer, lane, 6 * CONTEXT, None)
+        sampler = Sampler(policy, tokenizer, lane, 6 * CONTEXT)
         site = Site(config, World.from_env(), device, recorder, stack, lambda _: None, folder / "workers")
         engine, posted = await open_workers(site, placement, sampler)
         yield Opened(engine, posted, policy, tokenizer, lane)

@@ -1,5 +1,5 @@
-"""What a worker does at a new version, on a real board: it answers at once, and its checks come round to every bucket. Where a
-device is late its lane goes on, and nobody is told of what has not happened yet."""
+"""What a worker does at a new version, on a real board: it answers at once. Where a device is late its lane goes on, and nobody is
+told of what has not happened yet."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import anyio
 import pytest
@@ -21,15 +21,12 @@ from transport_helpers import own_name
 from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.generation.worker.server import Server
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import BUCKET_BYTES, Board
-from asyncrl.transport.memory.halves import Looked, Passing, SlabHalves
-
-T = TypeVar("T")
-CHECKS = 3  # closures between two versions
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import Passing, SlabHalves
+from asyncrl.weights.sync import WeightReader
 
 
 def policy_of(served: bool) -> PolicyModel:
@@ -42,23 +39,19 @@ def policy_of(served: bool) -> PolicyModel:
 
 
 class Made:
-    """A server without requests, and what the node has of it."""
+    """A worker without requests, and what the node has of it."""
 
     def __init__(self, lane: ThreadLane, recorder: Recorder, boards: Boards) -> None:
         node, worker = socket.socketpair()
         self.node, self._line = Channel(node, "worker 0"), Channel(worker, "the node")
         engine = EmbeddedServing(policy_of(served=True), None, lane, recorder, max_sequences=1, max_context=8)
-        self.policy, self.weights, self.owner = engine.policy, boards.weights, boards.owner
-        producer: Any = None  # nothing is generated
-        self.server = Server(self._line, engine, lane, boards.reader, producer)
+        self.policy, self.weights, self.owner, self.lane = engine.policy, boards.weights, boards.owner, lane
+        self.reader = WeightReader(boards.reader, engine, lane, self._line.send)
 
-    async def move(self, version: int, *, damaged: int | None = None) -> None:
-        """`damaged`: a bucket in which a bit flips after it was written."""
+    async def move(self, version: int) -> None:
         half = version % 2
         self.owner.write(half, version, self.weights)
-        if damaged is not None:
-            self.owner.half(half).view(torch.uint8)[damaged * BUCKET_BYTES] ^= 1
-        await self.server.move(version, half, None)
+        await self.reader.move(version, half, None)
 
     def close(self) -> None:
         self.node.close()
@@ -104,7 +97,7 @@ async def test_the_answer_does_not_wait_for_the_next_closure(boards: Boards) -> 
     heard = threading.Event()
     async with opened(boards) as made, plain_task_group() as tasks:
         running = threading.Event()
-        lane: ThreadLane = made.server._lane
+        lane: ThreadLane = made.lane
 
         async def decode(wait_for: threading.Event) -> None:
             await lane.run(lambda: running.set() or wait_for.wait(60), name="engine/decode")
@@ -121,44 +114,6 @@ async def test_the_answer_does_not_wait_for_the_next_closure(boards: Boards) -> 
             assert await made.node.receive() == {"bound": 0}
         assert made.policy.version == 0 and not heard.is_set(), "the second decode step still runs"
         heard.set()
-
-
-class Restless(ThreadLane):
-    """A new version after every few checks: fewer than there are buckets."""
-
-    made: Made
-    checks = 0
-    damaged: int
-
-    async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
-        found = await super().run(fn, name=name, priority=priority, cost=cost)
-        if name == "engine/check":
-            self.checks += 1
-            if self.checks % CHECKS == 0:
-                await self.made.move(self.checks // CHECKS, damaged=self.damaged)
-        return found
-
-
-@pytest.mark.parametrize("bucket", [0, -1])
-async def test_every_bucket_is_checked_in_the_end_although_versions_are_faster(
-    boards: Boards, bucket: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.generation.worker.server._SLICE_S", 0.0)  # one bucket a closure
-    monkeypatch.setattr("asyncrl.transport.memory.halves._AT_ONCE", 1)
-    async with opened(boards, Restless) as made, plain_task_group() as tasks:
-        lane: Any = made.server._lane
-        buckets = made.owner.buckets
-        assert buckets > 2 * CHECKS
-        lane.made, lane.damaged = made, range(buckets)[bucket]
-        await made.move(0)
-        tasks.start_soon(made.server.check)
-        tasks.start_soon(made.move, 0)
-        with anyio.fail_after(20):
-            message: dict[str, Any] = {}
-            while "wrong" not in message:
-                message = await made.node.receive()
-        assert f"bucket {range(buckets)[bucket]} of the weights" in message["wrong"]
-        assert lane.checks <= 2 * buckets + CHECKS
 
 
 # -- a device that is late ---------------------------------------------------------------------------------------------
@@ -185,7 +140,7 @@ class Late:
 
 async def lane_goes_on(made: Made) -> int:
     """The thread of a closure that runs now."""
-    lane: ThreadLane = made.server._lane
+    lane: ThreadLane = made.lane
     with anyio.fail_after(30):
         return await lane.run(threading.get_ident, name="engine/decode")
 
@@ -241,25 +196,3 @@ async def test_nothing_is_read_of_a_copy_that_is_not_there_yet(boards: Boards) -
             assert await made.node.receive() == {"bound": 1}
         assert torch.equal(made.policy.weights.bound, boards.weights)
         assert made.policy.weights.bound.data_ptr() not in {boards.owner.half(half).data_ptr() for half in (0, 1)}
-
-
-@pytest.mark.parametrize("boards", ["slab", "copies"], indirect=True)
-async def test_a_check_is_waited_for_beside_the_lane_and_has_its_say(boards: Boards) -> None:
-    async with opened(boards) as made, plain_task_group() as tasks:
-        late, inspect = Late(), boards.reader._halves.inspect
-
-        def slowly(*given: Any) -> Looked:
-            return inspect(*given)._replace(passing=late.passing)
-
-        boards.reader._halves.inspect = slowly  # type: ignore[method-assign]
-        tasks.start_soon(made.server.check)
-        await wait_all_tasks_blocked()
-        await made.move(0, damaged=2)
-        assert await made.node.receive() == {"bound": 0}
-        await late.is_waited_for()
-        assert await lane_goes_on(made) not in late.threads
-        await heard_nothing(made)
-        late.come()
-        with anyio.fail_after(30):
-            message = await made.node.receive()
-        assert message == {"wrong": "bucket 2 of the weights of version 0 is not what the trainer wrote"}

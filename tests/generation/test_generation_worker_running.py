@@ -94,7 +94,7 @@ class Made:
         self.owner.write(half, version, self.trainer.weights.working)
 
     def tell(self, version: int, half: int) -> None:
-        self.server.tell(PostedVersion(version, half, fixed_logprobs(self.trainer)))
+        self.server.weights.set_target(PostedVersion(version, half, fixed_logprobs(self.trainer)))
 
     async def answer(self) -> dict[str, Any]:
         with anyio.fail_after(30):
@@ -125,8 +125,7 @@ async def opened(boards: list[Board], dtype: str = "float32", **options: Any) ->
         made = Made(lane, await asyncio.to_thread(Sides, dtype, boards), **options)
         try:
             async with made.engine, plain_task_group() as tasks:
-                tasks.start_soon(made.server.follow)
-                tasks.start_soon(made.server.check)
+                tasks.start_soon(made.server.weights.run)
                 made.write(0, 0)
                 made.tell(0, 0)
                 assert await made.answer() == {"bound": 0}

@@ -27,9 +27,8 @@ from asyncrl.models.loading import load_policy
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.reading import Outline, describe_rest, open_reader
 from asyncrl.runtime.placement import place
-from asyncrl.transport.memory import checksum
-from asyncrl.transport.memory.board import BUCKET_BYTES, Board
-from asyncrl.transport.memory.halves import SlabHalves, device_sums
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import SlabHalves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +39,7 @@ OTHERS = [0, pytest.param(1, marks=TWO)]  # where a worker is, whose trainer is 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples/quickstart.yaml"
 LATE = 400_000_000  # cycles: some 0.2 s on the device, in which nobody who waits rightly may have gone on
-ELEMENTS = 70 * BUCKET_BYTES // 4 + 64  # of float32: more buckets than are summed at a time, and a small one
+ELEMENTS = 4_587_584
 CARD = torch.device("cuda", 0)
 
 READER = """
@@ -57,8 +56,7 @@ for command in map(str.strip, sys.stdin):
     passing = board.fetch(index)
     if passing is not None:
         passing()
-    good = sum(board.check(index, bucket) for bucket in range(board.buckets))
-    print(board.version(index), good, float(board.half(index)[0]), float(board.half(index)[-1]), flush=True)
+    print(board.version(index), float(board.half(index).min()), float(board.half(index).max()), flush=True)
 """
 
 name = pytest.fixture(own_name, name="name")
@@ -75,13 +73,6 @@ def filled(value: float) -> torch.Tensor:
     return torch.full((ELEMENTS,), value, device=CARD)
 
 
-def test_the_device_finds_the_sums_of_the_host() -> None:
-    source = np.random.default_rng(0).integers(0, 256, 70 * BUCKET_BYTES + 64, np.uint8)
-    source[: 4 * BUCKET_BYTES] = 255  # the largest
-    found = device_sums(torch.from_numpy(source).to(CARD), BUCKET_BYTES).cpu().numpy().view(np.uint64)
-    assert np.array_equal(found, checksum.sums(source, BUCKET_BYTES))
-
-
 @pytest.mark.parametrize("other", ["", "cuda:0", pytest.param("cuda:1", marks=TWO)])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_version_is_named_only_once_it_is_there(board: Board, in_place: bool, other: str) -> None:
@@ -96,11 +87,12 @@ def test_a_version_is_named_only_once_it_is_there(board: Board, in_place: bool, 
             torch.cuda._sleep(LATE)
             source.add_(0.5)
             if in_place:
-                board.complete(half, version, board.cast(half, source.double()))
+                board.half(half).copy_(source.double())
+                board.write(half, version)
             else:
                 board.write(half, version, source)
             say(process, str(half))
-            assert line(process) == f"{version} {board.buckets} {version + 0.5} {version + 0.5}"
+            assert line(process) == f"{version} {version + 0.5} {version + 0.5}"
 
 
 def test_a_reader_has_left_a_half_when_its_device_has_and_waits_on_no_other_thread(board: Board) -> None:
@@ -132,12 +124,6 @@ def test_a_copy_is_fetched_beside_what_the_device_computes(name: str, other: int
                 torch.cuda.synchronize()
             assert reader.half(0).device == device and reader.half(0).eq(3).all()
             assert reader.half(0).data_ptr() != board.half(0).data_ptr()
-            looked = reader.inspect(0, 0, reader.buckets, 0.0)
-            assert looked.passing is not None
-            looked.passing()
-            assert looked.wrong() is None and 1 < looked.buckets < reader.buckets
-            reader.half(0)[5 * BUCKET_BYTES // 4] = 2.0
-            assert not reader.check(0, 5) and reader.check(0, 4) and board.check(0, 5)
 
 
 def test_the_memory_goes_with_the_board(name: str) -> None:

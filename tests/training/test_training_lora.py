@@ -96,11 +96,6 @@ def test_a_step_moves_the_adapters_and_the_merged_layers_and_nothing_else(dtype:
     moved = {name for name, p in policy.module.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "_proj" in name}
     assert {p.dtype for p in policy.module.parameters()} == {policy.dtype}
-    assert (
-        policy.lora is not None
-        and policy.lora.merged_agrees(1, policy.weights.bound)
-        and policy.packed_agrees(policy.version)
-    )
     # the reference is the model as it was at the start, adapters included
     assert not np.array_equal(core.compute_logprobs(microbatches()[0]), start)
     assert np.array_equal(core.compute_logprobs(microbatches()[0], "reference"), start)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from asyncrl.concurrency.lane import ThreadLane
-from asyncrl.concurrency.offload import offload
 from asyncrl.config.schema import Config
 from asyncrl.generation.vllm.engine import Choose, Made, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
@@ -21,15 +20,9 @@ from asyncrl.models.reading import Outline, open_reader
 from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import Passing
+from asyncrl.transport.memory.halves import passed
 
 from .serving import EmbeddedServing
-
-
-async def passed(passing: Passing) -> None:
-    """Wait for a device, on a thread: lane and loop go on."""
-    if passing is not None:
-        await offload(passing, "device")
 
 
 async def open_serving(

@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import socket
 import time
 import traceback
 from collections.abc import Sequence
-from functools import partial
 
 import anyio
 import torch
@@ -38,21 +36,19 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import schema_of
 from asyncrl.errors import ConfigError, GenerationError, OutOfMemory, RingFull
-from asyncrl.models.outputs import Comparisons
 from asyncrl.telemetry.parcels import pack
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import Looked, Passing
 from asyncrl.transport.queues.tensor_receive import TensorReceiver, attach_queue
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
+from asyncrl.weights.sync import WeightReader
 
-from .opening import open_serving, passed
+from .opening import open_serving
 from .serving import Serving
 from .wire import read_item, sequence_plan
 
 _REPORT_S = 0.1
-_SLICE_S = 0.001  # between two closures, so that nobody who generates sees it
 
 
 class Server:
@@ -68,18 +64,10 @@ class Server:
     ) -> None:
         self._control = control
         self._engine = engine
-        self._lane = lane
-        self._board = board
         self._producer = producer
-        self._recorder = engine.recorder
-        self._comparisons = Comparisons(engine.bound)
-        self._scopes: dict[int, anyio.CancelScope] = {}  # of the requests that it has, by number
-        self._halves = [board.half(0), board.half(1)]
-        self._half = -1  # what the modules read
-        self._moved = anyio.Event()
-        self._moving: PostedVersion | None = None
-        self._next: PostedVersion | None = None  # newer than that
-        self._told = anyio.Event()
+        self.weights = WeightReader(board, engine, lane, control.send)
+        # Of the requests that it has, by number.
+        self._scopes: dict[int, anyio.CancelScope] = {}
 
     async def take(self, requests: TensorReceiver, tasks: TaskGroup) -> None:
         """For ever: requests begin, those together that the node sent together, and those that were given up end."""
@@ -113,92 +101,14 @@ class Server:
             with contextlib.suppress(RingFull):  # the node is late: its own watchdog knows
                 return await self._producer.put(plan)
 
-    def tell(self, move: PostedVersion) -> None:
-        """The weights are these now; `follow` goes there. Told again what it is at: that is answered once."""
-        if self._moving is None or self._moving[:2] != move[:2]:
-            self._next = move
-            self._told.set()
-
-    async def follow(self) -> None:
-        """For ever: to the newest weights that the node has told of."""
-        while True:
-            await self._told.wait()
-            self._told = anyio.Event()
-            while self._next is not None:
-                self._moving, self._next = self._next, None
-                await self.move(*self._moving)
-                self._moving = None
-
-    async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """To these weights, between two closures. `outputs`: what has to come out, computed after the node has its answer."""
-        if self._board.copies and half != self._half:
-            await passed(await self._lane.run(partial(self._board.fetch, half), name="engine/fetch", priority=1))
-
-        def bind() -> tuple[int | None, Passing]:
-            found = self._board.version(half)
-            if found == version:
-                self._engine.move_to(self._halves[half], version)
-                self._half = half
-            return found, self._board.leave()
-
-        found, left = await self._lane.run(bind, name="engine/bind", priority=1)
-        if found != version:
-            return await self._say_wrong(f"the board holds version {found} where version {version} was announced")
-        # No closure that reads the other half is left, and the next one notices the version: the node need not wait for it. What
-        # closures of before have launched on a GPU is waited for here, beside those that follow.
-        await passed(left)
-        self._control.send({"bound": version})
-        self._moved.set()
-        self._moved = anyio.Event()
-        if outputs is not None:
-            await self._compare(version, outputs)
-
-    async def _compare(self, version: int, outputs: Sequence[float]) -> None:
-        theirs = [math.nan if each is None else each for each in outputs]  # JSON has no NaN
-        found, wrong = self._comparisons.judge(await self._engine.outputs(), theirs)
-        self._recorder.observe("weights/outputs_nats", found, reduce="max")
-        if wrong is not None:
-            await self._say_wrong(f"with the weights of version {version} it computes {wrong}")
-
-    async def check(self) -> None:
-        """For ever: after each move, every bucket that the modules read is compared with its checksum, some between two closures.
-
-        A large model may move on before all were: the next version goes on with the bucket after the last one."""
-        await self._moved.wait()
-        following, buckets = 0, self._board.buckets
-        while True:
-            moved = self._moved
-            version, left = self._engine.version, buckets
-            while left and not moved.is_set():
-                read, looked = await self._lane.run(partial(self._look, following, left), name="engine/check")
-                following, left = (following + looked.buckets) % buckets, left - looked.buckets
-                await passed(looked.passing)
-                bucket = looked.wrong()
-                if bucket is not None:
-                    return await self._say_wrong(
-                        f"bucket {bucket} of the weights of version {read} is not what the trainer wrote"
-                    )
-            if not left:
-                self._recorder.observe("weights/checked_version", version, reduce="min")
-            await moved.wait()
-
-    async def _say_wrong(self, text: str) -> None:
-        """The node ends the run, and us."""
-        self._control.send({"wrong": text})
-        await self._control.drain()
-
-    def _look(self, first: int, most: int) -> tuple[int, Looked]:
-        """On the lane, for `_SLICE_S`: the version that the modules read, and what is found of buckets of it."""
-        looked = self._board.inspect(self._half, first, min(most, self._board.buckets - first), _SLICE_S)
-        return self._engine.version, looked
-
     async def obey(self) -> None:
         """Until the node hangs up."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._control.receive()
                 if "weights" in message:
-                    self.tell(PostedVersion(int(message["weights"]), int(message["half"]), message["outputs"]))
+                    weights = PostedVersion(int(message["weights"]), int(message["half"]), message["outputs"])
+                    self.weights.set_target(weights)
 
 
 async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
@@ -252,8 +162,7 @@ async def serve(control: Channel) -> None:
             server = Server(control, engine, lane, board, producer)
             engines.append(engine)
             spawn(tasks, "requests", server.take, requests, tasks)
-            spawn(tasks, "moves of the weights", server.follow)
-            spawn(tasks, "checks of the weights", server.check)
+            spawn(tasks, "moves of the weights", server.weights.run)
             control.send({"ready": producer.identity.hex()})
             await server.obey()
             tasks.cancel_scope.cancel()

@@ -7,17 +7,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from asyncrl.generation.embedded.engine import EmbeddedEngine
-from asyncrl.models.outputs import BOUNDS, Bound, bound_of, fixed_logprobs
+from asyncrl.models.outputs import BOUNDS, bound_of, fixed_logprobs
 from asyncrl.models.routing import has_experts
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest
+from asyncrl.weights.sync import BoardEngine
 
 
-class Serving(Protocol):
-    """An engine whose weights lie on a weight board. `bound`: of how far its outputs may be off the trainer's."""
-
-    recorder: Recorder
-    bound: Bound
+class Serving(BoardEngine, Protocol):
+    """An engine that a worker serves requests with."""
 
     @property
     def version(self) -> int:
@@ -35,15 +32,6 @@ class Serving(Protocol):
 
     def statistics(self) -> dict[str, float]:
         """As `ports.Engine.statistics`."""
-        ...
-
-    def move_to(self, half: Tensor, version: int) -> None:
-        """Every later token comes from the weights in `half`, which are `version`, and nobody reads the other half. On the lane,
-        between two closures."""
-        ...
-
-    async def outputs(self) -> list[float]:
-        """Log-probs of the fixed row (models/outputs.py), computed with the weights that it samples from."""
         ...
 
 

@@ -5,7 +5,7 @@
   gradient buffer, so autograd accumulates in place.
 * matmul dtype narrower (bfloat16): module parameters are views of one working buffer, refreshed once per version; a hook
   adds each gradient to the float32 buffer as soon as autograd has accumulated it, and frees it. Where other processes read
-  the weights, the working copy lies in memory that they see, and each refresh may go to another place (`cast`).
+  the working copy, each refresh may go to another place (`target`).
 
 Parameters lie in registration order, so q/k/v and gate/up are adjacent and can be read as one matrix each.
 """
@@ -128,7 +128,6 @@ class FlatParameters(FlatWeights):
 
     grad: Tensor
     frozen: frozenset[str] = frozenset()
-    cast: Callable[[Tensor], Tensor] | None = None  # master -> the buffer that it was cast into; None: in place
 
     def __init__(
         self,
@@ -145,7 +144,11 @@ class FlatParameters(FlatWeights):
         self.grad = torch.zeros(size, dtype=self.master_dtype, device=device)
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
-        self.bound = self.working  # the buffer that the modules read now
+        # The buffer that the modules read now.
+        self.bound = self.working
+        # Where the next refresh puts the working copy, and the modules read it from then on. None: memory of its own.
+        self.target: Tensor | None = self.working
+        self._own: Tensor | None = None
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter.data)
         self.refresh()
@@ -171,9 +174,14 @@ class FlatParameters(FlatWeights):
     def refresh(self) -> None:
         """Master -> working copy. Nothing to do where the modules hold the masters themselves."""
         if self.has_working_copy:
-            buffer = self.working.copy_(self.master) if self.cast is None else self.cast(self.master)
-            if buffer is not self.working:
-                self.move_to(buffer)
+            target = self.target
+            if target is None:
+                self._own = target = torch.empty_like(self.working) if self._own is None else self._own
+            else:
+                self._own = None
+            target.copy_(self.master)
+            if target is not self.working:
+                self.move_to(target)
         self._generation += 1
 
     def zero_grad(self) -> None:

@@ -172,14 +172,6 @@ class LoraParameters(FlatParameters):
         whole_EOI = torch.baddbmm(target.stacked(base).to(self.master_dtype), b_EOr, a_ErI, alpha=self.scale)
         return (whole_EOI.transpose(1, 2) if target.transposed else whole_EOI).reshape(base.shape).to(base.dtype)
 
-    @torch.no_grad()
-    def merged_agrees(self, version: int, merged: Tensor) -> bool:
-        """Whether a buffer of the modules' layout holds what the masters say: the same products again, of the first layer and of
-        one more, which `version` chooses."""
-        numbers = {0, version % len(self._places)}
-        read = self.weights.view
-        return all(torch.equal(self._merged(n), read(merged, self._places[n])) for n in numbers)
-
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
         """As `FlatParameters.load_masters`. Errors: ConfigError for adapters of another rank."""
         for name, master in self.named_masters():

@@ -25,7 +25,6 @@ from .flat import FlatWeights, add_wider_
 
 # The layout does not depend on it between 16 and 1,024 rows (measured).
 _ROWS_HINT = 64
-_ROWS, _COLUMNS = 32, 16  # of each weight: a copy is known by them; a look costs what its cache misses cost
 
 
 @cache
@@ -56,13 +55,6 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-def _spread(start: int, shape: tuple[int, ...]) -> Tensor:
-    """Positions of some rows of a parameter that begins at `start`, and of a few columns in each."""
-    rows, width = shape[0], torch.Size(shape[1:]).numel()
-    chosen = torch.arange(0, rows, max(rows // _ROWS, 1)) * width
-    return (start + chosen[:, None] + torch.arange(min(width, _COLUMNS))).flatten()
-
-
 class JoinedLinear:
     """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Lives on the lane."""
 
@@ -82,9 +74,6 @@ class JoinedLinear:
         )
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
-        self._sample: Tensor | None = None  # of the weights, when the copies were made
-        positions = [_spread(flat.offsets[place], flat.shapes[place]) for place in self._copied]
-        self._positions = torch.cat(positions).to(flat.bound.device)
         self._stamp: Any = None
 
     def weight(self) -> Tensor:
@@ -123,26 +112,7 @@ class JoinedLinear:
             self._bias = bias
         if self._pack and bound is self.flat.working:
             self._packed = pack(self.weight())
-        copied = self._packed is not None or len(self.biases) > 1
-        self._sample = self._sampled() if copied else None
         self._stamp = stamp
-
-    def is_fresh(self) -> bool:
-        """Whether the copies, where there are any, were made of the weights as they are: sampled positions, exactly. (A product
-        could not tell the weights of one version from those of the next.)"""
-        if self._sample is None or self._stamp != self.flat.stamp(self._copied):
-            return True  # they are made anew before the next product
-        return torch.equal(self._sample, self._sampled())
-
-    def _sampled(self) -> Tensor:
-        return self.flat.bound.index_select(0, self._positions)
-
-    def agrees(self) -> bool:
-        """Whether the product is that of the weights as they are: a proof by output, on one row."""
-        x = torch.linspace(-1, 2, self.inputs, dtype=self.flat.bound.dtype, device=self.flat.bound.device).unsqueeze(0)
-        got, expected = self(x).double(), F.linear(x, self.weight(), self._bias).double()
-        tolerance = 2e-2 if x.dtype == torch.bfloat16 else 1e-4
-        return bool((got - expected).norm() <= tolerance * expected.norm())
 
     def backward(self, grad_NO: Tensor, x_NI: Tensor, out_NI: Tensor) -> None:
         """Adds the gradients of weights and biases to the flat gradient; `out_NI` becomes that of the input."""

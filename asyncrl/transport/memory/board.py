@@ -3,21 +3,21 @@
     with Board.create(elements, dtype, layout) as board:         a child that was started with `pass_fds=[board.fd]`:
         board.write(0, version, weights)                             board = Board.attach(description, fd, layout)
         start a worker with board.description, board.fd              modules read board.half(0), where it lies
-        board.write(1, version + 1, weights)                         board.check(0, bucket)
+        board.write(1, version + 1, weights)                         board.version(0)
 
 Guarantees
 * A memfd: it has no name anywhere, so whoever dies, in whatever way, nothing is left. Its size is sealed.
 * Its pages are there from the beginning: a full machine is an error with figures here, not a SIGBUS later.
 * Who attaches cannot write: the mapping is read-only, and so is every other one that could be made of the descriptor. A write
   into a tensor of `half` ends that process (SIGSEGV) and changes nothing.
-* A half says which version it holds, with a checksum for every bucket; while it is written, and before, it says none. That word
-  is cleared first and stored last, and x86-64 keeps the order (`words`, `checksum.c`).
+* A half says which version it holds; while it is written, and before, it says none. That word is cleared first and stored last,
+  and x86-64 keeps the order (`words`).
 
-On a GPU the halves are one slab (`halves.py`), exported once and opened once by each reader; versions and checksums lie in the
-memfd all the same. What is different there: readers could write, and the slab's table has a name until its owner or the next run
-removes it (`generation/worker/names.py`).
+On a GPU the halves are one slab (`halves.py`), exported once and opened once by each reader; versions lie in the memfd all the
+same. What is different there: readers could write, and the slab's table has a name until its owner or the next run removes it
+(`generation/worker/names.py`).
 
-What it does not know: who reads. Whoever writes has to know that nobody reads that half any more (weights/posted.py).
+The board does not know who reads. Whoever writes has to know that nobody reads that half any more (weights/sync.py).
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ...errors import LifecycleError, OutOfMemory, TransportError
-from .checksum import STEP, Bytes, Sums
-from .halves import BUCKET_BYTES, HostHalves, Looked, Passing, SlabHalves
+from .halves import HostHalves, Passing, SlabHalves, mark
 from .segment import check_platform
 from .words import Words, fault
 
 _MAGIC = b"asyncrlB"
 _HEAD = struct.Struct("<8s16s")  # magic, and 16 random bytes: which board it is
-_VERSIONS_AT, _SUMS_AT = 64, 128
+_VERSIONS_AT = 64
+# Bytes: the size of a half is a multiple, so that each row of a copy is aligned.
+_STEP = 64
 _PAGE = 4096
 _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1: no other writable mapping but the one that there is
 
@@ -79,15 +81,11 @@ class Board:
         self.elements, self.dtype, self.layout = elements, dtype, layout
         self.owner = owner
         self.nbytes = elements * dtype.itemsize  # of a half
-        self.buckets = -(-self.nbytes // BUCKET_BYTES)
         self._token = token
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if owner else 0)
         total = _total_of(self.nbytes, slab is not None)
         self._map = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
         self._versions = Words(memoryview(self._map), _VERSIONS_AT, 2, "board.version")  # version + 1; 0: none
-        count = 4 * self.buckets
-        sums = self._bytes(_SUMS_AT, 8 * count).view(np.uint64)
-        self._sums = sums.reshape(2, self.buckets, 2)
         self._slab, self._halves = slab, slab or self._behind()
 
     # -- the two ways in
@@ -100,8 +98,8 @@ class Board:
         Errors: OutOfMemory with figures, PlatformError.
         """
         check_platform()
-        if elements < 1 or elements * dtype.itemsize % STEP:
-            raise ValueError(f"a weight board of {elements} x {dtype}: its bytes must be a multiple of {STEP}")
+        if elements < 1 or elements * dtype.itemsize % _STEP:
+            raise ValueError(f"a weight board of {elements} x {dtype}: its bytes must be a multiple of {_STEP}")
         token = os.urandom(16)
         fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -163,36 +161,24 @@ class Board:
 
     # -- the owner's side
 
-    def write(self, index: int, version: int, source: Tensor, threads: int = 1) -> None:
-        """Copy a flat buffer into a half that nobody reads, with its checksums; then the half is `version`. Blocks."""
-        self._require_owner("write")
-        self._require_fit(source, self.dtype)
-        self._name(index, version, lambda: self._halves.copy(index, source.detach(), threads))
-
-    def cast(self, index: int, source: Tensor, threads: int = 1) -> Callable[[], Sums]:
-        """Cast a flat buffer of another dtype into a half that nobody reads, and says that it holds no version. Returns what gives
-        its checksums, for `complete`. Blocks; on a device it is launched."""
+    def write(self, index: int, version: int, source: Tensor | None = None) -> None:
+        """The half, which nobody reads, is `version` from now on: a copy of `source`, a flat buffer; without one, what the owner
+        has put into `half(index)` by itself since `clear`. Waits for the device. Errors: ValueError for another form."""
         self.clear(index)
-        self._require_fit(source, source.dtype)
-        return self._halves.cast(index, source.detach(), threads)
-
-    def complete(self, index: int, version: int, sums: Callable[[], Sums]) -> None:
-        """As `write`, of weights that the owner has put into `half(index)` by itself, since `clear`: nothing is copied. `sums`
-        gives the checksums [buckets, 2] of what was put there: those of what lies there now prove nothing of the time between."""
-        self._require_owner("complete")
-        self._name(index, version, sums)
-
-    def _name(self, index: int, version: int, fill: Callable[[], Sums]) -> None:
         if version < 0:
             raise ValueError(f"version {version} must not be negative")
-        self._versions.store(index, 0)
-        self._sums[index] = fill()
+        if source is not None:
+            self._require_fit(source)
+            self.half(index).copy_(source.detach())
+        done = mark(self._halves.device)
+        if done is not None:
+            done()
         fault("board.written")
         self._versions.store(index, version + 1)
 
     def clear(self, index: int) -> None:
         """What the half holds is not to be used: it says that it holds no version. From then on the owner may write into it."""
-        self._require_owner("clear")
+        self._require_owner()
         self._versions.store(index, 0)
 
     # -- everybody's side
@@ -224,31 +210,12 @@ class Board:
         stored = self._versions[index]
         return stored - 1 if stored else None
 
-    def check(self, index: int, bucket: int) -> bool:
-        """Whether a bucket holds what was written into it: computed again from what this process reads. Waits for the device; on
-        the CPU it takes under 0.3 ms."""
-        looked = self.inspect(index, bucket, 1, 0.0)
-        if looked.passing is not None:
-            looked.passing()
-        return looked.wrong() is None
-
-    def inspect(self, index: int, first: int, most: int, seconds: float) -> Looked:
-        """As `check`, of up to `most` buckets from `first` on, round the end: as many as `seconds` are enough for, or one. Does not
-        wait for the device."""
-        self._check_open()
-        if not 0 <= first < self.buckets:
-            raise IndexError(f"bucket {first} of a weight board with {self.buckets}")
-        if not self._versions[index]:
-            return Looked(1, None, lambda: first)  # it holds no version
-        return self._halves.inspect(index, first, most, self._sums[index], seconds)
-
     def close(self) -> None:
         """Let go of it; where tensors of a half are still held, the memory stays until they are gone. Twice is fine."""
         if self.fd < 0:
             return
         self._versions.release()
         self._halves.close()
-        del self._sums
         with contextlib.suppress(BufferError):
             self._map.close()
         del self._map  # tensors keep it
@@ -261,20 +228,18 @@ class Board:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _bytes(self, start: int, size: int) -> Bytes:
-        return np.asarray(_Base(self._map, start, size))
-
     def _behind(self) -> HostHalves:
-        first, apart = _first_half(self.buckets), _pages(self.nbytes)
-        return HostHalves([self._bytes(first + index * apart, self.nbytes) for index in (0, 1)], self.dtype)
+        starts = (_PAGE, _PAGE + _pages(self.nbytes))
+        lying: list[npt.NDArray[np.uint8]] = [np.asarray(_Base(self._map, start, self.nbytes)) for start in starts]
+        return HostHalves(lying, self.dtype)
 
     def _check_open(self) -> None:
         if self.fd < 0:
             raise LifecycleError("the weight board is closed")
 
-    def _require_fit(self, source: Tensor, dtype: torch.dtype) -> None:
+    def _require_fit(self, source: Tensor) -> None:
         where = self._halves.device
-        if source.shape != (self.elements,) or source.dtype != dtype or source.device != where:
+        if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != where:
             raise ValueError(
                 f"the weight board holds {self.elements} x {self.dtype} on {where}; found {tuple(source.shape)} x "
                 f"{source.dtype} on {source.device}"
@@ -282,23 +247,19 @@ class Board:
         if not source.is_contiguous():
             raise ValueError("the weights for the board must be contiguous")
 
-    def _require_owner(self, what: str) -> None:
+    def _require_owner(self) -> None:
         self._check_open()
         if not self.owner:
-            raise LifecycleError(f"{what}: only the process that created a weight board changes it")
+            raise LifecycleError("only the process that created a weight board changes it")
 
 
 def _pages(size: int) -> int:
     return (size + _PAGE - 1) & -_PAGE
 
 
-def _first_half(buckets: int) -> int:
-    return _pages(_SUMS_AT + 32 * buckets)
-
-
 def _total_of(nbytes: int, elsewhere: bool) -> int:
     """`elsewhere`: the halves are not behind the descriptor."""
-    return _first_half(-(-nbytes // BUCKET_BYTES)) + (0 if elsewhere else 2 * _pages(nbytes))
+    return _PAGE + (0 if elsewhere else 2 * _pages(nbytes))
 
 
 def _allocate(fd: int, total: int) -> None:

@@ -1,7 +1,7 @@
 """`child.py weights`: what requests in flight see of new weights, in a run with one worker whose trainer does nothing else.
 
 Each turn asks for all groups at once. When every sequence has some tokens, the weights are changed on the trainer's lane as the
-optimizer's closure would, and the run's own sink brings them to the worker: proof, copy onto the board, proof of the copy, the
+optimizer's closure would, and the run's own sink brings them to the worker: checks, copy onto the board, fixed row, the
 worker's move between two of its steps, its answer. What requests see is read from the worker's lane: whatever lies
 between the ends of two of its steps.
 """

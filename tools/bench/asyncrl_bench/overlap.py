@@ -166,7 +166,7 @@ def hand_overs(moves: Mapping[str, float], size: int) -> list[str]:
         "decode": "a decode step",
         "decode_after": "the first one after the move",
         "to_write": "from the optimizer's end until the copy begins",
-        "write": "proof, copy with checksums, proof of the copy",
+        "write": "checks of the modules, copy, fixed row",
         "to_bind": "until the worker's closure has ended that it was in",
         "to_answer": "from the worker's move until the publish pump goes on",
         "total": "from the optimizer's end until the publish pump goes on",

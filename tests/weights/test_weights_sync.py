@@ -1,12 +1,12 @@
-"""Weights on the board: what readers find there, what is never written over, and every fault between trainer and half."""
+"""Weights on the board: what workers find there, what is never written over, and the faults between trainer and worker."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,152 +14,20 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transport_helpers import own_name
-from weights_helpers import KINDS, Trained, batch_of, module_of, own_lane, trained
+from weights_helpers import KINDS, Case, Trained, batch_of, logits, module_of, opened, trained
 
 from asyncrl.algorithms.registry import build_loss
-from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, LifecycleError
-from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.outputs import BOUNDS, bound_of, fixed_logprobs
 from asyncrl.models.policy import PolicyModel
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.checksum import Sums
-from asyncrl.transport.memory.halves import SlabHalves
-from asyncrl.types import Microbatch, PostedVersion
-from asyncrl.weights.posted import PostedWeights
+from asyncrl.types import Microbatch
+from asyncrl.weights.sync import SharedWeights, WeightPublisher, WeightReader
 
 name = pytest.fixture(own_name, name="name")
-
-
-class Guarded(Board):
-    """A board that knows which halves somebody may look at."""
-
-    in_use: set[int]
-
-    def write(self, index: int, version: int, source: Tensor, threads: int = 1) -> None:
-        self.require_unread(index)
-        super().write(index, version, source, threads)
-
-    def complete(self, index: int, version: int, sums: Callable[[], Sums]) -> None:
-        self.require_unread(index)
-        super().complete(index, version, sums)
-
-    def clear(self, index: int) -> None:
-        """Whoever writes into a half by itself does this first."""
-        self.require_unread(index)
-        super().clear(index)
-
-    def require_unread(self, index: int) -> None:
-        assert index not in self.in_use, f"half {index} is written while a reader may read it"
-
-    def is_whole(self, index: int) -> bool:
-        return all(self.check(index, bucket) for bucket in range(self.buckets))
-
-
-class Readers:
-    """Two readers, the second of which may take its time or fail. Each looks at a half from when it is told until it moves."""
-
-    def __init__(self, board: Guarded) -> None:
-        self.board = board
-        self.at = [0, 0]
-        self.asked: list[tuple[int, int]] = []
-        self.seen: dict[int, Tensor] = {}
-        self.second_waits: asyncio.Event | None = None
-        self.pinned: asyncio.Event | None = None  # the second one is, until then
-        self.error: Exception | None = None
-        self.waiting = asyncio.Event()
-
-    def start(self, posted: PostedVersion) -> None:
-        self.at = [posted.half, posted.half]
-        self._look(posted.version, posted.half)
-        self.outputs = [posted.outputs]
-
-    def reads(self, half: int) -> bool:
-        return self.pinned is not None and self.at[1] == half
-
-    async def left(self, half: int) -> None:
-        while self.reads(half):
-            assert self.pinned is not None
-            self.waiting.set()
-            await self.pinned.wait()
-            self.pinned = None
-            self._move(1, self.at[0])
-
-    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        self.outputs.append(outputs)
-        self.asked.append((version, half))
-        self._move(0, half)
-        if self.second_waits is not None:
-            self.waiting.set()
-            await self.second_waits.wait()
-        if self.error is not None:
-            raise self.error
-        if self.pinned is None:
-            self._move(1, half)
-        self._look(version, half)
-
-    def _move(self, reader: int, half: int) -> None:
-        self.at[reader] = half
-        self.board.in_use = set(self.at)
-
-    def _look(self, version: int, half: int) -> None:
-        self.board.in_use = set(self.at)
-        assert self.board.version(half) == version
-        assert self.board.is_whole(half)
-        self.seen[version] = self.board.half(half).clone()
-
-
-class Case:
-    def __init__(self, trained: Trained, board: Guarded, lane: ThreadLane) -> None:
-        self.trained, self.policy, self.board, self.lane = trained, trained.policy, board, lane
-        self.readers = Readers(board)
-        self.sink = PostedWeights(trained.policy, board, self.readers, lane, trained.shards)
-
-    async def start(self) -> None:
-        self.readers.start(await self.sink.post_first())
-
-    async def step(self) -> int:
-        """What somebody reads is as it was written, and the modules read the masters of now, wherever."""
-        version = await self.lane.run(self.trained.step, name="step")
-        assert all(self.board.is_whole(half) for half in self.board.in_use)
-        assert self.policy.weights.strays() == [] and self.policy.packed_agrees(version)
-        return version
-
-    def weights(self) -> Tensor:
-        return self.policy.weights.bound.clone()
-
-    @property
-    def place(self) -> int | None:
-        """The half that the trainer's modules read; None: memory of their own."""
-        at = {self.board.half(half).data_ptr(): half for half in (0, 1)}
-        return at.get(self.policy.weights.parameters[0].data_ptr())
-
-
-@torch.no_grad()
-def logits(policy: PolicyModel) -> Tensor:
-    tokens = torch.arange(1, 18)
-    return policy.logits(policy.hidden(tokens, torch.arange(17), TreePlan([0], [17])))
-
-
-def create(policy: PolicyModel, slab: str | None) -> Guarded:
-    weights = policy.weights
-    halves = slab and SlabHalves.create(slab, weights.size, policy.dtype, policy.device)
-    return Guarded.create(weights.size, policy.dtype, weights.layout_digest(), halves or None)
-
-
-@asynccontextmanager
-async def opened(kind: str = "float32", *, version: int = 0, slab: str | None = None) -> AsyncIterator[Case]:
-    """`slab`: the name of one in which the halves are to lie."""
-    case = trained(kind)
-    case.policy.version = version
-    board = await asyncio.to_thread(create, case.policy, slab)
-    board.in_use = set()
-    try:
-        async with own_lane() as lane:
-            yield Case(case, board, lane)
-    finally:
-        await asyncio.to_thread(board.close)
 
 
 @pytest.mark.parametrize("on_a_slab", [False, True], ids=["file", "slab"])
@@ -246,14 +114,13 @@ async def test_cancelled_while_it_writes_nobody_was_told_and_the_half_is_written
         await case.start()
         await case.step()
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
-        name = "complete" if kind == "bfloat16" else "write"
-        write = getattr(case.board, name)
+        write = case.board.write
 
         def slow(*arguments: Any) -> None:
             loop.call_soon_threadsafe(begun.set)
             write(*arguments)
 
-        setattr(case.board, name, slow)  # it tells when it begins
+        case.board.write = slow  # type: ignore[method-assign]  # it says when it begins
         task = asyncio.create_task(case.sink.update_weights(1))
         await begun.wait()
         task.cancel()
@@ -316,10 +183,11 @@ async def test_who_waits_until_a_pinned_reader_has_left_casts_into_its_half_and_
         assert not task.done() and case.place == 1
         end.set()
         await task
-        case.board.write = None  # type: ignore[method-assign, assignment]  # nobody copies
+        copied = case.board.copied
         await case.step()
         assert case.place == 0
         await case.sink.update_weights(2)
+        assert case.board.copied == copied
         assert readers.asked == [(1, 1), (2, 0)] and torch.equal(readers.seen[2], case.weights())
 
 
@@ -352,7 +220,7 @@ async def test_a_working_copy_is_a_half_of_the_board_and_is_never_copied(on_a_sl
         await case.start()
         gc.collect()
         assert case.place == 0 and private.expired()
-        case.board.write = None  # type: ignore[method-assign, assignment]  # nobody copies any more
+        copied = case.board.copied
         for version in range(1, 5):
             for _ in range(version):  # some versions are not published: they lie in the same half
                 newest = await case.step()
@@ -360,6 +228,7 @@ async def test_a_working_copy_is_a_half_of_the_board_and_is_never_copied(on_a_sl
             await case.sink.update_weights(newest)
             assert case.readers.asked[-1] == (newest, version % 2)
             assert torch.equal(case.readers.seen[newest], case.policy.flat.master.bfloat16())
+        assert case.board.copied == copied
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bfloat16"])
@@ -433,7 +302,6 @@ async def test_the_trainer_computes_the_same_bits_with_a_board_and_without() -> 
         trainer.train_microbatch(batch)
         gradient = trainer.policy.flat.grad.clone()
         trainer.finish_train_step()
-        assert trainer.policy.packed_agrees(trainer.version)
         found = [trainer.compute_logprobs(batch), trainer.compute_logprobs(batch, "reference")]
         found.append(trainer.compute_entropies(batch))
         return [gradient, trainer.policy.flat.master.clone(), *map(torch.from_numpy, found)]
@@ -484,65 +352,175 @@ async def test_after_the_end_the_modules_keep_their_half_and_go_on_in_it() -> No
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def skipped(board: Board, index: int, version: int, source: Tensor) -> None:
-    """Nothing is written, and the half says that it was."""
-    board._versions.store(index, version + 1)
+class Worker:
+    """A worker's engine and its end of the board, in this process. `sent`: what the node gets."""
+
+    def __init__(self, case: Case) -> None:
+        policy = PolicyModel(module_of(seed=9), str(case.policy.dtype).removeprefix("torch."), served=True)
+        self.recorder, self.bound = Recorder(max_events=0), bound_of(BOUNDS, policy.dtype, False)
+        self.policy, self.lane, self.sent = policy, case.lane, list[Any]()
+        self.move_to = policy.move_to
+        self.board, self.fault = case.board, right
+        self.reader = WeightReader(case.board, self, case.lane, self.sent.append)
+
+    async def outputs(self) -> list[float]:
+        return await self.lane.run(lambda: fixed_logprobs(self.policy), name="outputs")
+
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        self.fault(self.board, half)
+        await self.reader.move(version, half, outputs)
+
+    def reads(self, half: int) -> bool:
+        return False
+
+    async def left(self, half: int) -> None:
+        return None
 
 
-def corrupted(board: Board, index: int, version: int, source: Tensor) -> None:
+def right(board: Board, half: int) -> None:
+    pass
+
+
+def corrupted(board: Board, half: int) -> None:
     """One small tensor of it: the last norm."""
-    Board.write(board, index, version, source)
-    board.half(index)[-64:].mul_(2)
+    board.half(half)[-64:].mul_(2)
 
 
-def cut_short(board: Board, index: int, version: int, source: Tensor) -> None:
-    whole = source.clone()
-    whole[source.numel() // 2 :] = board.half(1 - index)[source.numel() // 2 :]  # the version before
-    Board.write(board, index, version, whole)
+def cut_short(board: Board, half: int) -> None:
+    middle = board.elements // 2
+    board.half(half)[middle:] = board.half(1 - half)[middle:]
 
 
-def misnamed(board: Board, index: int, version: int, source: Tensor) -> None:
-    Board.write(board, index, version - 1, source)
+def of_the_version_before(board: Board, half: int) -> None:
+    board.half(half).copy_(board.half(1 - half))
 
 
-def not_a_number(board: Board, index: int, version: int, source: Tensor) -> None:
-    Board.write(board, index, version, torch.full_like(source, float("nan")))
+def not_a_number(board: Board, half: int) -> None:
+    board.half(half)[-64:] = float("nan")
 
 
-FAULTS = (skipped, corrupted, cut_short, misnamed, not_a_number)
-# Not "skipped" of what lies there already: the weights are right, and that their checksums are not, readers see.
-CASES = [(kind, fault) for kind in KINDS for fault in FAULTS if (kind, fault) != ("bfloat16", skipped)]
+def not_named(board: Board, half: int) -> None:
+    board.clear(half)
 
 
-@pytest.mark.parametrize("on_a_slab", [False, True], ids=["file", "slab"])
-@pytest.mark.parametrize(("kind", "fault"), CASES, ids=[f"{kind}-{fault.__name__}" for kind, fault in CASES])
-async def test_a_half_that_is_not_the_version_ends_the_run_and_no_reader_is_told(
-    kind: str, fault: Callable[[Board, int, int, Tensor], None], on_a_slab: bool, name: str
+def misnamed(board: Board, half: int) -> None:
+    Board.write(board, half, 1)
+
+
+FAULTS = {
+    right: "", corrupted: "fixed row", cut_short: "fixed row", of_the_version_before: "fixed row", not_a_number: "nan nats off",
+    not_named: "holds version None where version 2 was announced", misnamed: "holds version 1 where version 2 was announced",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    ("kind", "on_a_slab"), [*((kind, False) for kind in KINDS), ("bfloat16", True)], ids=[*KINDS, "slab"]
+)
+async def test_a_worker_tells_the_node_of_weights_that_are_not_the_trainers(
+    kind: str, on_a_slab: bool, fault: Callable[[Board, int], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("asyncrl.weights.sync.OUTPUTS_SHARE", math.inf)
     async with opened(kind, slab=name if on_a_slab else None) as case:
+        worker = Worker(case)
+        sink = WeightPublisher(case.policy, case.board, worker, case.lane)
+        await worker.reader.move(*await sink.post_first())
+        for version in (1, 2):
+            await case.lane.run(case.trained.step, name="step")
+            worker.fault = fault if version == 2 else right
+            await sink.update_weights(version)
+        names_another = fault in (not_named, misnamed)
+        assert worker.sent[:2] == [{"bound": 0}, {"bound": 1}]
+        assert worker.sent[2:3] == [{"bound": 2}] or names_another
+        wrong = [message["wrong"] for message in worker.sent if "wrong" in message]
+        assert len(wrong) == bool(FAULTS[fault]) and all(FAULTS[fault] in text for text in wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_half_that_was_not_written_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, and holds another version; where the trainer's modules read the half, their weights are not the masters'."""
+    monkeypatch.setattr("asyncrl.weights.sync.OUTPUTS_SHARE", math.inf)
+    async with opened(kind) as case:
+        worker = Worker(case)
+        sink = WeightPublisher(case.policy, case.board, worker, case.lane)
+        await worker.reader.move(*await sink.post_first())
+        in_place = kind == "bfloat16"
+        await case.lane.run(lambda: case.trained.step(refresh=not in_place), name="step")
+        case.board.write = lambda index, version, source=None: Board.write(case.board, index, version)  # type: ignore[method-assign]  # the fault
+        if in_place:
+            with pytest.raises(DivergenceError, match="not those that the optimizer has made"):
+                await sink.update_weights(1)
+            return
+        await sink.update_weights(1)
+        assert worker.sent[1] == {"bound": 1} and "fixed row" in worker.sent[2]["wrong"]
+
+
+class Engine:
+    """What acknowledges: it writes down what it was told."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def update_weights(self, version: int) -> None:
+        self.versions.append(version)
+
+
+def rebound(case: Trained) -> None:
+    parameter = case.policy.weights.parameters[5]
+    parameter.data = parameter.data.clone()
+
+
+def moved_view(case: Trained) -> None:
+    weights = case.policy.weights
+    weights.parameters[-1].data = weights.view(weights.working, 0).flatten()[: weights.parameters[-1].numel()]
+
+
+def older_buffer(case: Trained) -> None:
+    case.policy.weights.bind(case.policy.weights.working.clone())
+
+
+def lies(case: Trained) -> None:
+    case.policy.version -= 1
+
+
+def spoiled(case: Trained) -> None:
+    case.policy.weights.view(case.policy.weights.working, 7).data.fill_(float("nan"))
+
+
+PLANTS = {
+    rebound: "no longer reads the flat buffer", moved_view: "no longer reads the flat buffer",
+    older_buffer: "no longer reads the flat buffer", lies: "at version 0, not yet at 1", spoiled: "NaN or infinite",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_modules_that_are_not_at_the_version_end_the_run_before_anybody_is_told(
+    kind: str, plant: Callable[[Trained], None]
+) -> None:
+    """With an engine that shares them, and with a board, of which nothing changes."""
+    async with opened(kind) as case:
         await case.start()
-        await case.sink.update_weights(await case.step())
-        told = list(case.readers.asked)
+        engine = Engine()
+        shared = SharedWeights(case.policy, engine, case.lane)
         await case.step()
-        board = case.board
-        working = case.policy.weights.working
-        board.write = lambda index, version, source, threads: fault(board, index, version, source)  # type: ignore[method-assign, assignment]  # the fault
-        board.complete = lambda index, version, threads: fault(board, index, version, working)  # type: ignore[method-assign, assignment]  # the fault
-        with pytest.raises(DivergenceError, match=r"differ from the trainer's|says that it holds|NaN|not the base"):
-            await case.sink.update_weights(2)
-        assert case.readers.asked == told and case.sink.current[:2] == (1, 1)
-        assert case.board.version(0) is None
+        await shared.update_weights(1)
+        assert engine.versions == [1]
+        await case.lane.run(lambda: plant(case.trained), name="plant")
+        for sink in (shared, case.sink):
+            with pytest.raises(DivergenceError, match=PLANTS[plant]) as caught:
+                await sink.update_weights(1)
+            assert caught.value.spoiled == (plant is spoiled)
+        assert engine.versions == [1] and case.readers.asked == []
+        assert (case.board.version(0), case.board.version(1)) == (0, None)
 
 
-async def test_modules_that_are_stale_are_not_posted() -> None:
-    async with opened("bfloat16") as case:
-        await case.start()
-        await case.lane.run(lambda: case.trained.step(refresh=False), name="step")
-        with pytest.raises(DivergenceError, match="sampled weights"):
-            await case.sink.update_weights(1)
-        with pytest.raises(DivergenceError, match="not yet at 9"):
-            await case.sink.update_weights(9)
-        assert case.readers.asked == [] and (case.board.version(0), case.board.version(1)) == (0, None)
+async def test_an_adapter_that_was_rebound_ends_the_run() -> None:
+    async with opened("lora float32") as case:
+        parameter = case.policy.flat.parameters[3]
+        parameter.data = parameter.data.clone()
+        with pytest.raises(DivergenceError, match=r"lora_B.*no longer reads"):
+            await SharedWeights(case.policy, Engine(), case.lane).update_weights(0)
 
 
 async def test_nothing_is_published_before_the_first_version_and_that_one_comes_once() -> None:
@@ -558,4 +536,4 @@ async def test_a_board_of_another_layout_is_refused() -> None:
     async with opened() as case:
         other = trained("bfloat16")
         with pytest.raises(LifecycleError, match="layout"):
-            PostedWeights(other.policy, case.board, case.readers, case.lane)
+            WeightPublisher(other.policy, case.board, case.readers, case.lane)

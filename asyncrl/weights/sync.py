@@ -1,0 +1,295 @@
+"""The way of a version from the trainer to the engine, top to bottom.
+
+`SharedWeights` serves an engine that reads the trainer's own modules: nothing moves. For workers there is a weight board of two
+halves, of which `WeightPublisher` holds the trainer's end and `WeightReader` a worker's:
+
+    trainer's lane    _write     the version lies in the free half: the optimizer's closure has cast the masters there, or it is
+                                 copied now. The trainer computes the fixed row (models/outputs.py)
+    node              _move      every worker gets version, half and fixed row
+    worker's lane     move       it copies the half, where its device is another one, and binds its modules; then it answers
+    worker's lane     _compare   it computes the fixed row: another result ends the run
+    node              _move      every worker has answered: the other half is free
+
+A half is free while no worker can read it. A move that did not end (the caller was cancelled, or a worker raised) leaves workers on
+both halves, so none is free: the next update repeats that move before it writes. A pinned worker keeps the older half
+while the others move: that half is free once the pin is over, and the next update waits for it.
+
+A working copy in bfloat16 is itself a half. Each optimizer step casts the masters into the free one (`FlatParameters.target`), as
+often as steps follow each other without an update, or into memory of its own while none is free; the next update then copies that.
+Every version is copied in float32, where the modules read the masters; with adapters, whose merge writes a part of the weights
+alone; and of a cut model, whose ranks gather into one place.
+
+The halves lie in the memory of the host or in a slab on a device: the board knows which (transport/memory/halves.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import anyio
+import torch
+from torch import Tensor
+
+from asyncrl.concurrency.lane import Lane
+from asyncrl.errors import DivergenceError, LifecycleError
+from asyncrl.models.outputs import Bound, Comparisons, fixed_logprobs
+from asyncrl.models.policy import PolicyModel
+from asyncrl.ports import WeightSink
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import Passing, passed
+from asyncrl.types import PostedVersion
+
+# The most of a run's time that the trainer spends on fixed rows.
+OUTPUTS_SHARE = 0.01
+_SAMPLED_POSITIONS = 65_536
+# Any norm or optimizer can square a weight up to this.
+_LARGEST = 1e18
+
+
+def require_current(policy: PolicyModel, version: int) -> None:
+    """The policy has come to `version`, and its modules read the flat buffer. That holds finite numbers, and those of the masters.
+    On the lane. Errors: DivergenceError."""
+    if policy.version < version:
+        raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
+    flat, working = policy.flat, policy.weights.working
+    strays = policy.weights.strays() + (flat.strays() if flat is not policy.weights else [])
+    if strays:
+        raise DivergenceError(
+            f"publish of version {version}: {strays[0]} ({len(strays)} in all) no longer reads the flat buffer; somebody rebound "
+            "the modules' parameters"
+        )
+    every = max(working.numel() // _SAMPLED_POSITIONS, 1)
+    # Written so that NaN, which is below nothing, fails too.
+    if not bool((working[::every].abs() < _LARGEST).all()):
+        error = DivergenceError(
+            f"version {version} has weights that are NaN or infinite, or beyond {_LARGEST:g}, where squares are no float32 any "
+            "more: the step to it was too large; lower train.lr (or raise train.warmup_steps)"
+        )
+        error.spoiled = True
+        raise error
+    if flat.has_working_copy and not torch.equal(flat.master[::every].to(flat.working.dtype), flat.working[::every]):
+        raise DivergenceError(
+            f"publish of version {version}: the modules' weights are not those that the optimizer has made"
+        )
+
+
+class SharedWeights:
+    """A `WeightSink` for an engine on the trainer's lane that reads the trainer's modules."""
+
+    def __init__(self, policy: PolicyModel, engine: WeightSink, lane: Lane) -> None:
+        self._policy, self._engine, self._lane = policy, engine, lane
+
+    async def update_weights(self, version: int) -> None:
+        """As `WeightSink.update_weights`. Errors: as `require_current`."""
+        await self._lane.run(partial(require_current, self._policy, version), name="publish/check", priority=1)
+        await self._engine.update_weights(version)
+
+
+# -- the trainer's end of a board --------------------------------------------------------------------------------------
+
+
+class BoardWorkers(Protocol):
+    """The workers that read the board."""
+
+    async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """Returns once every token that is sampled from now on comes from `version`, which lies in `half`, and nobody reads the
+        other half, unless it is pinned. May be asked for the same again, where the first time did not end well. `outputs`: the
+        trainer's fixed row; None: nobody compares this time."""
+        ...
+
+    def reads(self, half: int) -> bool:
+        """Whether a pinned worker may read that half."""
+        ...
+
+    async def left(self, half: int) -> None:
+        """Returns once no pinned worker does."""
+        ...
+
+
+class WeightPublisher:
+    """A `WeightSink`. `post_first` comes before the first worker starts."""
+
+    def __init__(self, policy: PolicyModel, board: Board, workers: BoardWorkers, lane: Lane) -> None:
+        """`board`: of the layout of `policy.weights`. Errors: LifecycleError for another layout."""
+        if board.layout != policy.weights.layout_digest():
+            raise LifecycleError(
+                f"the weight board has layout {board.layout}, the policy's weights have "
+                f"{policy.weights.layout_digest()}: create it from `policy.weights`"
+            )
+        self._policy, self._board, self._workers, self._lane = policy, board, workers, lane
+        self._casts_into_halves = policy.flat is policy.weights and policy.flat.has_working_copy
+        self._current: PostedVersion | None = None
+        # Sent to the workers, and not answered by all of them.
+        self._announced: PostedVersion | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._computed_at, self._cost = -math.inf, 0.0
+
+    @property
+    def current(self) -> PostedVersion:
+        """What a worker that starts now begins with: what all others have. Errors: LifecycleError before `post_first`."""
+        if self._current is None:
+            raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first worker")
+        return self._current
+
+    async def post_first(self) -> PostedVersion:
+        """The policy's present version, for workers that start afterwards. Errors: DivergenceError, LifecycleError (twice)."""
+        async with self._one_at_a_time:
+            if self._current is not None:
+                raise LifecycleError("the weight board has its first version already")
+            self._current = await self._lane.run(self._write_first, name="publish/write", priority=1)
+            self._set_free(1)
+        return self._current
+
+    async def update_weights(self, version: int) -> None:
+        """As `WeightSink.update_weights`. Errors: as `require_current`; those of the workers."""
+        async with self._one_at_a_time:
+            if self._announced is not None:
+                await self._move(self._announced)
+            if self.current.version < version:
+                half = await self._wait_for_half()
+                write = partial(self._write, version, half)
+                await self._move(await self._lane.run(write, name="publish/write", priority=1))
+
+    async def settled(self) -> None:
+        """Returns once the next optimizer step has a half to cast into, where it casts into halves."""
+        async with self._one_at_a_time:
+            if self._casts_into_halves and self._announced is None:
+                await self._wait_for_half()
+
+    async def _wait_for_half(self) -> int:
+        """The half that the workers do not have, once no pinned worker reads it either."""
+        half = 1 - self.current.half
+        if self._workers.reads(half):
+            await self._workers.left(half)
+            self._set_free(half)
+        return half
+
+    def _write(self, version: int, half: int) -> PostedVersion:
+        """On the lane. The policy may be at a later version than the one that is asked for: the half has the policy's."""
+        policy, board = self._policy, self._board
+        require_current(policy, version)
+        if self._casts_into_halves:
+            policy.flat.target = None
+        is_there = policy.weights.working.data_ptr() == board.half(half).data_ptr()
+        board.write(half, policy.version, None if is_there else policy.weights.working)
+        return PostedVersion(policy.version, half, self._fixed_row())
+
+    def _write_first(self) -> PostedVersion:
+        first = self._write(self._policy.version, 0)
+        if self._casts_into_halves:
+            self._policy.flat.move_to(self._board.half(0))
+        return first
+
+    def _fixed_row(self) -> list[float] | None:
+        """What the trainer computes with the version; None where that would take more than `OUTPUTS_SHARE` of the time."""
+        began = time.monotonic()
+        if began - self._computed_at < self._cost / OUTPUTS_SHARE:
+            return None
+        found = fixed_logprobs(self._policy)
+        self._computed_at, self._cost = began, time.monotonic() - began
+        return found
+
+    async def _move(self, to: PostedVersion) -> None:
+        self._announced = to
+        await self._workers.update_weights(*to)
+        self._current, self._announced = to, None
+        if not self._workers.reads(1 - to.half):
+            self._set_free(1 - to.half)
+
+    def _set_free(self, half: int) -> None:
+        """Nobody reads the half: it holds no version, and the next optimizer step may cast into it."""
+        self._board.clear(half)
+        if self._casts_into_halves:
+            self._policy.flat.target = self._board.half(half)
+
+    def close(self) -> None:
+        """Once no worker is left: the trainer goes on in the half where its weights are, which lasts as long as they do."""
+        if self._casts_into_halves:
+            self._policy.flat.target = self._policy.flat.working
+
+
+# -- a worker's end ----------------------------------------------------------------------------------------------------
+
+
+class BoardEngine(Protocol):
+    """An engine whose weights lie on a weight board. `bound`: of how far its fixed row may be off the trainer's."""
+
+    recorder: Recorder
+    bound: Bound
+
+    def move_to(self, half: Tensor, version: int) -> None:
+        """Every later token comes from the weights in `half`, which are `version`, and nobody reads the other half. On the lane,
+        between two closures."""
+        ...
+
+    async def outputs(self) -> list[float]:
+        """Log-probs of the fixed row (models/outputs.py), computed with the weights that it samples from."""
+        ...
+
+
+class WeightReader:
+    """Moves the engine of a worker to the newest version that the node has announced."""
+
+    def __init__(
+        self, board: Board, engine: BoardEngine, lane: Lane, send: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """`send`: a message to the node, `{"bound": version}` or `{"wrong": sentence}`."""
+        self._board, self._engine, self._lane, self._send = board, engine, lane, send
+        self._comparisons = Comparisons(engine.bound)
+        self._half = -1
+        self._moving: PostedVersion | None = None
+        self._next: PostedVersion | None = None
+        self._has_next = anyio.Event()
+
+    def set_target(self, target: PostedVersion) -> None:
+        """`run` moves there next. The version that it moves to at the moment is answered once."""
+        if self._moving is None or self._moving[:2] != target[:2]:
+            self._next = target
+            self._has_next.set()
+
+    async def run(self) -> None:
+        """For ever. Of targets that come while it moves, the newest counts."""
+        while True:
+            await self._has_next.wait()
+            self._has_next = anyio.Event()
+            while self._next is not None:
+                self._moving, self._next = self._next, None
+                await self.move(*self._moving)
+                self._moving = None
+
+    async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+        """Between two closures of the lane. `outputs`: the trainer's fixed row, which is computed after the node has its answer."""
+        if self._board.copies and half != self._half:
+            await passed(await self._lane.run(partial(self._board.fetch, half), name="engine/fetch", priority=1))
+        found, has_left = await self._lane.run(partial(self._bind, version, half), name="engine/bind", priority=1)
+        if found != version:
+            self._send({"wrong": f"the board holds version {found} where version {version} was announced"})
+            return
+        # No closure that reads the other half is left, and the next one notices the version: the node need not wait for it. What
+        # closures of before have launched on a GPU is waited for here, beside those that follow.
+        await passed(has_left)
+        self._send({"bound": version})
+        if outputs is not None:
+            await self._compare(version, outputs)
+
+    def _bind(self, version: int, half: int) -> tuple[int | None, Passing]:
+        """(the version that the half names, what to wait for until nothing reads the other half)."""
+        found = self._board.version(half)
+        if found == version:
+            self._engine.move_to(self._board.half(half), version)
+            self._half = half
+        return found, self._board.leave()
+
+    async def _compare(self, version: int, outputs: Sequence[float]) -> None:
+        # JSON has no NaN: it arrives as None.
+        theirs = [math.nan if each is None else each for each in outputs]
+        found, wrong = self._comparisons.judge(await self._engine.outputs(), theirs)
+        self._engine.recorder.observe("weights/outputs_nats", found, reduce="max")
+        if wrong is not None:
+            self._send({"wrong": f"with the weights of version {version} it computes {wrong}"})
