@@ -1,7 +1,8 @@
-"""Hooks of MkDocs: pages of docs/ link to files of the repository as they lie, and the site has a copy of each of these files.
+"""Hooks of MkDocs.
 
-A link such as `../tools/results/models.md` works in the repository and on the site. What it names becomes a page (Markdown) or
-a file of the site under its own path. A link to a file that is not there stays as it is, and `--strict` fails.
+The page of all settings is made of `asyncrl run --help`. Pages of docs/ link to files of the repository as they lie there, such as
+`../tools/results/models.md`, and these links work on the site, too: each file becomes a page or a file of the site under its own
+path. A link to a file that is not there stays as it is, and `--strict` fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from asyncrl.config.describe import help_text
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = [
@@ -25,7 +28,9 @@ LINK = re.compile(r"(\]\()([^()\s#:]+)((?:#[^()\s]*)?\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what pages may link to outside of docs/."""
+    """Add the page of settings, and what pages may link to outside of docs/."""
+    settings = f"# All settings\n\nThis is what `asyncrl run --help` prints.\n\n```text\n{help_text()}\n```\n"
+    files.append(File.generated(config, "all-settings.md", content=settings))
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
