@@ -2,9 +2,7 @@
 
     .venv-vllm/bin/python tools/measure_vllm.py [--jobs 64x128 16x512] [--model DIR] [--dtype float32 bfloat16] [--threads 2]
 
-    packed     a version is bound, with the packed copies that the trainer has made for itself and all workers (it does so on a core
-               of its own, which is not counted), then the step generates
-    unpacked   a version is bound where it lies, and linear layers read it there
+    ours       a version is copied into vLLM's parameters, then the step generates; layers are not packed
     offline    `vllm.LLM` as it comes (its own process, compiled), the same cores, with `LLM.generate` and no new weights
     async      `AsyncLLM`, likewise, all requests at once
 
@@ -22,7 +20,7 @@ from typing import Any
 
 from vllm_sides import answer, arguments, ours, parser_of, print_table, prompts, take_turns, turns
 
-SIDES = ("packed", "unpacked", "offline", "async")
+SIDES = ("ours", "offline", "async")
 COLUMNS = (
     "dtype",
     "job",
@@ -77,8 +75,8 @@ async def by_async_llm(options: argparse.Namespace) -> None:
         llm.shutdown()
 
 
-async def by_us(options: argparse.Namespace, pack: bool) -> None:
-    async with ours(options, pack) as made:
+async def by_us(options: argparse.Namespace) -> None:
+    async with ours(options) as made:
         for version, turn in enumerate(turns()):
             bind = await made.move(version)
             began = time.perf_counter()
@@ -106,7 +104,7 @@ def main() -> int:
     elif options.child == "async":
         asyncio.run(by_async_llm(options))
     elif options.child is not None:
-        asyncio.run(by_us(options, pack=options.child == "packed"))
+        asyncio.run(by_us(options))
     else:
         print_table(options, COLUMNS, measure)
     return 0

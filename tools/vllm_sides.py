@@ -133,7 +133,7 @@ class Trainer:
 
 
 @asynccontextmanager
-async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[Ours]:
+async def ours(options: argparse.Namespace) -> AsyncIterator[Ours]:
     """The engine of a worker, in this process: core, sampler and lane as there."""
     import torch
 
@@ -151,7 +151,7 @@ async def ours(options: argparse.Namespace, pack: bool = True) -> AsyncIterator[
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.Room(sequences + 1, context, positions + 17, 2048, size)
         form = adapter.Form(config, policy.weights.layout(), trainer.board.half(0))
-        core = adapter.Core(form, room, choose, pack=pack)
+        core = adapter.Core(form, room, choose)
         step = core.step
 
         def timed() -> Any:

@@ -225,7 +225,6 @@ async def opened_core(
     policy: PolicyModel,
     plain: PreTrainedModel,
     tokenizer: Any = None,
-    pack: bool = True,
     routes: RoutesShape | None = None,
     **options: Any,
 ) -> AsyncIterator[OpenedCore]:
@@ -238,7 +237,7 @@ async def opened_core(
         sizes = dict(sequences=numbers["max_sequences"], context=numbers["max_context"], positions=positions)
         core = PlainCore(policy, plain, choose)
         if kind != "plain":
-            core = vllm_core(policy, choose, **sizes, pack=pack, routes=routes)
+            core = vllm_core(policy, choose, **sizes, routes=routes)
         cores.append(core)
         return core
 

@@ -1,4 +1,4 @@
-"""vLLM's own ways to new weights leave a worker on a CPU with others than the trainer's: the proof by outputs ends the run."""
+"""Weights that come to vLLM in its own ways, and not all: the comparison of outputs says so, and the node ends the run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,20 @@ pytestmark = [needs_vllm, pytest.mark.filterwarnings("ignore")]
 
 
 def load_weights(core: Any, policy: PolicyModel) -> None:
-    """Of the model: fails half-way at the first packed layer."""
-    with contextlib.suppress(Exception):
+    """Of the model. It raises half-way where the weights have other names in checkpoints (mixtral); whoever swallows that goes on
+    with a mixture of two versions."""
+    with contextlib.suppress(ValueError):
         core.model.load_weights(policy.weights.layout().views(policy.weights.working))
 
 
+def load_but_one(core: Any, policy: PolicyModel) -> None:
+    """Without an error: vLLM does not ask for a weight that nobody brings."""
+    weights = list(policy.weights.layout().views(policy.weights.working))
+    core.model.load_weights(each for each in weights if not each[0].endswith("layers.1.self_attn.o_proj.weight"))
+
+
 def reload_weights(core: Any, policy: PolicyModel) -> None:
-    """Of the model runner: no error where linear layers are not packed, and experts are others."""
+    """Of the model runner."""
     runner = core._core.model_executor.driver_worker.worker.model_runner
     runner.reload_weights(weights_iterator=iter(policy.weights.layout().views(policy.weights.working)))
 
@@ -39,7 +46,7 @@ def bind(core: Any, policy: PolicyModel) -> None:
     type(core).bind(core, policy.weights.working)
 
 
-@pytest.fixture(params=["llama", "olmoe"])
+@pytest.fixture
 def made_policy(request: pytest.FixtureRequest) -> tuple[PolicyModel, Any]:
     return policy_and_plain(request.param)
 
@@ -56,16 +63,14 @@ def boards(made_policy: tuple[PolicyModel, Any]) -> Iterator[tuple[Board, Board]
 Boards = tuple[Board, Board]
 
 
-async def said_of(
-    way: Callable[[Any, PolicyModel], None], policy: PolicyModel, plain: Any, boards: Boards, pack: bool
-) -> Any:
+async def said_of(way: Callable[[Any, PolicyModel], None], policy: PolicyModel, plain: Any, boards: Boards) -> Any:
     """What the node hears of a move to new weights that arrive in this way, after its answer."""
     owner, reader = boards
     node, worker = socket.socketpair()
     ours, theirs = Channel(node, "worker 0"), Channel(worker, "the node")
     producer: Any = None  # nothing is generated
     try:
-        async with opened_core("vllm", policy, plain, pack=pack) as made:
+        async with opened_core("vllm", policy, plain) as made:
             server = Server(theirs, made.engine, made.lane, reader, producer)
             made.cores[0].bind = lambda _, **__: way(made.cores[0], policy)
             version = change_weights(policy)
@@ -79,23 +84,29 @@ async def said_of(
         theirs.close()
 
 
-@pytest.mark.parametrize(("way", "right"), [(load_weights, False), (bind, True)])
-async def test_weights_that_arrive_otherwise_are_told_to_the_node(
+@pytest.mark.parametrize(
+    ("made_policy", "way", "right"),
+    [
+        ("llama", bind, True),
+        ("olmoe", bind, True),
+        ("llama", load_weights, True),
+        ("mixtral", load_weights, False),
+        ("llama", load_but_one, False),
+    ],
+    indirect=["made_policy"],
+)
+async def test_weights_that_do_not_all_arrive_are_told_to_the_node(
     way: Callable[[Any, PolicyModel], None], right: bool, made_policy: tuple[PolicyModel, Any], boards: Boards
 ) -> None:
-    said = await said_of(way, *made_policy, boards, pack=True)
+    said = await said_of(way, *made_policy, boards)
     if right:
         assert said == {"last": 0}
     else:
         assert "it computes log-probs of a fixed row that are" in said["wrong"]
 
 
-@pytest.mark.parametrize("made_policy", ["olmoe"], indirect=True)
-async def test_a_reload_that_says_nothing_is_noticed(made_policy: tuple[PolicyModel, Any], boards: Boards) -> None:
-    said = await said_of(reload_weights, *made_policy, boards, pack=False)
-    assert "it computes log-probs of a fixed row that are" in said["wrong"]
-
-
-async def test_a_reload_over_packed_layers_is_an_error(made_policy: tuple[PolicyModel, Any], boards: Boards) -> None:
+@pytest.mark.parametrize("made_policy", ["llama", "olmoe"], indirect=True)
+async def test_a_reload_is_an_error(made_policy: tuple[PolicyModel, Any], boards: Boards) -> None:
+    """Whatever it makes of the parameters first."""
     with pytest.raises(RuntimeError, match="must match the size"):
-        await said_of(reload_weights, *made_policy, boards, pack=True)
+        await said_of(reload_weights, *made_policy, boards)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from runtime_helpers import REAL, Process, config_of, equal_weights, metrics_of, rollouts_of, write_yaml
+from runtime_helpers import REAL, Process, equal_weights, metrics_of, rollouts_of, write_yaml
 from test_runtime_sharded import DUMP, FAST, SHARDED, TORCHRUN
 from test_runtime_workers import gone, left, run, workers_of
 
-from asyncrl.errors import ConfigError, WorkerDied
+from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm.versions import installed_version
 from asyncrl.runtime.runtime import Runtime
 
@@ -125,30 +122,6 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
         assert not psutil.wait_procs(started, timeout=30)[1]
     finally:
         node.kill()
-
-
-async def test_a_worker_that_is_killed_while_it_starts_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While vLLM builds its model in a folder of its own."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    configured = config_of(tmp_path, *VLLM, base=WIDE)
-
-    def kill() -> None:
-        while not list(temporary.glob("asyncrl-vllm-*/config.json")):
-            time.sleep(0.002)
-        worker = [each for each in psutil.Process().children() if "asyncrl.generation.worker.main" in each.cmdline()]
-        os.kill(worker[0].pid, signal.SIGKILL)
-
-    killing = asyncio.create_task(asyncio.to_thread(kill))
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        async with Runtime(configured):
-            pytest.fail("it was opened")
-    await killing
-    assert not list(temporary.glob("asyncrl-*")) and not left()
 
 
 async def test_a_model_that_is_run_on_the_plain_path_is_refused(tmp_path: Path) -> None:

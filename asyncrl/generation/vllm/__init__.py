@@ -2,8 +2,7 @@
 
     versions.py   which vLLM is installed, and whether it is one that we know
     recording.py  from the board's layout to vLLM's parameters: recorded while vLLM's own loader runs, not guessed
-    v0_32*.py     the adapter for vLLM 0.32, everything that touches its inside: the core, and its layers by themselves. Each minor
-                  version has files of its own
+    v0_32*.py     the adapter for vLLM 0.32, everything that touches its inside. Each minor version has files of its own
     engine.py     the engine that a worker serves with
 
 vLLM schedules, caches and computes logits; tokens are drawn by the embedded engine's sampler, with the same random keys.

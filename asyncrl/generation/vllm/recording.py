@@ -1,22 +1,15 @@
 """From a flat buffer with transformers' names to the parameters of another program, which has names and shapes of its own.
 
-The other program loads its weights once from views of a buffer. What it copies, from where to where, is recorded below the level
-of its code (every copy passes through torch's dispatcher), and is what every later version is moved by:
+The other program loads its weights once, from views of a buffer. Every copy passes through torch's dispatcher, below the level of
+the program's code. Each copy into a parameter is recorded there, and `fill` repeats the copies from later buffers.
 
-* A parameter whose pieces are neighbours in the buffer, in its own order, can *be* that part of the buffer: nothing is copied.
-  q, k and v are neighbours there, gate and up too.
-* Any other has memory of its own, into which its pieces are copied.
-
-What was not copied but computed (transposed, scaled, split by expert), or written more than once, is no copy of the buffer and is
-refused, as is a weight of the buffer that nobody has read: a model that takes only some of its weights would compute something
-else, without an error.
+Refused: a parameter that was computed and not copied (transposed, scaled, split by expert), or written more than once. And a weight
+of the buffer that nobody has read: a program that takes only some of its weights computes something else, without an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -37,48 +30,30 @@ class Piece(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What a parameter is made of. `pieces` cover it in order; `alias`: its place in the buffer, where it can lie there."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    pieces: tuple[Piece, ...]
-    alias: int | None
-
-    def view(self, buffer: Tensor) -> Tensor | None:
-        """The parameter as it lies in `buffer`; None where its pieces have to be copied."""
-        if self.alias is None:
-            return None
-        return buffer[self.alias : self.alias + self.shape.numel()].view(self.shape)
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Memory for `fill`: zeros, which those that pad stay."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
-
-    def fill(self, buffer: Tensor, own: Tensor) -> None:
-        """Copy the weights of `buffer` into the parameter's own memory."""
-        flat = own.view(-1)
-        for target, source, size in self.pieces:
-            if source is not None:
-                flat[target : target + size].copy_(buffer[source : source + size])
+def fill(pieces: Iterable[Piece], buffer: Tensor, parameter: Tensor) -> None:
+    """Copy the weights of `buffer` into a parameter. Its elements that pad stay the zeros that they are."""
+    flat = parameter.view(-1)
+    for target, source, size in pieces:
+        if source is not None:
+            flat[target : target + size].copy_(buffer[source : source + size])
 
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
-def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, Recorded]:
-    """What `load` copies from the views of `buffer` into `targets`, by their names; each has storage of its own.
+def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+    """What `load` copies from the views of `buffer` into `targets`, by their names; each has storage of its own. The pieces of a
+    target cover it in order; those that are neighbours in the buffer too are one.
 
     Errors: ConfigError for a parameter that is not made of copies alone, and for a weight that was not read.
     """
     with _Copies(buffer, targets) as copies:
         load(layout.views(buffer))
     recorded = {
-        name: _made_of(name, tensor, [] if name in copies.computed else copies.found[name], buffer)
+        name: _made_of(name, tensor, [] if name in copies.computed else copies.found[name])
         for name, tensor in targets.items()
     }
-    _require_all_read(layout, [piece for each in recorded.values() for piece in each.pieces])
+    _require_all_read(layout, [piece for pieces in recorded.values() for piece in pieces])
     return recorded
 
 
@@ -132,23 +107,24 @@ class _Copies(TorchDispatchMode):
         return Piece(start, int(source.storage_offset()), size)
 
 
-def _made_of(name: str, tensor: Tensor, found: list[Piece], buffer: Tensor) -> Recorded:
-    pieces = sorted(found, key=lambda piece: piece.target)
+def _made_of(name: str, tensor: Tensor, found: list[Piece]) -> list[Piece]:
+    pieces: list[Piece] = []
     covered = 0
-    for piece in pieces:
+    for piece in sorted(found, key=lambda piece: piece.target):
         if piece.target != covered:
             break
         covered += piece.size
-    if covered != tensor.numel() or sum(piece.size for piece in pieces) != covered or not tensor.is_contiguous():
+        last = pieces[-1] if pieces else None
+        if last and last.source is not None and last.source + last.size == piece.source:
+            pieces[-1] = last._replace(size=last.size + piece.size)
+        else:
+            pieces.append(piece)
+    if covered != tensor.numel() or sum(piece.size for piece in found) != covered or not tensor.is_contiguous():
         raise ConfigError(
             f"model.path: vLLM computes its parameter {name} {tuple(tensor.shape)} from the weights instead of copying them, so "
             f"new versions cannot be handed to it; {_INSTEAD}"
         )
-    neighbours = all(
-        a.source is not None and b.source is not None and a.source + a.size == b.source for a, b in pairwise(pieces)
-    )
-    alias = pieces[0].source if pieces and neighbours and tensor.dtype == buffer.dtype else None
-    return Recorded(tensor.shape, tensor.dtype, tuple(pieces), alias)
+    return pieces
 
 
 def _require_all_read(layout: Layout, pieces: list[Piece]) -> None:

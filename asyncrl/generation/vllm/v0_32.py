@@ -3,28 +3,39 @@
 The engine core runs in this thread, without a process or a socket of its own (`InprocClient`). Between two calls of `step` nothing
 of it runs: weights are changed there.
 
-Weights. A loader of ours lets vLLM's own one copy from the buffer once and records it (recording.py). Later versions are laid out
-by that, for layers that read packed copies too, between two steps (`bind`).
+Weights. A loader of ours lets vLLM's own loader copy from the buffer once, and records each copy (recording.py). `bind` repeats
+those copies from a later buffer into the same parameters. So every layer must compute with its parameters as they were loaded.
+On a CPU vLLM would pack them, for oneDNN and for its kernel of experts; `_unpacked` turns that off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import vllm._custom_ops as ops
+import torch.nn.functional as F
+import vllm.model_executor.layers.utils as dispatch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -35,15 +46,20 @@ from asyncrl.models.routing import RoutesShape
 from asyncrl.types import RoutesArray
 
 from .engine import Choose
-from .recording import Recorded, record
-from .scratch import scratch_folder
-from .v0_32_kernels import use_kernels
-from .v0_32_layers import names_for, refuse
+from .recording import Piece, fill, record
 from .v0_32_routes import CachedRoutes
-from .v0_32_weights import Weights
 from .versions import BLOCK
 
 _FORMAT = "asyncrl"
+_INSTEAD = "use generation.engine=embedded"
+# Where vLLM's loader knows the names of the checkpoints on the hub alone, which transformers has others for: (ours, vLLM's).
+_NAMES = {
+    "MixtralForCausalLM": (
+        (".mlp.", ".block_sparse_moe."),
+        (".experts.gate_up_proj", ".experts.w13"),
+        (".experts.down_proj", ".experts.w2"),
+    )
+}
 _FAILURES = (
     ValueError, RuntimeError, AssertionError, LookupError, AttributeError, ImportError, OSError, TypeError, MemoryError,
 )  # fmt: skip  # whatever its many files raise for a model that they do not take
@@ -92,17 +108,14 @@ class Core:
         room: Room,
         choose: Choose,
         *,
-        pack: bool = True,
         routes: RoutesShape | None = None,
     ) -> None:
-        """`pack`: linear layers read packed copies, made at each version anew; else the buffer where it lies. `routes`: of the
-        trainer's model, where it is recorded which experts each token goes to.
+        """`routes`: of the trainer's model, where it is recorded which experts each token goes to.
         Errors: ConfigError where vLLM cannot run this model, or cannot be handed its weights."""
-        ops._supports_onednn = False  # the copies are ours: what it packs while it loads would be thrown away
         loader = _loader(form)
         try:
             _inspect_here(form.config["architectures"])
-            with scratch_folder() as folder, _unbound_memory():
+            with _folder() as folder, _unbound_memory(), _unpacked():
                 Path(folder, "config.json").write_text(json.dumps(form.config), encoding="utf-8")
                 engine = LLMEngine.from_engine_args(_arguments(folder, form, room))
         except ConfigError:
@@ -124,10 +137,8 @@ class Core:
             return found
 
         self._core.scheduler.schedule = watched
-        refuse(self.model, loader.recorded)
-        use_kernels(self.model)
-        dtype = form.buffer.dtype
-        self._weights = Weights(self.model, loader.recorded, loader.owners, dtype, pack=pack)
+        _refuse(self.model, loader.parameters)
+        self._weights = [(pieces, loader.parameters[name]) for name, pieces in loader.recorded.items()]
         _require_cache(self._core, room)
         self._routes: CachedRoutes | None = None
         if routes is not None:
@@ -186,8 +197,9 @@ class Core:
 
     @torch.no_grad()
     def bind(self, buffer: Tensor) -> None:
-        """The next step computes with the weights in `buffer`, which stays as it is until the next call."""
-        self._weights.read(buffer)
+        """Copy the weights in `buffer` into vLLM's parameters, which stay where they are. The next step computes with them."""
+        for pieces, parameter in self._weights:
+            fill(pieces, buffer, parameter)
 
     def close(self) -> None:
         """Let go of model and cache."""
@@ -212,35 +224,19 @@ class _Loader(BaseModelLoader):
     """Reads the weights of a `Form`, and records where each goes."""
 
     form: Form
-    recorded: dict[str, Recorded]
-    owners: dict[str, list[tuple[nn.Module, str]]]
+    parameters: dict[str, Tensor]
+    recorded: dict[str, list[Piece]]
 
     def download_model(self, model_config: Any) -> None:
         """There is nothing to fetch."""
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Before vLLM packs anything."""
-        kind, targets = type(self), dict(model.named_parameters())
-        kind.owners = {
-            name: [
-                (module, attribute)
-                for module in model.modules()
-                for attribute, parameter in module._parameters.items()
-                if parameter is target
-            ]
-            for name, target in targets.items()
-        }
-        plain = {name: target.data for name, target in targets.items()}
+        """Before vLLM works on the parameters."""
+        form, kind = self.form, type(self)
+        kind.parameters = {name: parameter.data for name, parameter in model.named_parameters()}
         kind.recorded = record(
-            lambda weights: model.load_weights(names_for(model, weights)), self.form.layout, self.form.buffer, plain
+            lambda weights: model.load_weights(_names_for(model, weights)), form.layout, form.buffer, kind.parameters
         )
-        now = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-        for name, tensor in plain.items():
-            if now.get(name) != tensor.data_ptr():
-                raise ConfigError(
-                    f"generation.engine is vllm, which replaces its parameter {name} while it loads, so that new versions cannot "
-                    "be handed to it; use generation.engine=embedded"
-                )
 
 
 def _loader(form: Form) -> type[_Loader]:
@@ -248,6 +244,69 @@ def _loader(form: Form) -> type[_Loader]:
     loader = type("BufferLoader", (_Loader,), {"form": form})
     register_model_loader(_FORMAT)(loader)
     return loader
+
+
+def _names_for(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights under names that the model's own loader knows."""
+    changes = _NAMES.get(type(model).__name__, ())
+    for name, weight in weights:
+        for ours, theirs in changes:
+            name = name.replace(ours, theirs)
+        yield name, weight
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """An empty folder, which takes the temporary files of this process too: vLLM's world of one process meets over one, which it
+    would leave behind. Errors: OSError."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="asyncrl-engine-") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = before
+
+
+@contextlib.contextmanager
+def _unpacked() -> Iterator[None]:
+    """A model that is made here computes with its parameters as they are loaded, also on a CPU. Packed layers keep copies of their
+    own, which `bind` does not reach. The experts' kernel for CPUs reads packed weights alone, so `_sum_of_experts` takes its place.
+    Slower: in float32 linear layers take about twice the time."""
+    kernel: Any = CPUUnquantizedExperts
+    before = dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading
+
+    def leave_linear(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = F.linear
+
+    def leave_experts(experts: Any, layer: nn.Module) -> None:
+        experts.apply = partial(_sum_of_experts, experts)
+
+    dispatch.dispatch_cpu_unquantized_gemm = leave_linear
+    kernel.process_weights_after_loading = leave_experts
+    try:
+        yield
+    finally:
+        dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading = before
+
+
+def _sum_of_experts(experts: CPUUnquantizedExperts, *, output: Tensor, **given: Any) -> None:
+    """As `CPUUnquantizedExperts.apply`, over plain weights: hidden states [T, H] through w1 [E, 2I, H] (gate and up) and w2
+    [E, H, I] of the experts that each token chose [T, k], summed by their weights [T, k]."""
+    hidden_TH, w1, w2 = given["hidden_states"], given["w1"], given["w2"]
+    chosen_Tk, weights_Tk = given["topk_ids"], given["topk_weights"]
+    total_TH = torch.zeros(output.shape, dtype=torch.float32)
+    for expert in chosen_Tk.unique().tolist():
+        tokens, places = (chosen_Tk == expert).nonzero(as_tuple=True)
+        bias_1, bias_2 = (None if bias is None else bias[expert] for bias in (experts.w1_bias, experts.w2_bias))
+        gate_up = F.linear(hidden_TH[tokens], w1[expert], bias_1)
+        active = apply_moe_activation(given["activation"], gate_up.new_empty(len(tokens), w2.shape[2]), gate_up)
+        own = F.linear(active, w2[expert], bias_2).float()
+        # Where the router's weights are on the input, the hidden states have them already.
+        if not given["apply_router_weight_on_input"]:
+            own *= weights_Tk[tokens, places, None]
+        total_TH.index_add_(0, tokens, own)
+    output.copy_(total_TH)
 
 
 @contextlib.contextmanager
@@ -268,14 +327,13 @@ def _inspect_here(architectures: Sequence[str]) -> None:
     known = ModelRegistry.models
     for name in architectures:
         if name not in known:
-            raise ConfigError(f"generation.engine is vllm, which knows no {name}; use generation.engine=embedded")
+            raise ConfigError(f"generation.engine is vllm, which knows no {name}; {_INSTEAD}")
         if not isinstance(known[name], _RegisteredModel):
             known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
 
 
 def _arguments(folder: str, form: Form, room: Room) -> EngineArgs:
-    """Eager: compiling takes a minute of processor time at every start (what vLLM keeps of it, it cannot read again on a CPU). What
-    it would win there is what norms and activations cost as many small operators; see v0_32_kernels.py."""
+    """Eager: compiling takes a minute of processor time at every start, because vLLM cannot read on a CPU what it keeps of it."""
     return EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -308,11 +366,55 @@ def _why(error: Exception, room: Room) -> str:
             f"generation.engine is vllm, whose cache of {_cache_bytes(room):,} bytes for {room.positions} positions finds no room "
             "in memory; make engine.kv_positions smaller, or end what else takes memory"
         )
-    return f"generation.engine is vllm, which cannot run this model: {said}; use generation.engine=embedded"
+    return f"generation.engine is vllm, which cannot run this model: {said}; {_INSTEAD}"
 
 
 def _cache_bytes(room: Room) -> int:
     return _blocks(room) * BLOCK * room.position_bytes
+
+
+def _refuse(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
+    """Errors: ConfigError for a model that vLLM builds, and would compute wrongly or not at all. `loaded`: the parameters' memory
+    when they were loaded."""
+    experts = tuple(name for name, module in model.named_modules() if isinstance(module, RoutedExperts))
+    now = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for name, tensor in loaded.items():
+        # Such as the weights of a convolution, for which vLLM's kernels expect packed memory on some processors.
+        odd = tensor.ndim > 2 and name.rpartition(".")[0] not in experts
+        if odd or now.get(name) != tensor.data_ptr():
+            raise ConfigError(
+                f"generation.engine is vllm, which lays out its parameter {name} {tuple(tensor.shape)} in a way of its own that "
+                f"new versions do not reach; {_INSTEAD}"
+            )
+    # Scales of a quantized cache, which is never asked for.
+    safe = Attention.process_weights_after_loading
+    for name, module in model.named_modules():
+        own = getattr(type(module), "process_weights_after_loading", None)
+        # Of experts, whose kernels are looked at instead.
+        if type(module) is UnquantizedFusedMoEMethod:
+            continue
+        alien = isinstance(module, RoutedExperts) and not _is_plain(module)
+        # Its gates are one weight, which is made at its first step.
+        derived = isinstance(module, MoERunner) and module._fse_fuse_gate
+        if alien or derived or (own is not None and own is not safe):
+            raise ConfigError(
+                f"generation.engine is vllm, whose {type(module).__name__} ({name or 'the model'}) computes something of its own "
+                f"from the first weights, which new versions do not reach; {_INSTEAD}"
+            )
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    for module in model.modules():
+        if isinstance(module, Attention) and module.head_size not in sizes:
+            raise ConfigError(
+                f"generation.engine is vllm, and the model's heads have size {module.head_size}; vLLM's attention on CPUs takes "
+                f"{', '.join(map(str, sizes))}; {_INSTEAD}"
+            )
+
+
+def _is_plain(experts: RoutedExperts) -> bool:
+    """Whether `_sum_of_experts` computes them."""
+    method = experts.quant_method
+    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    return type(method) is UnquantizedFusedMoEMethod and isinstance(kernel, CPUUnquantizedExperts)
 
 
 def _require_cache(core: Any, room: Room) -> None:
@@ -332,7 +434,7 @@ def _require_cache(core: Any, room: Room) -> None:
         raise ConfigError(
             f"generation.engine is vllm, which keeps the layers of this model in {groups} groups: {blocks} blocks of {BLOCK} "
             f"positions fit into its cache, and all sequences together may need {needed}, so some would lose theirs and begin "
-            "again; use generation.engine=embedded"
+            f"again; {_INSTEAD}"
         )
 
 

@@ -30,7 +30,6 @@ from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.errors import GenerationError, WorkerDied
 from asyncrl.generation.life import EngineLife
 from asyncrl.generation.requests import check_request, check_tokens
-from asyncrl.generation.vllm.scratch import sweep_scratch
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
@@ -216,7 +215,7 @@ class WorkerEngine(EngineLife):
     # -- the owner
 
     async def _own(self) -> None:
-        for line in await offload(_sweep_all, "sweep"):
+        for line in await offload(sweep, "sweep"):
             logger.info("workers of a dead run had left %s; it was removed", line)
         limits = self.limits
         settings = RingSettings(2 * limits.workers * limits.ring_bytes + (1 << 20), _RING_SLOTS, limits.ring_bytes)
@@ -233,7 +232,6 @@ class WorkerEngine(EngineLife):
         finally:
             with anyio.CancelScope(shield=True):  # a ring keeps what nobody took for its next owner; this one has none
                 await offload(lambda: remove(self._ring_name), "worker-ring")
-                await offload(sweep_scratch, "sweep")  # of workers of ours that were killed while they started
 
     def _deliver(self, number: int, generation: Generation) -> None:
         job = self._router.find(number)
@@ -385,7 +383,3 @@ class WorkerEngine(EngineLife):
         futures += [*self._starting, *self._pins.forget()]
         self._updates, self._starting = [], []
         return futures
-
-
-def _sweep_all() -> list[str]:
-    return [*sweep(), *sweep_scratch()]
