@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.runtime.opened import OpenRun
-from asyncrl.runtime.stages import Stages
+from asyncrl.runtime.progress import Stages
 
 FOR_EVER_S = 100_000
 fault, moment, rank = os.environ["FAULT"], os.environ["FAULT_AT"], os.environ["FAULT_RANK"]
@@ -145,7 +145,7 @@ async def arriving(self: OpenRun, version: int) -> None:
     if reached(f"version {version}", True):
         FAULTS[fault]()
         if fault == "weights NaN":
-            self.built.policy.weights.working.fill_(float("nan"))
+            self.policy.weights.working.fill_(float("nan"))
     await at_version(self, version)
 
 

@@ -102,7 +102,7 @@ def resolve(
         algorithm["importance"] = importance.model_copy(update={"cap": None})
     if config.algorithm.mismatch_gate == "auto":
         sampled_here = config.train.kind == "torch" and config.door.ring is None and not submitted
-        # dtype auto: the device has not decided yet (runtime/device.py).
+        # dtype auto: the device has not decided yet (runtime/decided.py).
         bound = MISMATCH.get(config.model.dtype, "auto")
         algorithm["mismatch_gate"] = bound if sampled_here else None
     config = _with(config, "algorithm", algorithm)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
@@ -16,84 +17,123 @@ import torch
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import Standing
-from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
-from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError, LifecycleError, RankLost
+from asyncrl.errors import ConfigError, LedgerError, LifecycleError, RankLost
 from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.metrics import logged_means
-from asyncrl.pumps.pipeline import StepReport
+from asyncrl.pumps.pipeline import Ports, Round, StepReport
+from asyncrl.rewards.models import TextModel
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.types import Prompt
+from asyncrl.types import LedgerStatistics, Prompt
 
-from .build import Built, any_rank, check_books
-from .directory import RunDirectory
+from .decided import Decided
 from .journal import Journal
-from .performance import StepProfiler, needed_flop
+from .performance import DeviceRates, StepProfiler, needed_flop
+from .progress import Listeners, Stages
 from .saving import Checkpointer, SavedRun
-from .stages import Stages
-from .starting import show_first_step
-from .steps import Listeners, RunSummary
+
+if TYPE_CHECKING:
+    # transformers takes seconds to import, and a dry run needs none
+    from asyncrl.models.policy import PolicyModel
+    from asyncrl.training.trainer import TorchTrainer
+
+    from .gate import Verdict
+
+
+_SHOWN_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Foundation:
-    """What a run stands on, known before its model is loaded."""
+class RunSummary:
+    """How a run ended. `reasons`: why groups were dropped or failed, counted. `shares`: `busy/*` and `idle/*` of the whole run.
+    `history`: (version, metrics) of the lines written; of more than 2,000 an even part."""
 
-    config: Config  # resolved: nothing in it is left to be derived
-    world: World
-    device: torch.device
-    recorder: Recorder
-    directory: RunDirectory | None  # None: the run writes nothing
-    journal: Journal
-    listeners: Listeners[StepReport]
-    stages: Stages
-    began: float  # time.perf_counter
+    version: int
+    books: LedgerStatistics
+    reasons: Mapping[str, int]
+    seconds: float
+    shares: Mapping[str, float]
+    history: Sequence[tuple[int, Mapping[str, float]]]
 
 
 class OpenRun:
-    """See the module docstring. Made by `opening.open_run`; the supervisor is opened and closed around it."""
+    """See the module docstring. `opening.open_run` opens its parts; the supervisor is opened and closed around it."""
+
+    # The parts, in the order in which they are opened. A dry run has none of those that may be None.
+    saved: SavedRun | None = None  # the checkpoint that the run goes on from
+    journal: Journal
+    lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane, the trainer's first
+    tokenizer: Any
+    policy: PolicyModel | None = None
+    core: TorchTrainer | None = None
+    rates: DeviceRates | None = None
+    verdict: Verdict | None = None
+    round: Round | None = None  # of a trainer whose microbatches are collectives
+    reward_models: Sequence[TextModel] = ()  # in the order of `reward.model`, on the first lane
+    placed: str = ""  # for people: where the engine runs, and with how many threads
+    ports: Ports
+    checkpointer: Checkpointer
+    profiler: StepProfiler
+    prompts: PromptSource | None = None  # None where groups are submitted
+    graph: Graph
+    collect_garbage: Callable[[], None]
 
     def __init__(
         self,
-        base: Foundation,
-        built: Built,
-        checkpointer: Checkpointer,
-        profiler: StepProfiler,
-        prompts: PromptSource | None,
-        held_out: list[Prompt],
-        saved: SavedRun | None,
+        decided: Decided,
+        recorder: Recorder,
+        listeners: Listeners[StepReport],
+        stages: Stages,
+        stack: AsyncExitStack,
     ) -> None:
-        """`prompts`: None where groups are submitted. `held_out`: what evaluations play; empty: there are none."""
-        self.base = base
-        self.config = base.config
-        self.built = built
-        self.ports = built.ports
-        self.prompts = prompts
-        self.journal = base.journal
-        self.ports.note = base.journal.live.note
-        self._saved = saved
-        evaluated = saved.evaluated if saved else -1
-        self.graph = Graph(built.ports, prompts, held_out, self._at_version, self._on_step, self._catch_up, evaluated)
-        self.graph.when_finished(base.listeners.close)
+        """`stack`: closes what is opened, in reverse order."""
+        self.decided = decided
+        self.config, self.world, self.directory = decided.config, decided.world, decided.directory
+        self.recorder = recorder
+        self.listeners = listeners
+        self.stages = stages
+        self.stack = stack
         self.supervisor = Supervisor()
-        self._checkpointer = checkpointer
-        self._profiler = profiler
-        self._stop_agreed = False
         self.stopped_by: str | None = None  # a signal
         self.ended_by: BaseException | None = None  # what ended the pumps
-        self.collect_garbage: Callable[[], None] = lambda: None
+        self._began = time.perf_counter()
+        self._stop_agreed = False
         self._ran = False
         self._at_a_version = False  # evaluation, metrics, checkpoint: also before the first step
+
+    def wire(self, held_out: list[Prompt]) -> None:
+        """Make the pumps of what is open. `held_out`: what evaluations play; empty: there are none."""
+        evaluated = self.saved.evaluated if self.saved else -1
+        pumped = self._at_version, self._on_step, self._catch_up
+        self.graph = Graph(self.ports, self.prompts, held_out, *pumped, evaluated)
+        self.graph.when_finished(self.listeners.close)
 
     def start(self) -> None:
         """Start what trains; the supervisor is open."""
         if self.ports.store_watch is not None:
             self.ports.store_watch.attach(self.supervisor.fail)
-        self.supervisor.start("event loop lag", monitor, self.base.recorder)  # for ever: cancelled when the block ends
+        self.supervisor.start("event loop lag", monitor, self.recorder)  # for ever: cancelled when the block ends
         self.graph.start(self.supervisor)
-        self.supervisor.start("first step", show_first_step, self.ports, self.graph, self.journal.live.status)
+        self.supervisor.start("first step", self._show_first_step)
+
+    async def _show_first_step(self) -> None:
+        """Every second until the first step is committed, which on a slow machine is minutes away."""
+        start = self.ports.trainer.version
+        while self.ports.trainer.version == start:
+            self.journal.live.status(self._first_step())
+            await anyio.sleep(_SHOWN_EVERY_S)
+
+    def _first_step(self) -> str:
+        """A stage, a colon and counts, the main one first: a narrow terminal cuts the rest off. Groups are those of all ranks,
+        completions and tokens those of this one."""
+        tokens = f"{self.ports.engine.statistics().get('tokens', 0.0):,.0f} tokens sampled"
+        if self.graph.evaluating is not None:
+            done, total = self.graph.evaluating
+            return f"evaluating: {done}/{total} completions, {tokens}"
+        claimed, groups = self.ports.ledger.statistics().claimed, self.config.rollout.groups_per_step
+        scored = f"{self.graph.scored:,.0f} completions scored"
+        return f"first step: {claimed}/{groups} groups in training, {scored}, {tokens}"
 
     async def run(self) -> RunSummary:
         """See `Runtime.run`."""
@@ -113,7 +153,7 @@ class OpenRun:
             version=self.ports.trainer.version,
             books=self.ports.ledger.statistics(),
             reasons=dict(self.ports.book.reasons),
-            seconds=time.perf_counter() - self.base.began,
+            seconds=time.perf_counter() - self._began,
             shares=self.journal.idle(),
             history=self.journal.history[:],
         )
@@ -140,13 +180,13 @@ class OpenRun:
 
     def _on_step(self, report: StepReport) -> None:
         extra: dict[str, float] = {}
-        rates, policy, seconds = self.built.rates, self.built.policy, report.metrics.get("time/step")
+        rates, policy, seconds = self.rates, self.policy, report.metrics.get("time/step")
         if rates is not None and policy is not None and seconds:
             extra |= rates.shares(needed_flop(report, policy, self.config), seconds)
         if self.prompts is not None:
             counts = self.prompts.statistics()
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
-        self.base.listeners.push(self.journal.committed(report, extra))
+        self.listeners.push(self.journal.committed(report, extra))
         self.collect_garbage()
 
     async def _at_version(self, version: int, first: bool = False) -> None:
@@ -158,7 +198,15 @@ class OpenRun:
         """
         self._at_a_version = True
         try:
-            await self._do_what_is_due(version, first)
+            if self.directory is not None:
+                await offload(self.directory.look, "run-directory")
+            await self.profiler.at(version)
+            await self._agree_on_time()
+            await self.checkpointer.say(version, self.prompts, self.graph.in_hand, self.ports.ids.next)
+            last = self.graph.nothing_left()
+            await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
+            if self.checkpointer.due(version, last):
+                await self.checkpointer.at_version(version, self._books(), last, self._start_when_told)
         finally:
             self._at_a_version = False
 
@@ -166,22 +214,11 @@ class OpenRun:
         """Before the first step: what is due at the version that a new run begins with, or the evaluation that the run had not made
         when it was stopped. After the `last` one, on the first rank: its evaluation, where it was not known to be the last."""
         version = self.ports.trainer.version
-        if not (last or self._saved):
+        if not (last or self.saved):
             await self._at_version(version, first=True)
-        elif self.graph.evaluations.owes(version, last) and (self.base.world.is_first or not last):
+        elif self.graph.evaluations.owes(version, last) and (self.world.is_first or not last):
             self.journal.live.note(f"evaluating version {version}, which was not evaluated yet")
             await self.graph.evaluate(version, partial(self.journal.write, version), first=True, last=True)
-
-    async def _do_what_is_due(self, version: int, first: bool) -> None:
-        if self.base.directory is not None:
-            await offload(self.base.directory.look, "run-directory")
-        await self._profiler.at(version)
-        await self._agree_on_time()
-        await self._checkpointer.say(version, self.prompts, self.graph.in_hand, self.ports.ids.next)
-        last = self.graph.nothing_left()
-        await self.graph.evaluate(version, partial(self.journal.write, version), first=first, last=last)
-        if self._checkpointer.due(version, last):
-            await self._checkpointer.at_version(version, self._books(), last, self._start_when_told)
 
     def _start_when_told(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
         async def when_told() -> None:
@@ -193,22 +230,24 @@ class OpenRun:
     async def _agree_on_time(self) -> None:
         """Whether the time limit passed on any rank. The step that may be in progress on some of them is the last one: it
         cannot have finished anywhere, since its finish waits for this publish."""
-        world = self.base.world
+        world = self.world
         if world.world_size == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
             return
-        if await any_rank(self.graph.time_is_up, world, self.built.lanes[0], self.base.device):
+        up = torch.tensor([float(self.graph.time_is_up)], dtype=torch.float64, device=self.decided.device)
+        # On the lane of the trainer, whose collectives this one must not cross.
+        if await self.lanes[0].run(lambda: float(world.all_reduce_sum_(up)), name="publish/time", priority=1) > 0:
             self._stop_agreed = True
             self.graph.stop_at(self.ports.ledger.turn + 1)
 
     def _books(self) -> dict[str, Any]:
-        return self._checkpointer.books(self.prompts, self.graph.in_hand, self.ports.ids.next)
+        return self.checkpointer.books(self.prompts, self.graph.in_hand, self.ports.ids.next)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """A clean end: what was submitted is trained, and every rank has released its last step."""
         await self.graph.drain()
-        self.base.stages.begin("waiting for the other ranks")
+        self.stages.begin("waiting for the other ranks")
         await self._other_ranks()
         self.supervisor.cancel()  # what runs for ever: the lag monitor
 
@@ -218,7 +257,7 @@ class OpenRun:
         A rank that died instead is noticed by torchrun, whose signal cancels this wait.
         """
         ledger = self.ports.ledger
-        while self.base.world.world_size > 1 and (books := ledger.statistics()).held + books.live + books.claimed:
+        while self.world.world_size > 1 and (books := ledger.statistics()).held + books.live + books.claimed:
             seen = ledger.changes
             if ledger.statistics() == books:  # else it changed between the two lines
                 await ledger.wait_changed(seen)
@@ -226,47 +265,54 @@ class OpenRun:
     def expect_end(self, reason: str) -> None:
         """The run is about to be cancelled: a signal, by its name."""
         self.stopped_by = reason
-        self._checkpointer.hurry(self.base.config.watchdog.abort_grace_s)
+        self.checkpointer.hurry(self.config.watchdog.abort_grace_s)
 
     @property
     def saving(self) -> bool:
         """As `Checkpointer.saving`."""
-        return self._checkpointer.saving
+        return self.checkpointer.saving
 
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """After the pumps ended and before the lanes close. Never hides the error that ended the run."""
         self.ended_by = error
-        if self.base.directory is not None:
-            self.base.directory.reserve.spend()
+        if self.directory is not None:
+            self.directory.reserve.spend()
         stopped = anyio.current_effective_deadline() == -math.inf or isinstance(error, asyncio.CancelledError)
         with anyio.CancelScope(shield=True):
-            self.base.stages.begin("ending the groups in hand")
+            self.stages.begin("ending the groups in hand")
             version, books = self.ports.trainer.version, self._books()  # before live groups are ended
             ended = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
                 try:
-                    if error is not None and self.base.world.world_size > 1:
-                        by = await self._checkpointer.leave(version, books, self.stopped_by)
+                    if error is not None and self.world.world_size > 1:
+                        by = await self.checkpointer.leave(version, books, self.stopped_by)
                         if by is not None and isinstance(error, RankLost):
                             # A stop in progress: this rank hears of it before its own signal.
                             error.stopped_by = by
                             stopped = True
                         # Another rank may wait in a collective that this one will never join: it must hear of that before
                         # this one waits for it.
-                        await offload(self.base.world.leave, "leave")
+                        await offload(self.world.leave, "leave")
                     await self.ports.book.end_all(ended)
-                    self.base.stages.begin("writing the last metrics")
-                    await self._profiler.close(version)
+                    self.stages.begin("writing the last metrics")
+                    await self.profiler.close(version)
                     await self.journal.write_pending()
                     await self.journal.write(version, logged_means(self.ports.recorder.take_counts(("own/",))))
                     for missed in self.graph.unevaluated:
                         self.journal.warn(f"warning: version {missed} was not evaluated: the run ended first")
                 finally:  # whatever went wrong there
-                    self.base.stages.begin("writing the last checkpoint")
-                    await self._checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
+                    self.stages.begin("writing the last checkpoint")
+                    await self.checkpointer.at_end(version, books, error, stopped, self.journal.live.note)
             finally:
-                self.base.stages.begin("writing the trace and the report")
+                self.stages.begin("writing the trace and the report")
                 await self.journal.finish(ended if error is not None else "completed")
-                self.base.listeners.close()
+                self.listeners.close()
             if error is None:
-                check_books(self.ports)
+                self._check_books()
+
+    def _check_books(self) -> None:
+        """At the end of a run every admitted group ended exactly once, and took its rows with it. Errors: LedgerError."""
+        books, store = self.ports.ledger.statistics(), self.ports.store.statistics()
+        ended = books.trained + books.dropped + books.failed
+        if books.live or books.claimed or books.held or books.admitted != ended or store.rows or store.bytes:
+            raise LedgerError(f"the books do not add up at the end of the run: {books}, rows of groups: {store}")

@@ -13,7 +13,7 @@ from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
 from asyncrl.generation.requests import sampling_params
 
-from .device import settle
+from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable
 from .memory import cache_line, predicted, table, warn_of
 from .placement import place
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def plan(config: Config) -> str:
     """The resolved configuration with predicted memory, staleness bound and slots, as text. Errors: `ConfigError`."""
     world = World.from_env()
-    settled = settle(config, world.local_rank, world.local_world_size)
-    config = resolve(settled.config, world.world_size)
+    config, device, said = choose_dtype(config, world.local_rank, world.local_world_size)
+    config = resolve(config, world.world_size)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
         to_yaml(config).rstrip(),
@@ -41,16 +41,16 @@ def plan(config: Config) -> str:
 
         verdict = _verdict(config)
         prompts = measure_prompts(config)
-        placement = place(config, settled.device, world, parameter_count(config.model))
+        placement = place(config, device, world, parameter_count(config.model))
         parts = predicted(config, world.world_size, prompts, verdict.path, placement)
         lines += [
-            *settled.lines,
+            *said,
             placement.line,
             *verdict.lines(),
             cache_line(config, prompts),
             "predicted memory of one rank:",
             table(parts),
-            *(f"note: {line}" for line in (*warn_of(parts, settled.device), *prompts.notes, *_text_notes(config))),
+            *(f"note: {line}" for line in (*warn_of(parts, device), *prompts.notes, *_text_notes(config))),
         ]
     lines += [f"note: {warning}" for warning in warnings(config)]
     return "\n".join(lines)
@@ -101,8 +101,6 @@ def without_native(config: Config) -> list[str]:
     """A line where a model on the CPU is run without the native kernels."""
     from asyncrl.builds import wanted
     from asyncrl.models.native.library import available
-
-    from .device import choose_device
 
     if available() or choose_device(config.model.device, 0).type != "cpu":
         return []

@@ -19,7 +19,6 @@ from asyncrl.generation.requests import check_tokens, sampling_params
 from asyncrl.generation.worker.wire import check_size
 from asyncrl.types import GenerationRequest, Prompt
 
-from . import dry
 from .inputs import forget_rows, rows_of
 
 
@@ -104,7 +103,7 @@ def load_prompts(
     if rows is None and config.data.train is not None:
         rows = rows_of(config.data.train)
     elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
-        rows = load_rows(dry.rows())
+        rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
     prompts = None if rows is None else _source(rows, config, tokenizer, world)
     held_out: list[Prompt] = []
     notes = [] if prompts is None else prompts.notes()

@@ -1,7 +1,10 @@
-"""The real half of a run: one device, its lane, the policy that trainer and embedded engine share."""
+"""The real half of a run: one device, its lane, the policy, its trainer, and the engine, on the same lane or in workers."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,38 +16,47 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.config.check_losses import needs_reference, needs_second_buffer
 from asyncrl.config.resolve import row_limit, versions_per_batch
 from asyncrl.config.schema import Config
+from asyncrl.data.texts import eos_token_ids
 from asyncrl.distributed.world import World
-from asyncrl.generation.embedded.engine import EmbeddedEngine
+from asyncrl.errors import ConfigError
+from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
+from asyncrl.generation.worker.engine import Limits, WorkerEngine
+from asyncrl.generation.worker.names import segment_name
+from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.loading import Choose, load_policy, load_served, parameter_count, require_rows, require_saveable
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.reading import describe_rest
 from asyncrl.models.reward_model import RewardModel, load_reward_model
-from asyncrl.models.routing import require_routing
-from asyncrl.ports import Engine, WeightSink
-from asyncrl.pumps.pipeline import Round
+from asyncrl.models.routing import RoutesShape, has_experts, require_routing
+from asyncrl.ports import Engine, Trainer, WeightSink
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.weights.sync import SharedWeights
+from asyncrl.transport.memory.board import Board
+from asyncrl.transport.memory.halves import SlabHalves
+from asyncrl.weights.sync import SharedWeights, WeightPublisher
 
-from .gate import Verdict, check_for
+from .gate import check_for
 from .memory import GIB, batch_tokens, check_memory, kv_positions
-from .parts import Parts, Site
-from .performance import DeviceRates, measure_rates
-from .placement import place
+from .opened import OpenRun
+from .performance import measure_rates
+from .placement import Placement, place
 from .prompts import measure_prompts
-from .starting import Say
-from .workers import Sampler, open_workers
+
+_THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
-async def open_real(site: Site) -> Parts:
+async def open_real(run: OpenRun) -> tuple[Trainer, Engine, tuple[WeightSink]]:
     """Lane, policy, trainer and engine, on one device or with workers beside it. Errors: ConfigError, PlatformError,
     OutOfMemory, WorkerDied."""
-    config, world, device, recorder, say = site.config, site.world, site.device, site.recorder, site.say
+    decided, config, world, device, recorder = run.decided, run.config, run.world, run.decided.device, run.recorder
     transformers_logging.disable_progress_bar()  # "Writing model shards" in the middle of the live view
-    say("measuring prompts and memory")
+    run.stages.say("measuring prompts and memory")
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
-    prompts = await offload(lambda: measure_prompts(config, site.rows, site.own_environment), "prompts")
+    run.placed = placement.line
+    own_environment = decided.environment is not None
+    prompts = await offload(lambda: measure_prompts(config, decided.rows, own_environment), "prompts")
     ranks = world.world_size
     needed = await offload(lambda: check_memory(config, device, ranks, prompts, placement=placement), "memory")
 
@@ -55,40 +67,43 @@ async def open_real(site: Site) -> Parts:
             torch.cuda.set_device(device)
 
     name = device.type if device.index is None else f"{device.type}{device.index}"
-    lane = await site.stack.enter_async_context(ThreadLane(name, recorder, on_start))
-    say(f"loading: about {needed / GIB:.2f} GiB for the run")
+    lane = await run.stack.enter_async_context(ThreadLane(name, recorder, on_start))
+    run.lanes = (lane,)
+    run.stages.say(f"loading: about {needed / GIB:.2f} GiB for the run")
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
-        policy, tokenizer, core, rates, verdict = await lane.run(
-            lambda: _load(config, world, device, say), name="start/load"
-        )
-        judges = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
+        core = await lane.run(lambda: _load(run), name="start/load")
+        run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
     trainer = LaneTrainer(core, lane, recorder)
-    round_: Round | None = trainer.train_round if isinstance(core, ShardedTrainer) else None
-    sampler = Sampler(policy, tokenizer, lane, kv_positions(config, prompts))
-    engine, sink = await (open_workers(site, placement, sampler) if placement.workers else _open_shared(site, sampler))
-    return Parts(
-        engine, trainer, (sink,), (lane,), tokenizer, policy, core, rates, round_, verdict, judges, placement.line
-    )
+    if isinstance(core, ShardedTrainer):
+        run.round = trainer.train_round
+    open_engine = partial(open_workers, run, placement) if placement.workers else partial(_open_shared, run)
+    engine, sink = await open_engine(kv_positions(config, prompts))
+    return trainer, engine, (sink,)
 
 
-async def _open_shared(site: Site, sampler: Sampler) -> tuple[Engine, WeightSink]:
+async def _open_shared(run: OpenRun, kv_positions: int) -> tuple[EmbeddedEngine, SharedWeights]:
     """The engine on the trainer's lane, which reads the trainer's weights."""
-    config = site.config
+    config, lane, policy = run.config, run.lanes[0], _policy(run)
     assert config.engine.max_sequences is not None
     engine = EmbeddedEngine(
-        sampler.policy,
-        sampler.tokenizer,
-        sampler.lane,
-        site.recorder,
+        policy,
+        run.tokenizer,
+        lane,
+        run.recorder,
         max_sequences=config.engine.max_sequences,
         max_context=row_limit(config),
-        kv_positions=sampler.kv_positions,
+        kv_positions=kv_positions,
         prefill_tokens=config.engine.prefill_tokens,
         kv_after_update=config.engine.kv_after_update or "keep",
         record_routes=config.algorithm.router_replay,
     )
-    await site.stack.enter_async_context(engine)
-    return engine, SharedWeights(sampler.policy, engine, sampler.lane)
+    await run.stack.enter_async_context(engine)
+    return engine, SharedWeights(policy, engine, lane)
+
+
+def _policy(run: OpenRun) -> PolicyModel:
+    assert run.policy is not None
+    return run.policy
 
 
 def _load_reward_models(config: Config, device: torch.device) -> list[RewardModel]:
@@ -96,22 +111,22 @@ def _load_reward_models(config: Config, device: torch.device) -> list[RewardMode
     return [load_reward_model(model, dtype, device, tokens, seed) for model in config.reward.model]
 
 
-def _load(
-    config: Config, world: World, device: torch.device, say: Say
-) -> tuple[PolicyModel, Any, TorchTrainer, DeviceRates, Verdict]:
-    found: list[Verdict] = []
+def _load(run: OpenRun) -> TorchTrainer:
+    """On the lane. Sets what the run has of the model."""
+    config, device = run.config, run.decided.device
 
     def choose(module: PreTrainedModel) -> ModelPath:
-        found.append(check_for(config, module, device, say))
-        return found[0].path
+        run.verdict = check_for(config, module, device, run.stages.say)
+        return run.verdict.path
 
     build = _build_sharded if config.distributed.sharding == "fsdp" else _build
-    policy, tokenizer, core = build(config, world, device, choose)
+    policy, tokenizer, core = build(config, run.world, device, choose)
     require_rows(policy.module, tokenizer)
     require_saveable(policy.module, tokenizer)
     if config.algorithm.router_replay:
         require_routing(policy.routing, policy.module, "algorithm.router_replay is true")
-    return policy, tokenizer, core, measure_rates(device, policy.dtype), found[0]
+    run.policy, run.tokenizer, run.core, run.rates = policy, tokenizer, core, measure_rates(device, policy.dtype)
+    return core
 
 
 def _build(config: Config, world: World, device: torch.device, choose: Choose) -> tuple[PolicyModel, Any, TorchTrainer]:
@@ -145,3 +160,116 @@ def _build_sharded(
     )
     world.before_leaving(core.sharded.parameters.release)
     return policy, tokenizer, core
+
+
+# -- workers ----------------------------------------------------------------------------------------------------------
+
+
+async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightPublisher]:
+    """The engine, once every worker computes with the weights that the trainer has, and the sink that moves it to later ones.
+    `kv_positions`: of all workers of this rank together. Errors: WorkerDied, PlatformError and OutOfMemory for the board,
+    ConfigError for what the engine cannot run."""
+    config, world, policy, stack = run.config, run.world, _policy(run), run.stack
+    board = await offload(lambda: _create_board(policy), "weight-board")
+    stack.push_async_callback(offload, board.close, "weight-board")
+    assert config.engine.max_sequences is not None
+    context = row_limit(config)
+    routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
+    limits = Limits(
+        workers=placement.workers,
+        max_sequences=placement.share(config.engine.max_sequences),
+        max_context=context,
+        vocabulary=int(policy.config.get_text_config().vocab_size),
+        has_tokenizer=run.tokenizer is not None,
+        start_s=config.watchdog.stage_timeout_s,
+        silent_s=config.watchdog.loop_timeout_s,
+        closure_s=config.watchdog.lane_timeout_s,
+        route_bytes=0 if routes is None else routes.token_bytes,
+        ranks=world.world_size if config.preset == "sync" else None,
+    )
+    vllm = config.generation.engine == "vllm"
+    message: dict[str, Any] = {
+        "config": config.model_dump(mode="json"),
+        "path": asdict(policy.path),
+        "board": board.description,
+        "board_fd": board.fd,
+        "max_sequences": limits.max_sequences,
+        "max_context": context,
+        "kv_positions": max(placement.share(kv_positions), context),
+        "threads": placement.threads,
+        "form": _form_for_vllm(policy, run.tokenizer, context, routes) if vllm else _form(policy, run.tokenizer),
+    }
+    logs = None if run.directory is None else run.directory.workers
+    if logs is not None and world.world_size > 1:
+        logs = logs / f"rank_{world.rank}"
+
+    def setup(number: int) -> Setup:
+        return Setup(
+            message | {"device": str(placement.devices[number]), "copies": placement.is_apart(number)},
+            (board.fd,),
+            dict.fromkeys(_THREADS, str(placement.threads)),
+            None if logs is None else logs / f"worker-{number}.log",
+            limits.capacity,
+            context,
+        )
+
+    engine = WorkerEngine(limits, setup, run.recorder, say=run.stages.say)
+    posted = WeightPublisher(policy, board, engine, run.lanes[0])
+    # After the engine, whose workers read the board.
+    stack.callback(posted.close)
+    engine.begin_with(*await posted.post_first())
+    await stack.enter_async_context(engine)
+    with run.recorder.wait("runtime", "the workers", on="their models", cause="start"):
+        await engine.all_serve()
+    return engine, posted
+
+
+def _form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
+    """What the embedded engine needs to know of the model beside its weights, as JSON takes it."""
+    return {
+        "rest": describe_rest(policy),
+        "stop_ids": eos_token_ids(policy.module, tokenizer),
+    }
+
+
+def _form_for_vllm(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:
+    """What vLLM needs to know of the model beside its weights, as JSON takes it. `context`: tokens of the longest row; `routes`:
+    where they are recorded. Errors: ConfigError."""
+    if policy.path.name == "plain":
+        raise ConfigError(
+            f"generation.engine is vllm, and {type(policy.module).__name__} is run on the plain path, whose states and caches of "
+            "their own have not been compared with vLLM's; use generation.engine=embedded"
+        )
+    text = policy.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and context > longest and not _is_stretched(text):
+        raise ConfigError(
+            f"generation.engine is vllm, and rows may have {context} tokens (data.max_prompt_tokens + rollout.max_tokens) where "
+            f"the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not go; make "
+            "data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
+        )
+    config = json.loads(policy.config.to_json_string(use_diff=False))
+    return {
+        "config": config | {"architectures": [type(policy.module).__name__]},
+        "layout": asdict(policy.weights.layout()),
+        "vocabulary": int(text.vocab_size),
+        "stop_ids": eos_token_ids(policy.module, tokenizer),
+        "position_bytes": cache_shape(policy.config, 1, 1).nbytes(policy.dtype),
+        "routes": None if routes is None else asdict(routes),
+        "routed": has_experts(policy.module),
+    }
+
+
+def _is_stretched(text: Any) -> bool:
+    """Whether its rotary positions are scaled by a factor: how far vLLM then goes is for vLLM to say."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict))
+
+
+def _create_board(policy: PolicyModel) -> Board:
+    """On the trainer's device, where it writes without a copy across. Errors: OutOfMemory, PlatformError."""
+    weights = policy.weights
+    slab: SlabHalves | None = None
+    if policy.device.type != "cpu":
+        slab = SlabHalves.create(segment_name("weights", 0), weights.size, policy.dtype, policy.device)
+    return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)

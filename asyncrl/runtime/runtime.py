@@ -1,7 +1,8 @@
 """The facade: `async with Runtime(config) as rt`, in `asyncrl.main` or inside somebody else's event loop.
 
 states      new -> open -> closed; opened and closed in the same task
-open        `opening.py` makes an `OpenRun` (`opened.py`), whole or not at all: what is asked of it before is a LifecycleError
+open        what the run is gets decided (`decided.py`) and then opened (`opening.py`), whole or not at all; what is asked of the
+            Runtime before is a LifecycleError
 tasks       one task group (the supervisor); a pump that dies cancels the block and its error is raised at its end
 at the end  clean exit: what was submitted is trained (a last, smaller step where `train.partial_final_step`)
             error or cancellation: the open step is aborted, its groups are dropped and counted
@@ -18,6 +19,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -27,7 +30,7 @@ from asyncrl.concurrency.descriptors import none_left, way_out
 from asyncrl.concurrency.ending import left_behind
 from asyncrl.concurrency.offload import offload, standing_by
 from asyncrl.concurrency.watchdog import Standing, Watchdog
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, WatchdogConfig
 from asyncrl.distributed.world import World
 from asyncrl.errors import AsyncrlError, DataError, LifecycleError, StallError
 from asyncrl.ports import Environment
@@ -41,20 +44,25 @@ from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Prompt, SamplingParams, Trajectory
 
-from .build import Built, Overrides
+from .decided import decide
 from .directory import RunDirectory
 from .embedding import as_group, as_numbers, as_prompt, play
-from .opened import OpenRun
-from .opening import Given, open_run
+from .opened import OpenRun, RunSummary
+from .opening import open_run
 from .plan import announcement
-from .stages import Stages
-from .steps import Listener, Listeners, RunSummary, State, StepStream
+from .progress import Listener, Listeners, Stages, StepStream
 
 logger = logging.getLogger("asyncrl.runtime")
 
 # Runtimes of a process open one after another, in whatever loops: transformers changes torch's own functions while it builds a
 # model, and what `inputs` reads before a run belongs to the process.
 _OPENING = threading.Lock()
+
+
+class _State(Enum):
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
 
 
 class Runtime:
@@ -80,24 +88,33 @@ class Runtime:
         """
         given = [rewards] if callable(rewards) else list(rewards)
         specs = [r if isinstance(r, RewardSpec) else RewardSpec(r) for r in given]
-        self._given = Given(config, Overrides(tuple(specs), environment, hooks), prompts, write, checked)
+        self._decide = partial(
+            decide,
+            config,
+            rewards=tuple(specs),
+            environment=environment,
+            hooks=hooks,
+            prompts=prompts,
+            write=write,
+            checked=checked,
+        )
         self.recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
         self._listeners: Listeners[StepReport] = Listeners()
-        self._state = State.NEW
+        self._state = _State.NEW
         self._task: asyncio.Task[Any] | None = None
         self._stack = AsyncExitStack()
         self._run: OpenRun | None = None  # from the end of the opening on, also when it is closed
         self._stages = Stages()
         self._stall: StallError | None = None  # while it is being opened
         self._hard_exit = hard_exit
-        self._watchdog = self._make_watchdog(hard_exit)
+        self._watchdog = self._make_watchdog(config.watchdog)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Runtime:
-        if self._state is not State.NEW:
+        if self._state is not _State.NEW:
             raise LifecycleError(f"a Runtime is opened once; this one is {self._state.value}. Make a new one")
-        self._state, self._task = State.OPEN, asyncio.current_task()
+        self._state, self._task = _State.OPEN, asyncio.current_task()
         await self._stack.__aenter__()
         if not self._hard_exit:  # else the end of the process names them
             self._stack.callback(_name_left, left_behind())
@@ -106,12 +123,13 @@ class Runtime:
             self._stack.enter_context(standing_by())
             try:
                 await offload(_OPENING.acquire, "the opening of another Runtime")
-                self._run = await open_run(self._given, self.recorder, self._listeners, self._stages, self._stack)
+                decided = await self._decide(self._stages)
+                self._run = await open_run(decided, self.recorder, self._listeners, self._stages, self._stack)
             finally:  # also where it was cancelled while it waited: `offload` ends when it has the lock
                 if _OPENING.locked():
                     _OPENING.release()
         except BaseException as error:
-            self._state = State.CLOSED
+            self._state = _State.CLOSED
             await self._unwind(error)
             if self._stall is not None and isinstance(error, asyncio.CancelledError):
                 if self._task is not None:
@@ -125,9 +143,9 @@ class Runtime:
             raise LifecycleError(
                 "a Runtime must be closed by the task that opened it; keep the `async with` in one task"
             )
-        if self._state is State.CLOSED or self._run is None:
+        if self._state is _State.CLOSED or self._run is None:
             return None
-        self._state = State.CLOSED
+        self._state = _State.CLOSED
         if error is None:
             try:
                 await self._run.drain()
@@ -156,25 +174,24 @@ class Runtime:
                 first.add_note(way_out())
             raise first from first.__cause__
 
-    def _make_watchdog(self, hard_exit: bool) -> Watchdog:
+    def _make_watchdog(self, settings: WatchdogConfig) -> Watchdog:
         """Its questions come from a thread of its own, also while the run is being opened."""
+
+        def standing() -> Standing | None:
+            stage = self._stages.standing(settings.stage_timeout_s)
+            return self._run.standing() if stage is None and self._run is not None else stage
+
         return Watchdog(
-            self._given.config.watchdog,
+            settings,
             recorder=self.recorder,
             lanes=self._stages.lanes,
-            standing=self._standing,
+            standing=standing,
             on_stall=self._end,
             details=[lambda: self._run.ports.ledger.describe() if self._run is not None else "starting"],
             silent=self._stages.silent_ranks,
-            hard_exit=hard_exit,
+            hard_exit=self._hard_exit,
             name=f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "",
         )
-
-    def _standing(self) -> Standing | None:
-        standing = self._stages.standing(self._given.config.watchdog.stage_timeout_s)
-        if standing is None and self._run is not None:
-            standing = self._run.standing()
-        return standing
 
     def _end(self, error: StallError) -> None:
         """It stalls. While it is being opened that cancels the opening; a stage of the end can only be ended with the process."""
@@ -211,9 +228,9 @@ class Runtime:
 
     def announce(self) -> None:
         """A few plain lines on what starts, and the warnings of the configuration."""
-        path = self.directory.path if self.directory else None
-        outside = self._given.prompts is None and self.config.data.train is None
-        for line in announcement(self.config, path, self.built.verdict, self.built.placed, outside=outside):
+        run, path = self._opened("announce"), self.directory.path if self.directory else None
+        outside = run.decided.rows is None and self.config.data.train is None
+        for line in announcement(self.config, path, run.verdict, run.placed, outside=outside):
             self.note(line)
 
     def summary(self) -> RunSummary:
@@ -339,17 +356,17 @@ class Runtime:
     @property
     def world(self) -> World:
         """The ranks of this run, and which of them this one is."""
-        return self._opened("world").base.world
+        return self._opened("world").world
 
     @property
     def directory(self) -> RunDirectory | None:
         """None where the run writes nothing."""
-        return self._opened("directory").base.directory
+        return self._opened("directory").directory
 
     @property
-    def built(self) -> Built:
-        """Model, trainer, lanes and every port of this rank."""
-        return self._opened("built").built
+    def built(self) -> OpenRun:
+        """What is open of this rank: model, trainer, lanes and every port."""
+        return self._opened("built")
 
     @property
     def limits(self) -> Limits:
@@ -359,10 +376,10 @@ class Runtime:
     @property
     def tokenizer(self) -> Any:
         """As the model's, with chat template; bytes as tokens in a dry run."""
-        return self._opened("tokenizer").built.tokenizer
+        return self._opened("tokenizer").tokenizer
 
     def _open(self, what: str) -> OpenRun:
-        if self._state is not State.OPEN:
+        if self._state is not _State.OPEN:
             raise self._misused(what)
         return self._opened(what)
 
@@ -372,7 +389,7 @@ class Runtime:
         return self._run
 
     def _misused(self, what: str) -> LifecycleError:
-        state = "not open yet" if self._state is State.OPEN else self._state.value
+        state = "not open yet" if self._state is _State.OPEN else self._state.value
         return LifecycleError(f"Runtime.{what}: the Runtime is {state}; call it inside `async with Runtime(...)`")
 
 

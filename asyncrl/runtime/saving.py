@@ -26,12 +26,11 @@ from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
 from asyncrl.errors import CheckpointError, ConfigError, DirectoryLost, DivergenceError, StallError, divergence_of
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.pumps.pipeline import Ports
 from asyncrl.telemetry.sinks import each_row
 from asyncrl.training.snapshot import Snapshot, host, take, unsound
 from asyncrl.types import Ticket
 
-from .build import Built
 from .directory import RunDirectory
 from .positions import LEAVE_TIMEOUT_S, Positions, after_step
 
@@ -116,13 +115,24 @@ class Checkpointer:
     """See the module docstring."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory | None, built: Built, world: World, recorder: Recorder
+        self,
+        config: Config,
+        directory: RunDirectory | None,
+        world: World,
+        ports: Ports,
+        core: TorchTrainer | None,
+        lane: Any,
+        tokenizer: Any,
     ) -> None:
+        """`core`: None in a dry run, which has nothing to save. `lane`: of the trainer."""
         self._config = config
-        self._built = built
-        self._world = world
-        self._recorder = recorder
         self._directory = directory
+        self._world = world
+        self._ports = ports
+        self._core = core
+        self._lane = lane
+        self._tokenizer = tokenizer
+        self._recorder = ports.recorder
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         self._saved_version: int | None = None  # written, or on its way
         self._free = anyio.Event()  # nothing is being written
@@ -141,7 +151,7 @@ class Checkpointer:
 
     def due(self, version: int, last: bool) -> bool:
         """Whether a checkpoint of this version is asked for: by the interval, by time, or as the last one."""
-        if self._store is None or self._built.core is None or version == self._saved_version or version == 0:
+        if self._store is None or self._core is None or version == self._saved_version or version == 0:
             return False
         every = self._config.checkpoint.every
         by_interval = self._time_is_up if every is None else version % every == 0
@@ -153,7 +163,7 @@ class Checkpointer:
         Where the model is cut, a rank that failed alone writes none: those whose parts it needs are only stopped later."""
         if isinstance(error, (StallError, CheckpointError)) and not none_left(error):
             return False
-        core = self._built.core
+        core = self._core
         if core is not None and core.is_sharded and self._world.world_size > 1 and error is not None and not stopped:
             return False
         return self.due(version, last=True)
@@ -162,7 +172,7 @@ class Checkpointer:
         """On every rank, at each version, before `due`: from now on rank 0 can write a checkpoint of it, whatever becomes of
         this rank. Several ranks agree here on a checkpoint by time: rank 0 looks at its clock, a version ahead."""
         positions, saving = self._positions, self._config.checkpoint
-        if self._store is None or self._built.core is None:
+        if self._store is None or self._core is None:
             return
         by_time = saving.every_s is not None and saving.every is None
         up = by_time and time.monotonic() - self._since >= (saving.every_s or 0.0)
@@ -177,12 +187,12 @@ class Checkpointer:
         """Where this rank is in its prompts, taken at one moment (no await). Take it before live groups are ended.
         `untrained`: ids of the prompt stream that were taken from the cursor and not trained: admitted ones, those of the open
         step included, and the one that waits for its slot."""
-        replay = self._built.ports.replay
+        replay = self._ports.replay
         where = self._where(prompts, in_hand, next_group)
         return {**where, "replay": None if replay is None else replay.snapshot()}
 
     def _where(self, prompts: PromptSource | None, in_hand: int | None, next_group: int) -> dict[str, Any]:
-        ports = self._built.ports
+        ports = self._ports
         live = {ticket.group_id for ticket in ports.ledger.live_groups()} | (set() if in_hand is None else {in_hand})
         return {
             "turn": ports.ledger.turn,
@@ -226,7 +236,7 @@ class Checkpointer:
         return next((each.stopped_by for each in left.values() if each.stopped_by), None)
 
     async def _committed_elsewhere(self) -> list[Ticket]:
-        ledger = self._built.ports.ledger
+        ledger = self._ports.ledger
         with anyio.move_on_after(LEAVE_TIMEOUT_S):  # that rank committed before it said so; this one hears of both
             while ledger.statistics().turn <= ledger.turn:
                 seen = ledger.changes
@@ -268,7 +278,7 @@ class Checkpointer:
 
     def bytes_needed(self) -> int:
         """Room on disk that the next checkpoint will take, about; 0 where none will be written."""
-        core, saving = self._built.core, self._config.checkpoint
+        core, saving = self._core, self._config.checkpoint
         if self._store is None or core is None or not (saving.save_final or saving.every or saving.every_s):
             return 0
         state = 3 * sum(master.nbytes for _, master in core.parameters.named_masters())  # and two moments
@@ -285,8 +295,8 @@ class Checkpointer:
 
     async def _capture(self, version: int, books: dict[str, Any]) -> Captured:
         """What is asked of the lane and of the other ranks."""
-        assert self._store is not None and self._built.core is not None
-        core, lane = self._built.core, self._built.lanes[0]
+        assert self._store is not None and self._core is not None
+        core, lane = self._core, self._lane
         started = time.perf_counter()
         with (
             self._recorder.span("checkpoint/capture", track="checkpoint", version=version),
@@ -339,7 +349,7 @@ class Checkpointer:
                 lost = await self._find_place(store)
                 await store.save_in_thread(
                     version,
-                    lambda folder: snapshot.write_pretrained(folder, self._built.tokenizer, self._config.model.path),
+                    lambda folder: snapshot.write_pretrained(folder, self._tokenizer, self._config.model.path),
                     state_writer(trainer=snapshot.state, run=captured.run),
                     shards_writer(store.directory, version, captured.shards),
                 )
@@ -370,7 +380,7 @@ class Checkpointer:
 
     async def _write_shard(self, core: TorchTrainer, directory: Path, version: int) -> str:
         """This rank's part of a sharded state, before rank 0 hears that it may take it; its SHA-256."""
-        state = await self._built.lanes[0].run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
+        state = await self._lane.run(lambda: host(core.state_dict()), name="checkpoint/capture", priority=2)
         self._require_sound(await offload(lambda: unsound(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
@@ -378,14 +388,14 @@ class Checkpointer:
 
     async def _gather(self, version: int, books: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
         """See `Positions.gather`. A rank that died after the step was applied stands where the shared ledger says."""
-        positions, core = self._positions, self._built.core
+        positions, core = self._positions, self._core
         if positions is None:
             return [books], []
         sharded = core is not None and core.is_sharded
         everybody, missing = await offload(
             lambda: positions.gather(version, books, sharded=sharded), "checkpoint-gather"
         )
-        ledger, turn = self._built.ports.ledger, books["turn"]
+        ledger, turn = self._ports.ledger, books["turn"]
         for rank in [*missing]:
             if ledger.statistics().turn == turn == everybody[rank]["turn"] + 1:
                 trained = ledger.last_step(rank)
@@ -395,7 +405,7 @@ class Checkpointer:
 
     async def restore(self, saved: SavedRun, prompts: PromptSource | None) -> None:
         """Weights, optimizer, schedule, version; prompt cursor; untrained groups first. Errors: CheckpointError, DataError."""
-        core, run = self._built.core, saved.checkpoint.run
+        core, run = self._core, saved.checkpoint.run
         if core is None:
             raise CheckpointError("resume=true: a dry run has nothing to resume")
         if run["world_size"] != self._world.world_size:
@@ -412,14 +422,14 @@ class Checkpointer:
             now=self._config.rollout.max_tokens,
         )
         state = await offload(saved.checkpoint.trainer, "restore")
-        await self._built.lanes[0].run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
-        for sink in self._built.ports.sinks:  # engines of their own have started with the weights of model.path
+        await self._lane.run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
+        for sink in self._ports.sinks:  # engines of their own have started with the weights of model.path
             await sink.update_weights(core.version)
         if prompts is not None:
             rank = str(self._world.rank)
             prompts.load_state_dict(run["prompts"][rank])
             prompts.requeue(run["untrained"][rank])
-        kept, buffer = run.get("replay", {}).get(str(self._world.rank)), self._built.ports.replay
+        kept, buffer = run.get("replay", {}).get(str(self._world.rank)), self._ports.replay
         if buffer is not None and kept is not None:
             await offload(lambda: buffer.load(kept), "replay")
         if self._positions is not None:

@@ -33,10 +33,13 @@ from asyncrl.generation.worker.wire import ABOUT_BYTES
 from asyncrl.models.loading import load_policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import Engine
-from asyncrl.runtime import workers as runtime_workers
-from asyncrl.runtime.parts import Site
+from asyncrl.runtime import real as runtime_real
+from asyncrl.runtime.decided import Decided
+from asyncrl.runtime.directory import RunDirectory
+from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.placement import Placement
-from asyncrl.runtime.workers import Sampler, open_workers
+from asyncrl.runtime.progress import Listeners, Stages
+from asyncrl.runtime.real import open_workers
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.transport.memory.halves import SlabHalves
@@ -94,15 +97,17 @@ async def opened(folder: Path, workers: int, kv_after_update: str, apart: bool =
         "rollout.group_size=4", f"engine.kv_after_update={kv_after_update}", "seed=1",
     ]  # fmt: skip
     config = await asyncio.to_thread(load_config, [], overrides)
+    directory = await asyncio.to_thread(RunDirectory, config)
     recorder, device = Recorder(nvtx=False), torch.device("cpu")
     placement = Placement((torch.device("cpu", 0) if apart else device,) * workers, 1, 1, "")
     assert placement.is_apart(0) == apart
     async with AsyncExitStack() as stack:
         lane = await stack.enter_async_context(ThreadLane("trainer", recorder))
         policy, tokenizer = await lane.run(lambda: load_policy(config.model, device, config.seed), name="load")
-        sampler = Sampler(policy, tokenizer, lane, 6 * CONTEXT)
-        site = Site(config, World.from_env(), device, recorder, stack, lambda _: None, folder / "workers")
-        engine, posted = await open_workers(site, placement, sampler)
+        decided = Decided(config, World.from_env(), device, directory=directory)
+        run = OpenRun(decided, recorder, Listeners(), Stages(), stack)
+        run.policy, run.tokenizer, run.lanes = policy, tokenizer, (lane,)
+        engine, posted = await open_workers(run, placement, 6 * CONTEXT)
         yield Opened(engine, posted, policy, tokenizer, lane)
 
 
@@ -427,7 +432,7 @@ def on_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
         slab = SlabHalves.create(segment_name("weights", 0), weights.size, policy.dtype, policy.device)
         return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
 
-    monkeypatch.setattr(runtime_workers, "_create_board", create)
+    monkeypatch.setattr(runtime_real, "_create_board", create)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["there", "copies"])

@@ -27,7 +27,7 @@ from asyncrl import Hooks, Runtime, SamplingParams
 from asyncrl.config.schema import Config
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import AsyncrlError, DataError, GenerationError, LifecycleError, StallError
-from asyncrl.runtime.dry import ByteTokenizer
+from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.types import Trajectory
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {

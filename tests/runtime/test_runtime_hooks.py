@@ -19,7 +19,7 @@ from asyncrl.data.store import StoreEvent
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, HookError
 from asyncrl.pumps.pipeline import StepReport
-from asyncrl.runtime.dry import ByteTokenizer
+from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.types import Group, Prompt
 
 ROWS = [{"prompt": "abc"}]

@@ -25,7 +25,7 @@ from asyncrl.models.paths import PACKED, PLAIN
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.routing import RoutesShape
 from asyncrl.runtime import memory
-from asyncrl.runtime.dry import ByteTokenizer
+from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.runtime.memory import check_memory, kv_positions, predicted
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.plan import plan

@@ -34,7 +34,7 @@ from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.intake import Intake
 from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.records.check import Limits
-from asyncrl.runtime.dry import ByteTokenizer
+from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.runtime.embedding import as_group
 from asyncrl.runtime.opening import collections_between_steps
 from asyncrl.telemetry.recorder import Recorder

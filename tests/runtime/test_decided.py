@@ -17,8 +17,8 @@ from asyncrl.config.describe import to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.resolve import resolve
 from asyncrl.errors import ConfigError
-from asyncrl.runtime import device as module
-from asyncrl.runtime.device import Settled, choose_device, meet, settle
+from asyncrl.runtime import decided as module
+from asyncrl.runtime.decided import choose_device, choose_dtype, meet
 from asyncrl.runtime.gate import check_model
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
@@ -52,12 +52,12 @@ def test_auto_is_bfloat16_where_the_processor_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], torch_may: bool, dtype: str
 ) -> None:
     processor(monkeypatch, *flags, torch_may=torch_may)
-    settled = settle(config_of(tmp_path, base=AUTO))
-    assert settled.config.model.dtype == dtype and settled.device == torch.device("cpu")
+    config, device, lines = choose_dtype(config_of(tmp_path, base=AUTO))
+    assert config.model.dtype == dtype and device == torch.device("cpu")
     has = "bfloat16 instructions;" if dtype == "bfloat16" else "no bfloat16 instructions that torch may use;"
-    assert settled.lines == (f"products in {dtype} on cpu (auto: {has} this processor has {' and '.join(flags)})",)
-    # What depends on the dtype is derived from what was settled.
-    assert resolve(settled.config).algorithm.mismatch_gate == {"float32": 1e-3, "bfloat16": 0.1}[dtype]
+    assert lines == (f"products in {dtype} on cpu (auto: {has} this processor has {' and '.join(flags)})",)
+    # What depends on the dtype is derived from that.
+    assert resolve(config).algorithm.mismatch_gate == {"float32": 1e-3, "bfloat16": 0.1}[dtype]
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
@@ -67,12 +67,12 @@ def test_auto_on_a_gpu_is_by_its_compute_capability(
     cards(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Card")
-    settled = settle(config_of(tmp_path, "model.device=auto", base=AUTO), local_rank=1, ranks=2)
-    assert (settled.config.model.dtype, settled.device) == (dtype, torch.device("cuda", 1))
+    config, device, lines = choose_dtype(config_of(tmp_path, "model.device=auto", base=AUTO), local_rank=1, ranks=2)
+    assert (config.model.dtype, device) == (dtype, torch.device("cuda", 1))
     said = f"products in {dtype} on cuda (auto: NVIDIA Card, compute capability {capability[0]}.{capability[1]})"
-    assert settled.lines == (said,)
-    insisted = settle(config_of(tmp_path, "model.device=auto", "model.dtype=bfloat16", base=AUTO))
-    assert any("emulates bfloat16" in line for line in insisted.lines) == (dtype == "float32")
+    assert lines == (said,)
+    *_, lines = choose_dtype(config_of(tmp_path, "model.device=auto", "model.dtype=bfloat16", base=AUTO))
+    assert any("emulates bfloat16" in line for line in lines) == (dtype == "float32")
 
 
 def cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -115,27 +115,27 @@ def test_a_gpu_has_its_number_and_is_one_ranks_alone(
 def test_who_insists_on_bfloat16_hears_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, "model.dtype=bfloat16", base=AUTO)
     processor(monkeypatch, "avx2", cost=34.1)
-    said, warning = settle(config).lines
+    *_, (said, warning) = choose_dtype(config)
     assert said == "products in bfloat16 on cpu (model.dtype)"
     assert "takes 34.1 times as long as a float32 one on this processor (avx2" in warning and "auto" in warning
     assert warning in plan(config)
     processor(monkeypatch, "avx2", "avx512_bf16", cost=0.4)
-    assert settle(config).lines == (said,)
+    assert choose_dtype(config)[2] == (said,)
     processor(monkeypatch, "avx2", cost=34.1)
-    assert len(settle(config_of(tmp_path, "model.dtype=float32", base=AUTO)).lines) == 1
+    assert len(choose_dtype(config_of(tmp_path, "model.dtype=float32", base=AUTO))[2]) == 1
 
 
 def test_a_dry_run_has_no_products(tmp_path: Path) -> None:
     config = config_of(tmp_path, base=DRY)
-    assert settle(config) == Settled(config, torch.device("cpu"))
+    assert choose_dtype(config) == (config, torch.device("cpu"), ())
 
 
 def test_a_run_keeps_the_day_that_its_prompts_have(tmp_path: Path) -> None:
-    begun = settle(config_of(tmp_path, "data.date=2024-07-26", base=AUTO)).config
-    assert begun.data.date == "2024-07-26" and settle(config_of(tmp_path, base=AUTO)).config.data.date is not None
+    begun, *_ = choose_dtype(config_of(tmp_path, "data.date=2024-07-26", base=AUTO))
+    assert begun.data.date == "2024-07-26" and choose_dtype(config_of(tmp_path, base=AUTO))[0].data.date is not None
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "runs" / "run" / "config.yaml").write_text(to_yaml(begun), encoding="utf-8")
-    assert settle(config_of(tmp_path, "resume=true", base=AUTO)).config.data.date == "2024-07-26"
+    assert choose_dtype(config_of(tmp_path, "resume=true", base=AUTO))[0].data.date == "2024-07-26"
     with pytest.raises(ConfigError, match=r"data\.date"):
         config_of(tmp_path, "data.date=yesterday", base=AUTO)
 
@@ -211,11 +211,11 @@ class TwoRanks:
 def test_ranks_on_unlike_machines_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, base=AUTO)
     processor(monkeypatch, "avx2", "avx512_bf16")
-    meet(TwoRanks(0), settle(config))  # type: ignore[arg-type]
-    meet(TwoRanks(1), settle(config))  # type: ignore[arg-type]
+    meet(TwoRanks(0), *choose_dtype(config)[:2])  # type: ignore[arg-type]
+    meet(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
     processor(monkeypatch, "avx2")
     with pytest.raises(ConfigError, match=r"bfloat16 on the machine of rank 0 and float32 on that of rank 1; set it"):
-        meet(TwoRanks(1), settle(config))  # type: ignore[arg-type]
+        meet(TwoRanks(1), *choose_dtype(config)[:2])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -223,15 +223,15 @@ def test_ranks_that_a_launcher_put_on_one_gpu_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     monkeypatch.setattr(TwoRanks, "shared", torch.distributed.HashStore())
-    settled = Settled(config_of(tmp_path, base=AUTO), torch.device("cuda", 0))
+    settled = config_of(tmp_path, base=AUTO), torch.device("cuda", 0)
     uuids = iter(["GPU-a", "GPU-a" if shared else "GPU-b"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(uuids)))
-    meet(TwoRanks(0), settled)  # type: ignore[arg-type]
+    meet(TwoRanks(0), *settled)  # type: ignore[arg-type]
     if not shared:
-        meet(TwoRanks(1), settled)  # type: ignore[arg-type]
+        meet(TwoRanks(1), *settled)  # type: ignore[arg-type]
         return
     with pytest.raises(ConfigError, match=r"ranks 0 and 1 have the same GPU \(cuda:0, GPU-a\): start as many"):
-        meet(TwoRanks(1), settled)  # type: ignore[arg-type]
+        meet(TwoRanks(1), *settled)  # type: ignore[arg-type]
 
 
 class TensorFloat32(TorchFunctionMode):

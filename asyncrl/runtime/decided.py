@@ -1,4 +1,6 @@
-"""The device of a rank, and what `model.dtype: auto` is on it: settled once, before anything else is derived.
+"""What a run is, decided before anything of it is opened: device and dtype, resolved settings, and the objects of the program.
+
+What `model.dtype: auto` is:
 
     CUDA, compute capability 8 or more     bfloat16
     CPU with AVX512-BF16 or AMX            bfloat16
@@ -16,36 +18,88 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from asyncrl.concurrency.offload import offload
 from asyncrl.config.load import load_config
+from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, DtypeName
+from asyncrl.data.prompts_files import Rows
+from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
+from asyncrl.ports import Environment
+from asyncrl.pumps.hooks import Hooks
+from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
 
 from .directory import RunDirectory
+from .inputs import check_code, check_inputs
+from .progress import Stages
 
 _SIZE = 256  # of the two products that are compared: some 0.1 ms each, 10 ms in bfloat16 where it has no instructions
 _SLOWER = 1.2  # times float32: from here on bfloat16 is worth a warning
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """What a rank computes on, and in which dtype."""
+class Decided:
+    """See the module docstring. Nothing of it is open: `directory` is not locked, and the ranks of `world` have not met."""
 
-    config: Config  # as given, `model.dtype` no longer auto where there is a model
+    config: Config  # resolved: nothing in it is left to be derived
+    world: World
     device: torch.device
-    lines: tuple[str, ...] = ()  # for a run's first lines: which dtype and why; a warning where it is slow
+    lines: tuple[str, ...] = ()  # for people: which dtype and why
+    directory: RunDirectory | None = None  # None: the run writes nothing
+    # What the program brings, in the place of what the configuration would name.
+    rewards: Sequence[RewardSpec] = ()
+    environment: Environment | None = None
+    hooks: Hooks | None = None
+    rows: Rows | None = None
 
 
-def settle(config: Config, local_rank: int = 0, ranks: int = 1) -> Settled:
-    """Of one of the `ranks` of this machine, before `resolve`. Blocks for milliseconds. Errors: ConfigError for a device that is
-    not here."""
+async def decide(
+    config: Config,
+    stages: Stages,
+    *,
+    rewards: Sequence[RewardSpec] = (),
+    environment: Environment | None = None,
+    hooks: Hooks | None = None,
+    prompts: Any = None,
+    write: bool = True,
+    checked: bool = False,
+) -> Decided:
+    """The arguments are those of a Runtime. Files and code that the settings name are checked here. Errors: ConfigError,
+    DataError."""
+    stages.begin("looking at the device, the settings and the files they name")
+    world = World.from_env()
+    config, device, lines = await offload(
+        lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
+    )
+    submitted = prompts is None and config.data.train is None and config.door.ring is None
+    resolved = resolve(
+        config,
+        world.world_size,
+        embedding=submitted or prompts is not None,
+        submitted=submitted,
+        own_environment=environment is not None,
+    )
+    brought = prompts is not None, bool(rewards), environment is not None, hooks is not None
+    await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *brought), "inputs")
+    directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
+    stages.begin("reading the prompts")
+    rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
+    return Decided(resolved, world, device, lines, directory, rewards, environment, hooks, rows)
+
+
+def choose_dtype(config: Config, local_rank: int = 0, ranks: int = 1) -> tuple[Config, torch.device, tuple[str, ...]]:
+    """(the configuration with `model.dtype` and `data.date` filled in, the device, lines for people), before `resolve`, for one of
+    the `ranks` of this machine. Blocks for milliseconds. Errors: ConfigError for a device that is not here."""
     if config.train.kind != "torch":
-        return Settled(config, torch.device("cpu"))
+        return config, torch.device("cpu"), ()
     device = choose_device(config.model.device, local_rank, ranks)
     dtype, reason, saved = config.model.dtype, "model.dtype", _saved(config)
     if config.model.dtype == "auto":
@@ -59,7 +113,7 @@ def settle(config: Config, local_rank: int = 0, ranks: int = 1) -> Settled:
     model = config.model.model_copy(update={"dtype": dtype})
     day = config.data.date or (str(datetime.date.today()) if saved is None else saved.data.date)
     data = config.data.model_copy(update={"date": day})
-    return Settled(config.model_copy(update={"model": model, "data": data}), device, tuple(lines))
+    return config.model_copy(update={"model": model, "data": data}), device, tuple(lines)
 
 
 def choose_device(name: str, local_rank: int, ranks: int = 1) -> torch.device:
@@ -114,13 +168,13 @@ def bfloat16_cost() -> float:
     return best[1] / best[0]
 
 
-def meet(world: World, settled: Settled) -> None:
-    """Open the world; every rank has to have settled on one dtype, and no two on one GPU. Blocks until the others are there.
+def meet(world: World, config: Config, device: torch.device) -> None:
+    """Open the world; every rank must have the same dtype, and no two the same GPU. Blocks until the others are there.
     Errors: ConfigError, and those of `World.open`."""
-    world.open(settled.device, alone=settled.config.distributed.sharding == "fsdp")
+    world.open(device, alone=config.distributed.sharding == "fsdp")
     if world.world_size == 1:
         return
-    dtype = settled.config.model.dtype
+    dtype = config.model.dtype
     store = world.store("dtype")
     if world.is_first:
         store.set("rank 0", dtype)
@@ -129,14 +183,14 @@ def meet(world: World, settled: Settled) -> None:
             f"model.dtype is auto, which is {first} on the machine of rank 0 and {dtype} on that of rank {world.rank}; set it "
             "to one of them"
         )
-    if settled.device.type != "cuda":
+    if device.type != "cuda":
         return
-    card = str(torch.cuda.get_device_properties(settled.device).uuid)
+    card = str(torch.cuda.get_device_properties(device).uuid)
     store.set(f"card of rank {world.rank}", card)
     for other in range(world.rank):
         if store.get(f"card of rank {other}").decode() == card:
             raise ConfigError(
-                f"ranks {other} and {world.rank} have the same GPU ({settled.device}, {card}): start as many ranks as there are "
+                f"ranks {other} and {world.rank} have the same GPU ({device}, {card}): start as many ranks as there are "
                 "GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
             )
 

@@ -1,0 +1,138 @@
+"""How far a run is: the stages of its start and its end, for the watchdog and the live view, and its committed steps, for whoever
+listens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
+
+import anyio
+
+from asyncrl.concurrency.offload import where
+from asyncrl.concurrency.watchdog import Standing
+from asyncrl.distributed.heartbeat import Heartbeat
+
+T = TypeVar("T")
+T_in = TypeVar("T_in", contravariant=True)
+
+
+class Stages:
+    """One stage after another, so that one that never ends has a name; with the lanes and the other ranks, which the watchdog looks
+    at, too. Written by the loop's thread and by threads that load; read by the watchdog's."""
+
+    def __init__(self) -> None:
+        # Empty: nothing is starting or ending, the pumps run.
+        self._now = ""
+        # How often a stage has begun or moved.
+        self._moves = 0
+        self._show: Callable[[str], None] | None = None
+        self.lanes: list[Any] = []
+        # Where there are several ranks, once they have met.
+        self.heartbeat: Heartbeat | None = None
+
+    def show_on(self, show: Callable[[str], None]) -> None:
+        """`say` is for people, too, from now on."""
+        self._show = show
+
+    def say(self, text: str) -> None:
+        """A stage begins, or one that goes on has moved: a stage, a colon and counts. While the pumps run it is shown and no stage
+        begins, as of a worker that is started again: nobody would end it."""
+        if self._now:
+            self.begin(text)
+        if self._show is not None:
+            self._show(text)
+
+    def begin(self, text: str) -> None:
+        """As `say`, for the watchdog alone."""
+        self._now = text
+        self._moves += 1
+
+    def end(self) -> None:
+        """From now on it is for the pumps to move."""
+        self._now = ""
+
+    def silent_ranks(self, longest_s: float | None) -> list[str]:
+        """A few words for each; `longest_s`: only for those that were silent for longer than that."""
+        return [] if self.heartbeat is None else self.heartbeat.silent(longest_s)
+
+    def standing(self, limit_s: float) -> Standing | None:
+        """None while the pumps run."""
+        stage = self._now
+        if not stage:
+            return None
+        return Standing((self._moves,), limit_s, f"the run stands still at {stage!r}", where)
+
+
+class Listener(Protocol[T_in]):
+    """Is called in the step of the loop in which a step is committed, or the training ends."""
+
+    def push(self, item: T_in) -> None:
+        """A step was committed."""
+        ...
+
+    def close(self) -> None:
+        """The training ended: no step will come any more. May be called twice."""
+        ...
+
+
+class Listeners(Generic[T]):
+    """Everybody who listens to one run, held by weak references."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[Listener[T]] = WeakSet()
+        self._over = False
+
+    def add(self, listener: Listener[T]) -> None:
+        """From now on. It is closed at once where the training has ended."""
+        self._all.add(listener)
+        if self._over:
+            listener.close()
+
+    def push(self, item: T) -> None:
+        """To all of them."""
+        for listener in self._all:
+            listener.push(item)
+
+    def close(self) -> None:
+        """All of them, and those that are added later."""
+        self._over = True
+        for listener in self._all:
+            listener.close()
+
+
+class StepStream(Generic[T]):
+    """An asynchronous iterator over what is pushed from its making on, not only from its first `anext`.
+
+    It holds no resource: who leaves the loop early just drops it (the Runtime keeps a weak reference).
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._over = False
+        self._changed = anyio.Event()
+
+    def push(self, item: T) -> None:
+        """The next item, kept until it is asked for."""
+        self._items.append(item)
+        self._wake()
+
+    def close(self) -> None:
+        """Nothing more will come: what is buffered is still delivered."""
+        self._over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def __aiter__(self) -> StepStream[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._over:
+                raise StopAsyncIteration
+            await self._changed.wait()
+        return self._items.popleft()
