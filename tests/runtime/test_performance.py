@@ -182,7 +182,7 @@ def test_what_a_tool_wrote_runs_forward_but_is_not_scored() -> None:
 @pytest.mark.parametrize(
     ("overrides", "passes"),
     [
-        (["algorithm.kl_coef=0.01"], 2 + 6 + 2),  # the reference model's forward
+        (["algorithm.kl.coef=0.01"], 2 + 6 + 2),  # the reference model's forward
         (["algorithm.updates_per_batch=3"], 2 + 3 * 6),
     ],
 )
