@@ -20,7 +20,7 @@ from asyncrl.errors import DivergenceError
 from asyncrl.generation.worker.names import segment_name
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
-from asyncrl.runtime import workers
+from asyncrl.runtime import real
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.runtime import RunSummary, Runtime
 from asyncrl.transport.memory.board import Board
@@ -106,7 +106,7 @@ async def test_a_board_that_lies_as_on_a_gpu_changes_nothing(tmp_path: Path, mon
         slab = SlabHalves.create(segment_name("weights", 0), weights.size, policy.dtype, policy.device)
         return Board.create(weights.size, policy.dtype, weights.layout_digest(), slab)
 
-    monkeypatch.setattr(workers, "_create_board", create)
+    monkeypatch.setattr(real, "_create_board", create)
     monkeypatch.setattr(Placement, "is_apart", lambda self, number: True)
     summary = await run(tmp_path / "slab", *sync, "train.max_steps=3")
     assert summary.version == 3 and not left()
