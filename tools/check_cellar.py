@@ -37,6 +37,7 @@ ALLOWED: dict[str, str] = {
     "asyncrl.generation.vllm.v0_32": "generation.engine=vllm: imported by its name where that vLLM is installed",
     "asyncrl.generation.vllm.v0_32:_Loader.load_weights": "vLLM calls it",
     "asyncrl.generation.vllm.v0_32:_Loader.download_model": "vLLM calls it",
+    "asyncrl.http.server:_Connections.connection_lost": "aiohttp calls it",
     "asyncrl.data.sharding": "nodes: balanced sharding",
     "asyncrl.data.fetch": "nodes: leader fetch",
     "asyncrl.distributed.replica": "nodes: replica groups",

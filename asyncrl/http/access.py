@@ -16,12 +16,15 @@ import secrets
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from asyncrl.config.checks import is_loopback, key_problem
 from asyncrl.errors import ConfigError
 
-from .library import web
+if TYPE_CHECKING:
+    from aiohttp import web
+
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 

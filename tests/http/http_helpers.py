@@ -16,7 +16,7 @@ from transport_records import drop
 from asyncrl.client import AsyncClient
 from asyncrl.http.access import Address
 from asyncrl.http.atropos import AtroposDoor, Terms
-from asyncrl.http.spread import Spread
+from asyncrl.http.groups import Spread
 from asyncrl.records.check import Limits
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.rings.record_ring import RecordRing

@@ -24,7 +24,7 @@ from http_helpers import TERMS, group, opened  # noqa: E402
 
 from asyncrl.http.access import Address  # noqa: E402
 from asyncrl.http.atropos import AtroposDoor  # noqa: E402
-from asyncrl.http.spread import Spread  # noqa: E402
+from asyncrl.http.groups import Spread  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 

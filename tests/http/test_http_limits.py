@@ -14,20 +14,16 @@ from urllib.parse import urlsplit
 
 import anyio
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
 from http_helpers import Set, group, opened  # noqa: E402
 
 from asyncrl.errors import ConfigError  # noqa: E402
-from asyncrl.http import body as http_body  # noqa: E402
 from asyncrl.http.access import Access, Address, Refused  # noqa: E402
-from asyncrl.http.body import MOST_BYTES, MOST_VALUES, SMALL, read_json, unpack  # noqa: E402
 from asyncrl.http.environments import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
-from asyncrl.http.listener import most_connections  # noqa: E402
-from asyncrl.http.posted import MOST_GROUPS, MOST_MEMBERS  # noqa: E402
+from asyncrl.http.groups import MOST_BYTES, MOST_GROUPS, MOST_MEMBERS, MOST_OBJECTS, unpack  # noqa: E402
+from asyncrl.http.server import most_connections  # noqa: E402
 from asyncrl.transport.rings.types import RingSettings  # noqa: E402
 
 JSON = {"Content-Type": "application/json"}
@@ -125,20 +121,23 @@ def bomb(piece: bytes, size: int) -> bytes:
     ("body", "code"),
     [
         (bomb(b"{},", MOST_BYTES + 9), 413),  # 60 million groups are 180 MB, and the same with less
-        (bomb(b"{},", 3 * MOST_VALUES), 413),
-        (bomb(b'"a",', 4 * MOST_VALUES), 413),
+        (bomb(b"{},", 3 * MOST_OBJECTS), 413),
+        (bomb(b'"a",', 4 * MOST_OBJECTS), 413),
         (bomb(b"0,", 1 << 24), 413),
-        (bomb(b"]", 1 << 22), 413),
-        (bomb(b"[", 1 << 20), 400),
+        (bomb(b"0,", 1 << 26), 413),
+        (bomb(b"]", 1 << 22), 400),
+        (bomb(b"[", 1 << 20), 413),
+        (bomb(b"[", 1 << 12), 400),
         (gzip.compress(json.dumps([{}] * (MOST_GROUPS + 1)).encode()), 413),
-        (gzip.compress(b'{"tokens": [[' + b"1," * (1 << 21) + b"1]]}"), 413),
+        (gzip.compress(b'{"tokens": [[' + b"1," * (1 << 21) + b"1]]}"), 422),
+        (b'{"tokens": [[4]], "masks": [[4]], "scores": [' + b"[" * 1010 + b"]" * 1010 + b"]}", 422),
         (gzip.compress(json.dumps({"tokens": [[4]] * (MOST_MEMBERS + 1)}).encode()), 422),
     ],
 )
 async def test_a_bomb_is_refused_before_its_objects_are_built(name: str, body: bytes, code: int) -> None:
     async with opened(name) as s:
-        assert await status(s, f"{s.door.url}/scored_data_list", body, Content_Encoding="gzip") == code
-        assert s.door.groups._bodies.held == 0
+        encoding = {"Content_Encoding": "gzip"} if body.startswith(b"\x1f\x8b") else {}
+        assert await status(s, f"{s.door.url}/scored_data_list", body, **encoding) == code
         assert (await s.post("/scored_data", group(7)))[0] == 200
 
 
@@ -176,8 +175,8 @@ async def talk(s: Set, raw: bytes) -> int:
 
 
 async def test_slow_senders_are_answered_and_closed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.http.body.BODY_S", 0.1)
-    monkeypatch.setattr("asyncrl.http.atropos.IDLE_S", 0.2)
+    monkeypatch.setattr("asyncrl.http.server.BODY_S", 0.1)
+    monkeypatch.setattr("asyncrl.http.server.IDLE_S", 0.2)
     async with opened(name) as s:
         assert await talk(s, head_of(s, "/scored_data", "Content-Length: 100") + b"{") == 408
         assert await talk(s, b"POST / HTTP/1.1\r\nHo") == 0  # within aiohttp's own patience with headers
@@ -196,9 +195,8 @@ async def test_slow_senders_are_answered_and_closed(name: str, monkeypatch: pyte
 async def test_bodies_that_never_end_free_the_door_for_others(
     name: str, monkeypatch: pytest.MonkeyPatch, path: str, headers: list[str], begin: bytes
 ) -> None:
-    monkeypatch.setattr("asyncrl.http.body.BODY_S", 0.2)
-    monkeypatch.setattr("asyncrl.http.listener.GRACE_S", 0.0)
-    monkeypatch.setattr("asyncrl.http.atropos.most_connections", lambda: 4)
+    monkeypatch.setattr("asyncrl.http.server.BODY_S", 0.2)
+    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda: 4)
     async with opened(name) as s, contextlib.AsyncExitStack() as held:
         for _ in range(4):
             stream = await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0)
@@ -206,19 +204,6 @@ async def test_bodies_that_never_end_free_the_door_for_others(
             await stream.send(head_of(s, path, *headers) + begin)
         with anyio.fail_after(20):
             assert (await s.post("/scored_data", group(7)))[0] == 200
-
-
-async def test_a_slow_body_has_time_for_what_comes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that sent a byte has a minute more; the other, which comes later, is late before it."""
-    monkeypatch.setattr("asyncrl.http.body.BODY_S", 0.1)
-    monkeypatch.setattr("asyncrl.http.body.BODY_PACE", 1 / 60)
-    body = json.dumps(group(7)).encode()
-    async with opened(name) as s:
-        async with await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0) as stream:
-            await stream.send(head_of(s, "/scored_data", f"Content-Length: {len(body)}") + body[:1])
-            assert await talk(s, head_of(s, "/scored_data", "Content-Length: 100")) == 408
-            await stream.send(body[1:])
-            assert int((await stream.receive())[9:12]) == 200
 
 
 async def test_what_strangers_send_fills_no_log_and_our_own_errors_are_in_it(
@@ -251,9 +236,9 @@ async def test_what_strangers_send_fills_no_log_and_our_own_errors_are_in_it(
 async def test_silent_connections_leave_room_for_others_and_descriptors_for_the_run(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.http.atropos.most_connections", lambda: 8)
+    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda: 8)
+    monkeypatch.setattr("asyncrl.http.server.GRACE_S", 0.05)
     async with opened(name) as s:
-        monkeypatch.setattr("asyncrl.http.listener.GRACE_S", 0.0)
         before, silent = descriptors(), []
         try:
             for _ in range(60):
@@ -266,7 +251,7 @@ async def test_silent_connections_leave_room_for_others_and_descriptors_for_the_
 
 
 async def test_a_request_that_waits_is_not_closed_for_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.http.atropos.most_connections", lambda: 2)
+    monkeypatch.setattr("asyncrl.http.server.most_connections", lambda: 2)
     async with opened(name) as s:
         for _ in range(2):
             assert (await s.post("/scored_data", group(7)))[0] == 200
@@ -315,11 +300,10 @@ def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pyte
             known.register(fields)
 
 
-async def test_a_large_group_is_read_beside_the_loop(name: str) -> None:
+async def test_a_large_group_is_taken_and_its_first_members_are_the_example(name: str) -> None:
     ids = [5] + [7] * 599
     members = {"tokens": [ids] * 40, "masks": [[-100, *ids[1:]]] * 40, "scores": [0.5] * 40, "inference_logprobs": None}
     members["messages"] = [[{"role": "user", "content": '\\"[{' * 500}]] * 40
-    assert len(json.dumps(members)) > SMALL
     async with opened(name, RingSettings(size=1 << 23, slots=2, ring_bytes=1 << 22)) as s:
         code, reply = await s.post("/scored_data", {**members, "code": 1, "status": 3})
         assert (code, reply["groups_processed"]) == (200, 1), reply
@@ -329,53 +313,30 @@ async def test_a_large_group_is_read_beside_the_loop(name: str) -> None:
         delivery.release()
 
 
-async def test_bodies_that_wait_for_room_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.http.body.MOST_AT_ONCE", 10)
-    async with opened(name, wait_s=0.05) as s:
-        with s.door.groups._bodies.counted() as hold:
-            hold(15)
-            code, reply = await s.post("/scored_data", group(7))
-            assert (code, reply["status"]) == (503, "full")
-        assert s.door.groups._bodies.held == 0
+async def test_requests_that_wait_for_room_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth is not received while three wait."""
+    monkeypatch.setattr("asyncrl.http.groups.MOST_BODIES", 3)
+    async with opened(name, wait_s=0.5) as s, anyio.create_task_group() as tasks:
+        for _ in range(2):
+            assert (await s.post("/scored_data", group(7)))[0] == 200
+        for _ in range(3):
+            tasks.start_soon(s.post, "/scored_data", group(7))
+        while s.door.groups.waiting < 3:
+            await anyio.lowlevel.checkpoint()
+        s.door.groups._wait_s = 0.0
+        code, reply = await s.post("/scored_data", group(7))
+        assert (code, reply["message"]) == (503, "too many requests wait for room in the ring; nothing was taken")
 
 
-rows = st.lists(st.integers(-100, 2**40) | st.floats(allow_nan=False, allow_infinity=False), max_size=30)
-texts = st.text(st.sampled_from('\\"[]{},é:x'), max_size=20)
-values = st.recursive(
-    rows | texts | st.none(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=8
-)
-groups = st.dictionaries(texts, st.lists(rows) | st.dictionaries(texts, rows) | values, max_size=5)
-
-
-@settings(deadline=None, max_examples=80)
-@given(groups | st.lists(groups, max_size=3) | values, st.sampled_from([None, 1]))
-def test_what_is_read_in_pieces_is_what_was_sent(payload: Any, indent: int | None) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http_body, "_CUT", 2)
-        patch.setattr(http_body, "_CHUNK", 7)
-        assert read_json(json.dumps(payload, indent=indent).encode(), 1000) == payload
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"a": {[1, 2, 3]: 3}}',
-        '{"a": [[1, 2, 3]], "a": [[4, 5, 6]]}',
-        '{"a": [[1, 2, 3}]}',
-        '{"a": ["x"[1, 2, 3]]}',
-        '{"a": [[1,, 2]]}',
-    ],
-)
-def test_what_is_no_json_is_none_in_pieces_either(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_body, "_CUT", 2)
-    with pytest.raises(Refused, match="no JSON"):
-        read_json(text.encode(), None)
-
-
-def test_a_gzip_that_is_longer_than_it_may_be_is_told_from_one_that_is_cut_off() -> None:
+def test_a_gzip_that_is_longer_than_it_may_be_is_told_from_one_that_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     body = gzip.compress(b"x" * 100)
-    assert unpack(body, "gzip", 100) == b"x" * 100
-    for sent, most, code in ((body, 99, 413), (body[:-4], 100, 400), (body[:-9], 100, 400)):
+    for sent, most, code in ((body, 100, 200), (body, 99, 413), (body[:-4], 100, 400), (body[:-9], 100, 400)):
+        monkeypatch.setattr("asyncrl.http.groups.MOST_BYTES", most)
+        if code == 200:
+            assert unpack(sent, "gzip") == b"x" * 100
+            continue
         with pytest.raises(Refused) as refused:
-            unpack(sent, "gzip", most)
+            unpack(sent, "gzip")
         assert refused.value.status == code

@@ -1,0 +1,229 @@
+"""The HTTP server of a run: aiohttp's, with a bounded number of connections, behind the checks of `access.py`.
+
+    kernel's queue ──▶ accepted while there is a place ──▶ key, names ──▶ the handler of a method and path
+                              │ no place for `GRACE_S`: all connections without a request are closed;
+                              ▼ where all have one, nobody is accepted until one has ended
+
+aiohttp itself closes a connection on which no request was complete for `IDLE_S`, be it silent or slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any
+
+import anyio
+import orjson
+
+from asyncrl.builds import install
+from asyncrl.concurrency.supervisor import plain_task_group
+from asyncrl.errors import ConfigError, LifecycleError
+
+from .access import Access, Address, Refused
+
+try:
+    from aiohttp import ClientPayloadError, web
+    from aiohttp.http_exceptions import HttpProcessingError
+except ImportError as error:
+    raise ConfigError(
+        f"the HTTP door needs aiohttp, which is not installed; {install('http')}, or push through shared memory "
+        "(asyncrl.client)"
+    ) from error
+
+# Environment servers open one connection for each request.
+MOST_CONNECTIONS = 256
+# From the connection, or the last reply, until the headers of a request are there.
+IDLE_S = 15.0
+# For a connection to bring its request, before it is closed for others.
+GRACE_S = 1.0
+# For a body to arrive.
+BODY_S = 30.0
+# For the rest of a body that was refused: else its sender may miss the reply.
+_LINGER_S = 1.0
+# For the requests that are under way when the server closes.
+_SHUTDOWN_S = 5.0
+# Until another try: nobody notifies us that a descriptor came free.
+_RETRY_S = 0.1
+_BACKLOG = 128
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# Errors of the sender.
+_UNREADABLE = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+log = logging.getLogger("asyncrl.http")
+# Anybody may send such bytes, without a key and for ever: aiohttp answers them 400, and they fill no log with tracebacks.
+log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _UNREADABLE)))
+
+
+def most_connections() -> int:
+    """Three quarters of the descriptors that this process may have are for the run."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, soft // 4))
+
+
+def reply(code: int, **fields: Any) -> web.Response:
+    """The fields as a JSON object."""
+    return web.Response(status=code, body=orjson.dumps(fields), content_type="application/json")
+
+
+async def receive(request: web.BaseRequest, most: int) -> bytes:
+    """The body as it was sent. Errors: Refused where it has more than `most` bytes (413), is slow (408) or cut off (400)."""
+    too_long = Refused(413, f"the body has more than {most:,} bytes; send fewer groups in one request")
+    if (request.content_length or 0) > most:
+        raise too_long
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    try:
+        with anyio.fail_after(BODY_S):
+            return await request.clone(client_max_size=most).read()
+    except TimeoutError:
+        raise Refused(408, f"the body was too slow: it did not arrive within {BODY_S:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_long from None
+    except _UNREADABLE as error:
+        raise Refused(400, f"the body is not what its headers say: {error}") from error
+
+
+class _Connections(web.Server):
+    """aiohttp's server, with a place for each connection."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__(
+            handler,
+            access_log=None,
+            logger=log,
+            # aiohttp unpacks what arrives before anybody has looked at the key.
+            auto_decompress=False,
+            # A group whose sender is gone is not pushed: it will come again.
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_S,
+            lingering_time=_LINGER_S,
+        )
+        self.places = asyncio.Semaphore(most_connections())
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self.places.release()
+
+
+class HttpServer:
+    """`async with HttpServer(address, routes) as server` listens at `server.url`; `routes` are handlers by method and path."""
+
+    def __init__(self, address: Address, routes: Mapping[tuple[str, str], Handler]) -> None:
+        """Errors: ConfigError for a key that is none."""
+        self.url = ""
+        self._access = Access(address)
+        self._address = address
+        self._routes = routes
+        # Connections whose request is being handled.
+        self._busy: set[Any] = set()
+        # A run that is cancelled goes on accepting, until it has told its clients that it is over.
+        self._accepting = anyio.CancelScope(shield=True)
+        self._closed = anyio.Event()
+        self._closing = AsyncExitStack()
+
+    async def __aenter__(self) -> HttpServer:
+        """Errors: ConfigError where it cannot listen."""
+        if self.url:
+            raise LifecycleError("an HttpServer is opened once; make a new one")
+        host, port = self._address.host, self._address.port
+        async with AsyncExitStack() as stack:
+            sockets = stack.enter_context(ExitStack())
+            try:
+                found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+                listening = [
+                    sockets.enter_context(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
+                    for family, address in dict.fromkeys((each[0], each[4]) for each in found)
+                ]
+            except OSError as error:
+                raise ConfigError(
+                    f"the HTTP door cannot listen at {host}:{port}: {error}; choose another port"
+                ) from error
+            addresses = [each.getsockname()[:2] for each in listening]
+            self._access.add(address for address, _ in addresses)
+            self.url = self._access.url(addresses[0][1])
+            self._server = _Connections(self._answer)
+            stack.push_async_callback(self._end_connections)
+            tasks = await stack.enter_async_context(plain_task_group())
+            tasks.start_soon(self._run, listening, sockets.pop_all())
+            self._closing = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                await self.close()
+        finally:
+            await self._closing.aclose()
+
+    async def close(self) -> None:
+        """Nobody is accepted any more; connections go on until the `async with` is left."""
+        self._accepting.cancel()
+        await self._closed.wait()
+
+    async def _end_connections(self) -> None:
+        with anyio.CancelScope(shield=True):
+            self._server.pre_shutdown()
+            await self._server.shutdown(_SHUTDOWN_S)
+
+    async def _run(self, listening: list[socket.socket], sockets: ExitStack) -> None:
+        try:
+            with sockets, self._accepting:
+                async with anyio.create_task_group() as tasks:
+                    for each in listening:
+                        each.setblocking(False)
+                        tasks.start_soon(self._accept, each)
+        finally:
+            self._closed.set()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        server, loop = self._server, asyncio.get_running_loop()
+        while True:
+            await anyio.wait_readable(listening)
+            with anyio.move_on_after(GRACE_S) as patience:
+                await server.places.acquire()
+            if patience.cancelled_caught:
+                for each in server.connections:
+                    if each not in self._busy and each.transport is not None:
+                        each.transport.abort()
+                await server.places.acquire()
+            try:
+                accepted, _ = listening.accept()
+                accepted.setblocking(False)
+                await loop.connect_accepted_socket(server, accepted)
+            except OSError as error:
+                server.places.release()
+                if error.errno in _PASSING:
+                    await anyio.sleep(_RETRY_S)
+                # Else the client has gone already.
+                elif not isinstance(error, BlockingIOError | ConnectionError):
+                    raise
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            self._access.check(request)
+            key = f"/{self._access.key}/"
+            path = request.path[len(key) - 1 :] if request.path.startswith(key) else request.path
+            handler = self._routes.get((request.method, path))
+            if handler is not None:
+                response = await handler(request)
+            else:
+                known = any(path == each for _, each in self._routes)
+                response = reply(405 if known else 404, status="refused", message="no such method or path at this door")
+        except Refused as error:
+            response = reply(error.status, status=error.state, message=str(error))
+            # Whoever is refused holds no connection, nor the rest of a body.
+            response.force_close()
+        finally:
+            self._busy.discard(request.protocol)
+        if self._server.places.locked():
+            response.force_close()
+        return response
