@@ -304,8 +304,7 @@ with Slab.attach(sys.argv[1]) as slab:
 def board(device: str) -> Found:
     import torch
 
-    from asyncrl.transport.memory.board import Board
-    from asyncrl.transport.memory.halves import SlabHalves
+    from asyncrl.transport.memory.board import Board, SlabHalves
 
     reader = """
 import json, os, sys, torch

@@ -20,8 +20,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def copy_module(module: Module, instead: dict[int, Any] | None = None) -> Module:
-    """`copy.deepcopy` in a part of its time, most of which goes into the dozen empty dictionaries of hooks that every module has.
-    `instead`: id of an object in the module -> what the copy has in its place."""
+def copy_module(module: Module) -> Module:
+    """`copy.deepcopy` in a part of its time, most of which goes into the dozen empty dictionaries of hooks of every module."""
     hooks = [value for part in module.modules() for value in vars(part).values() if type(value) is OrderedDict]
-    return copy.deepcopy(module, {id(each): OrderedDict() for each in hooks if not each} | (instead or {}))
+    return copy.deepcopy(module, {id(each): OrderedDict() for each in hooks if not each})

@@ -33,8 +33,7 @@ from asyncrl.ports import Engine, Trainer, WeightSink
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import SlabHalves
+from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.weights.sync import SharedWeights, WeightPublisher
 
 from .gate import check_for

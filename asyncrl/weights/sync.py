@@ -19,7 +19,7 @@ often as steps follow each other without an update, or into memory of its own wh
 Every version is copied in float32, where the modules read the masters; with adapters, whose merge writes a part of the weights
 alone; and of a cut model, whose ranks gather into one place.
 
-The halves lie in the memory of the host or in a slab on a device: the board knows which (transport/memory/halves.py).
+The halves lie in the memory of the host or in a slab on a device: the board knows which (transport/memory/board.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from asyncrl.models.outputs import Bound, Comparisons, fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.ports import WeightSink
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import Passing, passed
+from asyncrl.transport.memory.board import Board, Passing, passed
 from asyncrl.types import PostedVersion
 
 # The most of a run's time that the trainer spends on fixed rows.

@@ -41,8 +41,7 @@ from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.progress import Listeners, Stages
 from asyncrl.runtime.real import open_workers
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import SlabHalves
+from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from asyncrl.weights.sync import WeightPublisher
 

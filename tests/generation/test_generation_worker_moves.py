@@ -24,8 +24,7 @@ from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.generation.worker.serving import EmbeddedServing
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import Passing, SlabHalves
+from asyncrl.transport.memory.board import Board, Passing, SlabHalves
 from asyncrl.weights.sync import WeightReader
 
 
@@ -160,7 +159,7 @@ async def test_the_half_of_before_is_free_only_once_the_device_has_left_it(board
         await made.move(0)
         assert await made.node.receive() == {"bound": 0}
         late = Late()
-        boards.reader._halves.leave = lambda: late.passing  # type: ignore[method-assign]
+        boards.reader.leave = lambda: late.passing  # type: ignore[method-assign]
         tasks.start_soon(made.move, 1)
         await late.is_waited_for()
         assert made.policy.version == 1 and boards.reader.half(1).data_ptr() == made.policy.weights.bound.data_ptr()
@@ -176,7 +175,7 @@ async def test_nothing_is_read_of_a_copy_that_is_not_there_yet(boards: Boards) -
     async with opened(boards) as made, plain_task_group() as tasks:
         await made.move(0)
         assert await made.node.receive() == {"bound": 0}
-        late, fetch = Late(), boards.reader._halves.fetch
+        late, fetch = Late(), boards.reader.fetch
 
         def slowly(index: int) -> Passing:
             def passing() -> None:
@@ -185,7 +184,7 @@ async def test_nothing_is_read_of_a_copy_that_is_not_there_yet(boards: Boards) -
 
             return passing
 
-        boards.reader._halves.fetch = slowly  # type: ignore[method-assign]
+        boards.reader.fetch = slowly  # type: ignore[method-assign]
         tasks.start_soon(made.move, 1)
         await late.is_waited_for()
         assert await lane_goes_on(made) not in late.threads

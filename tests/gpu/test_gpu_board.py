@@ -27,8 +27,7 @@ from asyncrl.models.loading import load_policy
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.reading import Outline, describe_rest, open_reader
 from asyncrl.runtime.placement import place
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import SlabHalves
+from asyncrl.transport.memory.board import Board, SlabHalves
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,8 +23,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.runtime import real
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.runtime import RunSummary, Runtime
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import SlabHalves
+from asyncrl.transport.memory.board import Board, SlabHalves
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 TWO: dict[str, Any] = REAL | {

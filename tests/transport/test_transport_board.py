@@ -19,8 +19,7 @@ from transport_helpers import environment, finish, line, names, own_name, say
 
 from asyncrl.errors import LifecycleError, OutOfMemory, PlatformError, TransportError
 from asyncrl.transport.memory import words
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import SlabHalves
+from asyncrl.transport.memory.board import Board, SlabHalves
 
 LAYOUT = "0123456789abcdef"
 ELEMENTS = 131_136

@@ -19,8 +19,7 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import SlabHalves
+from asyncrl.transport.memory.board import Board, SlabHalves
 from asyncrl.types import FinishReason, Group, Microbatch, PostedVersion, Prompt, Ticket, Trajectory
 from asyncrl.weights.sync import WeightPublisher
 

@@ -19,8 +19,7 @@ from asyncrl.models.policy import DTYPES
 from asyncrl.models.reading import Outline, open_reader
 from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board
-from asyncrl.transport.memory.halves import passed
+from asyncrl.transport.memory.board import Board, passed
 
 from .serving import EmbeddedServing
 

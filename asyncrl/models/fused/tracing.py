@@ -84,7 +84,7 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
     try:
         arguments = {"input_ids": tokens_T[None], "position_ids": positions_T[None], "use_cache": False}
         last = decoder(**arguments, **{PLAN_ARGUMENT: attention}).last_hidden_state
-        calls = [(_rotary_call(decoder.rotary_emb, call, positions_T), call[2]) for call in list(rotations)]
+        calls = [(_rotary_call(call), call[2]) for call in list(rotations)]
         layers = [
             _layer_call(call, out, calls, attention.given[number])
             for number, (call, out) in enumerate(zip(inputs, outputs, strict=True))
@@ -116,18 +116,14 @@ def _positions(config: Any) -> Tensor:
     return torch.linspace(0, math.log(end), _TOKENS, dtype=torch.float64).exp().sub_(1).round_().long()
 
 
-def _rotary_call(rotary: Any, call: tuple[tuple[Any, ...], dict[str, Any], Any], positions_T: Tensor) -> RotaryCall:
-    """Errors: ValueError where the same call, as the fused decoder makes it, gives something else; TypeError for arguments that
-    cannot be told apart by their values: rotations are kept by them."""
+def _rotary_call(call: tuple[tuple[Any, ...], dict[str, Any], Any]) -> RotaryCall:
+    """Errors: TypeError for arguments that cannot be told apart by their values: rotations are kept by them."""
     arguments, named, given = call
     rest = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
     half = given[0].shape[-1] // 2
     doubled = all(torch.equal(table[..., :half], table[..., half:]) for table in given)
     found = RotaryCall(tuple(arguments[2:]), tuple(sorted(rest.items())), doubled)
-    cos, sin = rotary(arguments[0] if arguments else named["x"], positions_T[None], *found.arguments, **rest)
     hash(found)
-    if not (torch.equal(cos, given[0]) and torch.equal(sin, given[1])):
-        raise ValueError("the model turns its positions before it hands them to its rotary embedding")
     return found
 
 

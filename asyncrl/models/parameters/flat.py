@@ -237,9 +237,9 @@ class ServedParameters(FlatParameters):
         self.has_working_copy = False
         self._index = {name: index for index, name in enumerate(self.names)}
 
-    def named(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """The parameter of that name in a buffer of this layout; without one, as the modules read it."""
-        return self.view(self.working if buffer is None else buffer, self._index[name])
+    def named(self, name: str) -> Tensor:
+        """The parameter of that name, as the modules read it."""
+        return self.view(self.working, self._index[name])
 
     def move_to(self, buffer: Tensor) -> None:
         super().move_to(buffer)

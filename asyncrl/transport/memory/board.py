@@ -13,9 +13,20 @@ Guarantees
 * A half says which version it holds; while it is written, and before, it says none. That word is cleared first and stored last,
   and x86-64 keeps the order (`words`).
 
-On a GPU the halves are one slab (`halves.py`), exported once and opened once by each reader; versions lie in the memfd all the
+On a GPU the halves are one slab (`SlabHalves`), exported once and opened once by each reader; versions lie in the memfd all the
 same. What is different there: readers could write, and the slab's table has a name until its owner or the next run removes it
-(`generation/worker/names.py`).
+(`generation/worker/names.py`). Who reads on another device than the slab's (`copy_to`) has a copy of each half and fetches it once
+for each version: every decode step reads all weights, which would go over the bus each time.
+
+A device does later what it is told now. A call that has to know that the device is done returns a `Passing`: it blocks any thread
+until the device is, and is None where the device is done already, as always on a CPU. A lane launches and goes on; another thread
+waits (`passed`).
+
+    who                        knows that                           because
+    the owner, before it       the half is whole                    it waits for its own stream: then no reader has to wait for
+    names a version                                                 anything
+    a reader, before it says   nothing on its device reads the      `leave` marks its stream behind the last closure that could,
+    that it has moved          half of before                       and it waits for the mark, on a thread, while it decodes
 
 The board does not know who reads. Whoever writes has to know that nobody reads that half any more (weights/sync.py).
 """
@@ -28,18 +39,19 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...concurrency.offload import offload
 from ...errors import LifecycleError, OutOfMemory, TransportError
-from .halves import HostHalves, Passing, SlabHalves, mark
+from .handles import Handle
 from .segment import check_platform
+from .slab import Slab
 from .words import Words, fault
 
 _MAGIC = b"asyncrlB"
@@ -48,7 +60,87 @@ _VERSIONS_AT = 64
 # Bytes: the size of a half is a multiple, so that each row of a copy is aligned.
 _STEP = 64
 _PAGE = 4096
+# Bytes: a half of a slab begins where torch's own allocator would let a tensor begin.
+_APART = 512
 _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1: no other writable mapping but the one that there is
+
+
+Passing = Callable[[], None] | None
+
+
+def mark(device: torch.device) -> Passing:
+    """The device has done what was launched up to now on this thread's current stream."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+    event.record(torch.cuda.current_stream(device))
+    waits: Callable[[], None] = event.synchronize
+    return waits
+
+
+def bring(source: Tensor, target: Tensor) -> Passing:
+    """Copy to another device, beside what that one computes meanwhile: on a stream of its own there."""
+    if target.device.type != "cuda":
+        target.copy_(source)
+        return None
+    beside = torch.cuda.Stream(target.device)
+    beside.wait_stream(torch.cuda.current_stream(target.device))  # what may still read the target
+    with torch.cuda.stream(beside):
+        target.copy_(source, non_blocking=True)
+        return mark(target.device)
+
+
+async def passed(passing: Passing) -> None:
+    """Wait for a device, on a thread: lane and loop go on."""
+    if passing is not None:
+        await offload(passing, "device")
+
+
+class SlabHalves:
+    """Two halves in one block of a slab, which others open once: on a GPU, or in tests on the CPU."""
+
+    def __init__(self, slab: Slab, handles: Sequence[Handle]) -> None:
+        """Takes the slab over."""
+        self._slab, self._handles = slab, handles
+        self.tensors = [slab.view(handle) for handle in handles]
+
+    @classmethod
+    def create(cls, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """Two empty halves on `device`, under a name that nobody else has. Errors: OutOfMemory, PlatformError."""
+        apart = -(-elements * dtype.itemsize // _APART) * _APART
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the slab is not of torch's memory, and can have none that torch holds back
+        try:
+            slab = Slab.create(name, 2 * apart, device=device, blocks=1)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"the weight board needs {2 * apart:,} bytes on {device} for two versions of the weights: {error}; use a smaller "
+                "model or model.dtype=bfloat16, or generation.placement=shared"
+            ) from error
+        lease = slab.lease(2 * apart)
+        handles = [lease.handle(dtype, (elements,), offset=index * apart) for index in (0, 1)]
+        lease.detach()
+        return cls(slab, handles)
+
+    @classmethod
+    def attach(cls, described: Mapping[str, Any]) -> Self:
+        """Those of another process. Errors: as `Slab.attach`; PlatformError where this process cannot open the memory."""
+        slab = Slab.attach(described["name"])
+        try:
+            return cls(slab, [Handle.decode(bytes.fromhex(each)) for each in described["handles"]])
+        except BaseException:
+            slab.close()
+            raise
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """For `attach`, as JSON takes it."""
+        return {"name": self._slab.segment.name, "handles": [handle.encode().hex() for handle in self._handles]}
+
+    def close(self) -> None:
+        """Tensors that are still held keep the memory."""
+        self.tensors = []
+        self._slab.close()
 
 
 class _Base:
@@ -75,6 +167,7 @@ class Board:
         token: bytes,
         owner: bool,
         slab: SlabHalves | None,
+        copy_to: torch.device | None = None,
     ) -> None:
         """Takes `fd` and `slab` over. `slab`: where the halves lie; None: behind `fd`, too."""
         self.fd = fd
@@ -86,7 +179,11 @@ class Board:
         total = _total_of(self.nbytes, slab is not None)
         self._map = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
         self._versions = Words(memoryview(self._map), _VERSIONS_AT, 2, "board.version")  # version + 1; 0: none
-        self._slab, self._halves = slab, slab or self._behind()
+        self._slab = slab
+        self._lying = self._behind() if slab is None else slab.tensors
+        self.copies = copy_to is not None
+        # What this process reads.
+        self._halves = [torch.empty_like(each, device=copy_to) for each in self._lying] if self.copies else self._lying
 
     # -- the two ways in
 
@@ -139,8 +236,8 @@ class Board:
                     f"descriptor {fd} is not the weight board that was described: it has {size:,} bytes and begins with "
                     f"{head[:8]!r}, expected are {expected:,} bytes; pass the board's own `fd` with its `description`"
                 )
-            slab = None if described is None else SlabHalves.attach(described, copy_to)
-            return cls(fd, elements, dtype, layout, token, False, slab)
+            slab = None if described is None else SlabHalves.attach(described)
+            return cls(fd, elements, dtype, layout, token, False, slab, copy_to)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -169,8 +266,8 @@ class Board:
             raise ValueError(f"version {version} must not be negative")
         if source is not None:
             self._require_fit(source)
-            self.half(index).copy_(source.detach())
-        done = mark(self._halves.device)
+            self._lying[index].copy_(source.detach())
+        done = mark(self._lying[index].device)
         if done is not None:
             done()
         fault("board.written")
@@ -186,23 +283,18 @@ class Board:
     def half(self, index: int) -> Tensor:
         """A half as this process reads it, [elements]. It keeps the memory mapped, also after `close`."""
         self._check_open()
-        return self._halves.tensor(index)
-
-    @property
-    def copies(self) -> bool:
-        """Whether this process reads copies: see `fetch`."""
-        return self._halves.copies
+        return self._halves[index]
 
     def fetch(self, index: int) -> Passing:
         """Where this process reads copies: begin to copy a half, which nobody here reads. After the passing it is there; the owner
         does not write into it meanwhile."""
         self._check_open()
-        return self._halves.fetch(index)
+        return bring(self._lying[index], self._halves[index]) if self.copies else None
 
     def leave(self) -> Passing:
         """Called where nothing that is launched later reads the half of before: after the passing, nothing reads it any more."""
         self._check_open()
-        return self._halves.leave()
+        return mark(self._halves[0].device)
 
     def version(self, index: int) -> int | None:
         """The version that a half holds; None where it holds none, or is being written."""
@@ -215,7 +307,9 @@ class Board:
         if self.fd < 0:
             return
         self._versions.release()
-        self._halves.close()
+        self._lying, self._halves = [], []
+        if self._slab is not None:
+            self._slab.close()
         with contextlib.suppress(BufferError):
             self._map.close()
         del self._map  # tensors keep it
@@ -228,17 +322,16 @@ class Board:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _behind(self) -> HostHalves:
-        starts = (_PAGE, _PAGE + _pages(self.nbytes))
-        lying: list[npt.NDArray[np.uint8]] = [np.asarray(_Base(self._map, start, self.nbytes)) for start in starts]
-        return HostHalves(lying, self.dtype)
+    def _behind(self) -> list[Tensor]:
+        bases = [_Base(self._map, start, self.nbytes) for start in (_PAGE, _PAGE + _pages(self.nbytes))]
+        return [torch.from_numpy(np.asarray(base)).view(self.dtype) for base in bases]
 
     def _check_open(self) -> None:
         if self.fd < 0:
             raise LifecycleError("the weight board is closed")
 
     def _require_fit(self, source: Tensor) -> None:
-        where = self._halves.device
+        where = self._lying[0].device
         if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != where:
             raise ValueError(
                 f"the weight board holds {self.elements} x {self.dtype} on {where}; found {tuple(source.shape)} x "
