@@ -9,11 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.algorithms.base import LossInputs
-    from asyncrl.algorithms.estimator import as_rewards, of_group, of_step
-    from asyncrl.algorithms.losses.loss import LossMethod, Surrogate
+    from asyncrl.algorithms.advantages import as_rewards, of_group, of_step
+    from asyncrl.algorithms.base import LossInputs, token_ratio
+    from asyncrl.algorithms.losses import LossMethod, Surrogate
     from asyncrl.algorithms.method import setting
-    from asyncrl.algorithms.ratios import token_ratio
     from asyncrl.config.load import load_config
     from asyncrl.config.schema import Config
     from asyncrl.data.texts import CompletionText
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "asyncrl.algorithms.base": "LossInputs",
-    "asyncrl.algorithms.estimator": "as_rewards of_group of_step",
-    "asyncrl.algorithms.losses.loss": "LossMethod Surrogate",
+    "asyncrl.algorithms.advantages": "as_rewards of_group of_step",
+    "asyncrl.algorithms.base": "LossInputs token_ratio",
+    "asyncrl.algorithms.losses": "LossMethod Surrogate",
     "asyncrl.algorithms.method": "setting",
-    "asyncrl.algorithms.ratios": "token_ratio",
     "asyncrl.config.load": "load_config",
     "asyncrl.config.schema": "Config",
     "asyncrl.data.texts": "CompletionText",

@@ -4,22 +4,27 @@ A loss is a pure function of per-token columns and returns **sums**, never means
 microbatches and divides once, at `finish_train_step`, by the true number of tokens or sequences of the whole step over
 all ranks. So the gradient does not depend on how, in which order or where the step was split (SEMANTICS §1.2).
 
+Three log-probs of one token meet in a loss: `sampler` (what the engine said when it sampled), `old` (the trainer's before
+the first update on this batch; its own, detached, where the batch is used once) and `logp` (the trainer's now, with
+gradient). The ratio and its clip stand on logp / old; what is left, old / sampler, is `importance.py`.
+
 Shape legend: S scored tokens of a microbatch (loss mask 1, packed: no padding), B its sequences, scalars are 0-d
-tensors.
+tensors. Log-probs in nats; ratios are differentiable.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from asyncrl.types import Normaliser
 
-from .entropy_control import EntropyControl
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+COEFFICIENT_MAX = 1.0  # of the entropy bonus, where it is controlled
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,36 @@ class LossInputs:
         return value_B.index_select(0, self.sequence_S)
 
 
+def old_logp(inputs: LossInputs) -> Tensor:
+    """[S] detached: the `old` column, or the forward's own log-probs where there is none (on-policy: ratio 1)."""
+    return (inputs.logp_S if inputs.old_logp_S is None else inputs.old_logp_S).detach()
+
+
+def token_ratio(inputs: LossInputs) -> Tensor:
+    """[S]: `exp(logp - old)`."""
+    return (inputs.logp_S - old_logp(inputs)).exp()
+
+
+def sequence_ratio(inputs: LossInputs) -> Tensor:
+    """[S]: the geometric mean of the token ratios of the token's sequence, `exp(sum_t (logp_t - old_t) / max(len, 1))`.
+
+    Every token of a sequence has the same value; the gradient flows through the whole ratio.
+    """
+    return inputs.spread(inputs.sequence_mean(inputs.logp_S - old_logp(inputs)).exp())
+
+
+def on_policy(inputs: LossInputs) -> LossInputs:
+    """`force_on_policy`: without an `old` column the ratio is 1, and its gradient that of the log-prob."""
+    return replace(inputs, old_logp_S=None)
+
+
+def centre_on_sampler(inputs: LossInputs) -> LossInputs:
+    """`old_logprobs: sampler`: the sampler's column becomes the `old` one; NaN entries stay on-policy (ratio 1)."""
+    sampler_S = inputs.sampler_logp_S
+    old_S = inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S)
+    return replace(inputs, old_logp_S=old_S)
+
+
 def kind(name: str) -> str:
     """`min`, `max` or `sum`: how a metric is combined over microbatches and ranks."""
     if "_min" in name:
@@ -90,6 +125,33 @@ class LossSums:
     total: Tensor
     metrics: Mapping[str, MetricSum] = field(default_factory=dict)
     extra: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyControl:
+    """A coefficient that holds the mean entropy at `target` (nats): adaptive entropy control.
+
+    He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3; the numbers are TRL's. After each optimizer step the
+    coefficient grows by `delta` where the mean entropy of the step was at most `target`, else it shrinks by `delta`, within
+    [0, 1]; it begins at `coef`. The bonus acts in a step only if the entropy of the step before was at most
+    `target`, so never in the first. The mean is over all scored tokens of the step on all ranks (in TRL over those that
+    the top-entropy mask keeps). The state is part of the trainer's checkpoint.
+    """
+
+    coefficient: float  # after the last update
+    target: float
+    delta: float
+    entropy: float = math.inf  # of the last step
+
+    @property
+    def applied(self) -> float:
+        """What the bonus of the next step is multiplied by."""
+        return self.coefficient if self.entropy <= self.target else 0.0
+
+    def after(self, entropy: float) -> EntropyControl:
+        """The state after a step with this mean entropy."""
+        moved = self.coefficient + (self.delta if entropy <= self.target else -self.delta)
+        return EntropyControl(min(max(moved, 0.0), COEFFICIENT_MAX), self.target, self.delta, entropy)
 
 
 LossFn = Callable[[LossInputs], LossSums]

@@ -41,9 +41,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from asyncrl.types import Normaliser
 
-from .base import LossInputs, Metrics, MetricSum
+from .base import LossInputs, Metrics, MetricSum, old_logp
 from .method import Around, Method, setting
-from .ratios import old_logp
 
 if TYPE_CHECKING:
     from torch import Tensor

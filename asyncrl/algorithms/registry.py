@@ -9,23 +9,19 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
 
 from . import advantages, losses
-from .base import Loss, LossFn, LossInputs, LossSums, MetricSum
-from .entropy import entropy_bonus
-from .estimator import Estimator
+from .advantages import Estimator
+from .base import Loss, LossFn, LossInputs, LossSums, MetricSum, centre_on_sampler, old_logp, on_policy
 from .importance import Importance, mismatch_metrics
 from .kl import RewardPenalty
+from .losses import LossMethod
 from .method import Method, Setting
-from .ratios import centre_on_sampler, old_logp, on_policy
-from .terms import TERMS, Terms, loss_sums
-
-if TYPE_CHECKING:
-    from .losses.loss import LossMethod
+from .terms import TERMS, Terms, entropy_bonus, loss_sums
 
 LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
 ADVANTAGES: dict[str, Estimator] = {each.name: each for each in advantages.ALL}

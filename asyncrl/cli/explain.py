@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.algorithms import importance, kl, registry
-from asyncrl.algorithms.losses.loss import LossMethod
+from asyncrl.algorithms.losses import LossMethod
 from asyncrl.algorithms.method import Conflict, Method
 from asyncrl.config.describe import refusal, short
 from asyncrl.config.fields import Knob, knobs, nearest_name, other_name

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.algorithms import registry
-from asyncrl.algorithms.losses.loss import LossMethod
+from asyncrl.algorithms.losses import LossMethod
 from asyncrl.algorithms.method import Around, Conflict
 from asyncrl.algorithms.terms import Terms
 from asyncrl.types import Normaliser

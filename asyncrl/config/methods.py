@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import create_model
 
 from asyncrl.algorithms import registry
-from asyncrl.algorithms.estimator import Estimator, of_group
-from asyncrl.algorithms.losses.loss import LossMethod
+from asyncrl.algorithms.advantages import Estimator, of_group
+from asyncrl.algorithms.losses import LossMethod
 from asyncrl.algorithms.method import Method, Setting
 from asyncrl.errors import ConfigError
 

@@ -22,11 +22,10 @@ from .schema_run import CheckpointConfig, RunConfig, TelemetryConfig, WatchdogCo
 from .section import OptionalPath, Section, Untyped, field
 
 if TYPE_CHECKING:
-    from asyncrl.algorithms.entropy import Entropy
     from asyncrl.algorithms.importance import Importance
     from asyncrl.algorithms.kl import Kl
-    from asyncrl.algorithms.masks import Overlong
     from asyncrl.algorithms.method import Method
+    from asyncrl.algorithms.terms import Entropy, Overlong
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float64"]
 

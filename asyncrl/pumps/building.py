@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from asyncrl.algorithms.advantages import Estimator, GroupRewards
 from asyncrl.algorithms.kl import lowered
-from asyncrl.algorithms.masks import without_overlong
+from asyncrl.algorithms.terms import without_overlong
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, Rows, owned

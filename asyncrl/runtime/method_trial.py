@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.base import Loss, LossInputs
-from asyncrl.algorithms.estimator import GroupRewards
 from asyncrl.algorithms.registry import build_advantage, build_loss, loss_named
 from asyncrl.config.imports import raised, user_code
 from asyncrl.config.methods import numbers

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Loss
-from asyncrl.algorithms.masks import entropy_threshold
+from asyncrl.algorithms.terms import entropy_threshold
 from asyncrl.types import Float32Array, Microbatch, Normaliser
 
 from .accumulators import Counts

@@ -32,8 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.base import Loss, LossInputs, LossSums
-from asyncrl.algorithms.entropy_control import EntropyControl
+from asyncrl.algorithms.base import EntropyControl, Loss, LossInputs, LossSums
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.copying import to_device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Loss, LossInputs, LossSums, MetricSum
-from asyncrl.algorithms.masks import entropy_threshold
+from asyncrl.algorithms.terms import entropy_threshold
 from asyncrl.types import Normaliser
 
 MAX_LENGTH = 11

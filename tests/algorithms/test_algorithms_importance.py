@@ -12,8 +12,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.algorithms.importance import IMPORTANCE_MODES, Importance, bounded, importance_weights, token_mismatch
-from asyncrl.algorithms.masks import off_policy_keep
 from asyncrl.algorithms.registry import build_loss
+from asyncrl.algorithms.terms import off_policy_keep
 from asyncrl.errors import ConfigError
 from asyncrl.types import Normaliser
 

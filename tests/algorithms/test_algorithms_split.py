@@ -14,8 +14,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.importance import Importance, importance_weights
-from asyncrl.algorithms.losses.cispo import Cispo
-from asyncrl.algorithms.losses.vespo import Vespo
+from asyncrl.algorithms.losses import Cispo, Vespo
 from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.types import Normaliser
 

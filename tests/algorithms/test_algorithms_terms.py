@@ -13,8 +13,8 @@ from algorithms_batches import random_batch, value_and_grad, value_and_grads
 
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.algorithms.masks import entropy_threshold, without_overlong
 from asyncrl.algorithms.registry import LOSSES, build_loss, build_reward_penalty, make_loss, make_terms
+from asyncrl.algorithms.terms import entropy_threshold, without_overlong
 from asyncrl.config.methods import numbers
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.errors import ConfigError

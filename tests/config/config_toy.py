@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from asyncrl.algorithms import advantages, losses
-from asyncrl.algorithms.base import LossInputs
-from asyncrl.algorithms.estimator import Float64Array, Rewards, as_rewards, of_group
-from asyncrl.algorithms.losses.loss import LossMethod, Surrogate
+from asyncrl.algorithms.advantages import Float64Array, Rewards, as_rewards, of_group
+from asyncrl.algorithms.base import LossInputs, token_ratio
+from asyncrl.algorithms.losses import LossMethod, Surrogate
 from asyncrl.algorithms.method import Around, Conflict, Method, setting
-from asyncrl.algorithms.ratios import token_ratio
 from asyncrl.types import Normaliser
 
 

@@ -25,7 +25,7 @@ OTHERS = '''
 import numpy as np
 from dataclasses import dataclass
 from asyncrl import LossMethod, Normaliser, Surrogate, as_rewards, of_step, setting, token_ratio
-from asyncrl.algorithms.losses.clip import Clipped
+from asyncrl.algorithms.losses import Clipped
 
 
 class Base(LossMethod):

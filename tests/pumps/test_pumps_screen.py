@@ -9,8 +9,8 @@ import pytest
 from pumps_house import live
 from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 
-from asyncrl.algorithms.masks import without_overlong
 from asyncrl.algorithms.registry import build_advantage
+from asyncrl.algorithms.terms import without_overlong
 from asyncrl.config.schema_rollouts import FilterConfig, OverlongConfig
 from asyncrl.pumps.building import RewardReader
 from asyncrl.pumps.metrics import group_rows

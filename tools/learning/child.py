@@ -26,8 +26,7 @@ import torch
 from asyncrl import Runtime, load_config
 from asyncrl.algorithms import registry
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.algorithms.losses.clip import Dapo
-from asyncrl.algorithms.losses.loss import Surrogate
+from asyncrl.algorithms.losses import Dapo, Surrogate
 
 TASK = Path(__file__).with_name("task.yaml")
 WINDOW = 5
