@@ -52,7 +52,8 @@ def check_losses(config: Config, streaming: bool) -> Iterator[str]:
         yield from method.problems(around)
     yield from _conflicts(around.loss.conflicts, f"algorithm.loss is {algorithm.loss}", around)
     yield from _conflicts(around.advantage.conflicts, f"algorithm.advantage is {algorithm.advantage}", around)
-    if streaming and around.advantage.needs_whole_step:  # never quietly over whatever part of the step is there
+    if streaming and around.advantage.needs_whole_step:
+        # Never quietly over whatever part of the step is there.
         yield (
             f"algorithm.advantage is {algorithm.advantage}, whose statistics span the whole step, but rollout.streaming trains "
             "each group as it arrives, before the others are known; set rollout.streaming=false (preset one_off or sync), or use "
@@ -97,8 +98,10 @@ def _check_centre(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[str]
             f"loss={loss.on_policy_is}, which is what is left of it, or leave force_on_policy out"
         )
     elif loss.section == "clip":
+        # What the defaults come to is written into a resolved configuration.
+        derived = type(loss)().derived()
         for each in loss.settings():
-            if (value := getattr(loss, each.name)) != each.default:
+            if (value := getattr(loss, each.name)) not in (each.default, derived.get(each.name)):
                 yield (
                     f"{each.dotted} is {said(value)} but algorithm.force_on_policy is true: the ratio is always 1, and the bound "
                     "would do nothing; leave one of them out"

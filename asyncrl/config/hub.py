@@ -31,20 +31,18 @@ def require_hub(source: str, setting: str) -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    missing = f"{setting}: there is no directory {source!r} (looked from {Path.cwd()})"
     try:
         validate_repo_id(source)
-    except HFValidationError as error:
+        silence = hub_silence(source, "model")
+        if constants.HF_HUB_OFFLINE and not _downloaded(source, "model"):
+            silence = "HF_HUB_OFFLINE is set, and it was not downloaded before"
+        problem = silence and f"and as a model of the hub it cannot be fetched: {silence}"
+    except HFValidationError:
+        problem = "and as the id of a model of the hub it cannot be read: `name` or `organisation/name`"
+    if problem:
         raise ConfigError(
-            f"{missing}, and as the id of a model of the hub it cannot be read: `name` or `organisation/name`"
-        ) from error
-    silence = hub_silence(source, "model")
-    if constants.HF_HUB_OFFLINE and not _downloaded(source, "model"):
-        silence = "HF_HUB_OFFLINE is set, and it was not downloaded before"
-    if silence is not None:
-        raise ConfigError(
-            f"{missing}, and as a model of the hub it cannot be fetched: {silence}; name a directory, or start where the hub is "
-            "reached (HTTPS_PROXY and HF_ENDPOINT say how)"
+            f"{setting}: there is no directory {source!r} (looked from {Path.cwd()}), {problem}; name a directory, or start where "
+            "the hub is reached (HTTPS_PROXY and HF_ENDPOINT say how)"
         )
 
 

@@ -22,8 +22,7 @@ from pydantic import ValidationError
 
 from asyncrl.errors import ConfigError
 
-from .fields import Knob, knobs, nearest_name, sections
-from .other_names import PARALLEL
+from .fields import PARALLEL, Knob, knobs, nearest_name, sections
 from .schema import Config, schema_of
 from .section import at_home
 from .text import parse_file, parse_value

@@ -14,8 +14,7 @@ from asyncrl.algorithms.importance import IMPORTANCE_MODES
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.cli.app import main
 from asyncrl.cli.explain import explain, known
-from asyncrl.config.fields import knobs, sections
-from asyncrl.config.other_names import OTHER_NAMES
+from asyncrl.config.fields import OTHER_NAMES, knobs, sections
 from asyncrl.telemetry.explained import metric, metrics
 from asyncrl.telemetry.records import CAUSES
 from asyncrl.telemetry.reward_signal import LACKING

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from asyncrl.config.checks import SWITCHED
 from asyncrl.config.describe import to_yaml
-from asyncrl.config.fields import knobs, nearest_name, sections
+from asyncrl.config.fields import OTHER_NAMES, knobs, nearest_name, sections
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import SETTINGS
-from asyncrl.config.other_names import OTHER_NAMES
 from asyncrl.config.schema import Config
 from asyncrl.config.text import dump, parse_file
 from asyncrl.errors import ConfigError

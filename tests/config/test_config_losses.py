@@ -101,6 +101,11 @@ def test_contradictions_are_refused(overrides: list[str], words: str) -> None:
     assert words in refusal(*(f"algorithm.{override}" for override in overrides))
 
 
+def test_a_configuration_with_a_forced_centre_is_resolved_to_itself() -> None:
+    config = made("algorithm.force_on_policy=true")
+    assert resolve(config) == config
+
+
 def test_names_are_matched_without_case() -> None:
     algorithm = made(
         "algorithm.loss=DAPO", "algorithm.advantage=Dr-GRPO", "algorithm.kl.coef=0.1", "algorithm.kl.estimator=K3"

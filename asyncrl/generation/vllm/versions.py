@@ -7,7 +7,7 @@ from importlib import import_module, metadata, util
 from types import ModuleType
 
 from asyncrl.builds import install
-from asyncrl.config.other_names import PARALLEL
+from asyncrl.config.fields import PARALLEL
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> the file that knows its inside
